@@ -1,0 +1,28 @@
+"""GRPO for any unmodified coding agent, inside TRL's trainer, on one node.
+
+The public names that need torch, TRL or vLLM are loaded on first use, so that
+``import polar_trl`` and the light sub-packages (``types``, ``wire``,
+``reconstruct``) stay quick and free of them.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "PolarGRPOTrainer": "polar_trl.grpo.trainer",
+    "PolarGRPOConfig": "polar_trl.grpo.config",
+    "LocalSandboxBackend": "polar_trl.sandbox.local",
+    "ShellHarness": "polar_trl.harness.shell",
+    "CommandGrader": "polar_trl.grade.command",
+    "FunctionGrader": "polar_trl.grade.function",
+    "Task": "polar_trl.types",
+}
+__all__ = list(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'polar_trl' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

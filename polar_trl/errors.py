@@ -1,0 +1,84 @@
+"""One class per boundary.
+
+    PolarError
+    ├── ConfigError      a setting or a file the user wrote is wrong; says which and what to do
+    │   └── TaskError    a task row is wrong; names its id or line and the field
+    ├── WireError        a request the agent sent is wrong; carries the HTTP status and the field's path
+    │   └── ContextOverflowError   the conversation does not fit the model's context
+    ├── RenderError      the chat template cannot express this conversation
+    ├── EngineError      the engine failed or was closed while a request was in flight
+    ├── SandboxError     a sandbox could not be made, reached or limited as asked
+    ├── GradeError       a grader could not decide; the rollout has no reward
+    ├── RecordError      a session's file cannot be read back
+    └── LawError         a law of the design is broken; names the rollout and stops the run
+"""
+
+
+class PolarError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(PolarError):
+    """A setting, path or file from the user is wrong."""
+
+
+class TaskError(ConfigError):
+    """A task row cannot be used."""
+
+
+class WireError(PolarError):
+    """A request cannot be served as sent.
+
+    Args:
+        message: One sentence, starting with the path of the offending field where there is one.
+        status: HTTP status.
+        kind: The error's kind in no dialect's words: "invalid_request", "authentication", "not_found",
+            "context_overflow", "overloaded" or "internal"; each dialect has its own name for it.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, kind: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+class ContextOverflowError(WireError):
+    """The prompt leaves no room in the model's context.
+
+    Args:
+        num_tokens: Length of the prompt.
+        max_tokens: Length of the context.
+    """
+
+    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(
+            f"prompt is too long: {num_tokens} tokens > {max_tokens - 1} maximum "
+            f"(context length {max_tokens}, one token is kept for the answer)",
+            kind="context_overflow",
+        )
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
+class RenderError(PolarError):
+    """The model's chat template cannot express a conversation."""
+
+
+class EngineError(PolarError):
+    """The engine failed, or was closed, while a request was in flight."""
+
+
+class SandboxError(PolarError):
+    """A sandbox could not be made, reached or limited as asked."""
+
+
+class GradeError(PolarError):
+    """A grader could not decide. The rollout has no reward, which is not a reward of 0."""
+
+
+class RecordError(PolarError):
+    """A session's record cannot be read back."""
+
+
+class LawError(PolarError):
+    """A law of the design is broken: a bug, not a fact of the world. Stops the run."""

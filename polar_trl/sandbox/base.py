@@ -1,0 +1,74 @@
+"""Where an agent runs: a work folder, commands with a deadline, and nothing left behind."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from polar_trl.types import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecResult:
+    """How a command ended."""
+
+    exit_code: int | None
+    """None when it was killed at its deadline or by `kill`."""
+    stdout: str
+    """The last 64 KiB, undecodable bytes replaced."""
+    stderr: str
+    """The last 64 KiB, undecodable bytes replaced."""
+    timed_out: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a backend can enforce. A run that needs more is refused before it starts."""
+
+    cuts_network: bool
+    limits_memory: bool
+    limits_disk: bool
+    uses_images: bool
+
+
+class Sandbox(Protocol):
+    """One session's place. Blocking methods; each is called from the session's own thread, `kill` from any."""
+
+    workdir: str
+    """Absolute path of the work folder as commands inside see it."""
+
+    def run(self, command: str, *, env: Mapping[str, str], timeout_s: float) -> ExecResult:
+        """Run a shell command in the work folder; at the deadline it and everything it started is killed.
+
+        Raises `SandboxError` if the command could not be started.
+        """
+        ...
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a file below the work folder, making its folders. Raises `SandboxError` for a path outside it."""
+        ...
+
+    def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        """Read a file below the work folder; None if there is no regular file. Follows no link out of it.
+
+        Raises `SandboxError` if it is larger than `max_bytes`.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Kill everything running inside; a `run` in progress returns."""
+        ...
+
+    def destroy(self) -> None:
+        """Kill and remove everything. Safe to call twice."""
+        ...
+
+
+class SandboxBackend(Protocol):
+    """Makes sandboxes of one kind."""
+
+    capabilities: Capabilities
+
+    def create(self, task: Task, session_id: str) -> Sandbox:
+        """A fresh sandbox with the task's files in its work folder. Raises `SandboxError`."""
+        ...

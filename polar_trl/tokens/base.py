@@ -1,0 +1,34 @@
+"""What the proxy asks of a chat template: messages to ids, ids to a message, and an exact continuation."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from polar_trl.types import Message, TokenIds, Tool
+
+
+class Renderer(Protocol):
+    """One model family's chat format."""
+
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end an assistant turn."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
+        """The whole conversation and the opening of the next assistant turn.
+
+        Raises `RenderError` if the template cannot express it.
+        """
+        ...
+
+    def extend(
+        self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> TokenIds | None:
+        """`prompt_ids + completion_ids`, the end of that turn if it was cut off, then only `new_messages`.
+
+        The result begins with `prompt_ids + completion_ids` exactly. None where the template would rewrite what
+        came before (its own rules drop earlier reasoning, say): the caller renders anew, and the record forks.
+        """
+        ...
+
+    def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
+        """The assistant message that the sampled ids spell. Bad tool calls are kept and marked, never dropped."""
+        ...

@@ -1,0 +1,184 @@
+"""The values every part speaks: immutable, keyword-only, standard library only.
+
+Shapes: P prompt tokens of a call, C sampled tokens of a call, T tokens of a trajectory.
+Times are seconds. Log-probabilities are natural logarithms (nats).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+TokenIds = tuple[int, ...]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Purpose = Literal["policy", "auxiliary"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+StopReason = Literal["completed", "agent_failed", "agent_timeout", "no_calls", "prepare_failed", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One row of a data set: what the agent is asked to do, and where."""
+
+    id: str
+    instruction: str
+    image: str | None = None
+    """Container image; None where the sandbox backend needs none."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path relative to the work folder -> text, laid before the agent starts."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Extra environment of the agent."""
+    prepare_timeout_s: float = 120.0
+    agent_timeout_s: float = 600.0
+    grade_timeout_s: float = 120.0
+    grader: str | None = None
+    """Shell command that grades the work folder; None leaves it to the run's grader."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else a grader or a reward function wants (JSON values)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """One call of a tool, as the model emitted it."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text exactly as emitted; not necessarily valid, see `parse_status`."""
+    parse_status: Literal["ok", "malformed"] = "ok"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One turn of a conversation, in no provider's shape."""
+
+    role: Role
+    text: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    """On a tool message: the call that it answers."""
+    images: tuple[str, ...] = ()
+    """URLs, `data:` URLs included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A function the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """JSON schema of the arguments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedSampling:
+    """What the agent asked for; None where it did not. Recorded; training uses the trainer's own."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    """A model call in normal form: what any dialect's body says, and what we did not understand."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
+    """"auto", "none", "required", or the name of one tool."""
+    sampling: RequestedSampling = RequestedSampling()
+    stream: bool = False
+    model: str = ""
+    """The label that the agent sent; it chooses nothing."""
+    unread: tuple[str, ...] = ()
+    """Paths of fields that were seen and not understood."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What the engine sampled for one prompt."""
+
+    token_ids: TokenIds
+    """[C], the end-of-turn token included if it was sampled."""
+    logprobs: tuple[float, ...]
+    """[C], nats, under the distribution that was sampled (temperature applied)."""
+    finish_reason: FinishReason
+    first_policy_version: int = 0
+    """Policy version that sampled the first token."""
+    last_policy_version: int = 0
+    """Policy version that sampled the last token."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} token ids but {len(self.logprobs)} logprobs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One recorded model call. The reply that the agent got was rendered from this object."""
+
+    session_id: str
+    index: int
+    """Position in the session's record, from 0."""
+    dialect: str
+    request: ChatRequest
+    prompt_ids: TokenIds
+    """[P], as given to the engine."""
+    completion: Completion
+    message: Message
+    """The completion, parsed; what the reply was rendered from."""
+    parent: int | None = None
+    """Index of the call whose prompt and sampled ids begin this prompt; None where it was rendered anew."""
+    purpose: Purpose = "policy"
+    started_s: float = 0.0
+    """Seconds since the epoch."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One session, from a task to a reward or to the reason why there is none."""
+
+    id: str
+    task_id: str
+    group_id: str
+    calls: tuple[Call, ...] = ()
+    stop_reason: StopReason = "completed"
+    reward: float | None = None
+    """None: no reward could be determined. Never a stand-in for 0."""
+    error: str | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Phase ("queue", "prepare", "agent", "grade") -> seconds."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Named counts of the session, such as "retries_replayed" and "calls_aborted"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One row of training: ids exactly as the engine saw them, with a mask over what it sampled."""
+
+    rollout_id: str
+    call_indices: tuple[int, ...]
+    """The calls whose samples are trainable here, in order."""
+    token_ids: TokenIds
+    """[T]"""
+    trainable: tuple[bool, ...]
+    """[T], True exactly on sampled tokens that this trajectory trains."""
+    logprobs: tuple[float, ...]
+    """[T], 0.0 where not trainable."""
+    policy_versions: tuple[int, ...]
+    """[T], -1 where not trainable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where a session's agent finds its model."""
+
+    origin: str
+    """Scheme, host and port, such as "http://127.0.0.1:41123"; dialects add their own path."""
+    api_key: str
+    model: str
