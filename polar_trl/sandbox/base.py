@@ -45,11 +45,14 @@ class Sandbox(Protocol):
         ...
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a file below the work folder, making its folders. Raises `SandboxError` for a path outside it."""
+        """Write a file, making its folders: `path` is relative to the work folder, or to HOME where it starts "~/".
+
+        Raises `SandboxError` for a path that leads outside.
+        """
         ...
 
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
-        """Read a file below the work folder; None if there is no regular file. Follows no link out of it.
+        """Read a file (`path` as for `put`); None if there is no regular file. Follows no link out of it.
 
         Raises `SandboxError` if it is larger than `max_bytes`.
         """
