@@ -8,6 +8,7 @@
     ├── RenderError      the chat template cannot express this conversation
     ├── EngineError      the engine failed or was closed while a request was in flight
     ├── SandboxError     a sandbox could not be made, reached or limited as asked
+    │   └── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
     ├── GradeError       a grader could not decide; the rollout has no reward
     ├── RecordError      a session's file cannot be read back
     └── LawError         a law of the design is broken; names the rollout and stops the run
@@ -70,6 +71,10 @@ class EngineError(PolarError):
 
 class SandboxError(PolarError):
     """A sandbox could not be made, reached or limited as asked."""
+
+
+class FileTooLargeError(SandboxError):
+    """A file in a sandbox is larger than the reader takes. The agent's doing: a grader may hold it against it."""
 
 
 class GradeError(PolarError):

@@ -54,7 +54,7 @@ class Sandbox(Protocol):
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """Read a file (`path` as for `put`); None if there is no regular file. Follows no link out of it.
 
-        Raises `SandboxError` if it is larger than `max_bytes`.
+        Raises `FileTooLargeError` if it is larger than `max_bytes`.
         """
         ...
 

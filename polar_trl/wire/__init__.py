@@ -1,0 +1,6 @@
+"""Wire formats: request and reply bodies to and from normal form. `DIALECTS` is every one that the proxy serves."""
+
+from polar_trl.wire.base import Dialect
+from polar_trl.wire.openai_chat import OpenAIChat
+
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)

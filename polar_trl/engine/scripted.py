@@ -1,0 +1,85 @@
+"""An engine that samples what it was told to: scripted token ids in, completions out. For tests, here and elsewhere.
+
+It raises where a real engine would refuse: a prompt that leaves no room for `max_tokens`, a script that is used up.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.errors import EngineError
+from polar_trl.types import Completion, TokenIds
+
+Reply = Sequence[int] | Completion
+"""Token ids, which get the engine's own logprob each; or a whole completion, given as it is unless it is cut."""
+
+
+class ScriptedEngine:
+    """Implements `engine.base.Engine`.
+
+    Args:
+        replies: One per request, in the order of the requests; or a function from prompt ids to a reply.
+        delay_s: How long each request takes.
+        logprob: Of every token of a reply that brings none (nats).
+        max_model_len: Prompt and completion tokens together.
+    """
+
+    def __init__(
+        self,
+        replies: Iterable[Reply] | Callable[[TokenIds], Reply],
+        *,
+        delay_s: float = 0.0,
+        logprob: float = -0.5,
+        max_model_len: int = 32768,
+        policy_version: int = 0,
+    ) -> None:
+        self._choose: Callable[[TokenIds], Reply] | None = None
+        self._script: deque[Reply] = deque()
+        if callable(replies):
+            self._choose = replies
+        else:
+            self._script.extend(replies)
+        self._logprob = logprob
+        self.delay_s = delay_s
+        self.max_model_len = max_model_len
+        self.policy_version = policy_version
+        self.params: list[GenerationParams] = []
+        """What each request was asked with, in order."""
+        self.num_aborted = 0
+
+    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
+        """The next reply, cut to `params.max_tokens` (finish reason "length")."""
+        if len(prompt_ids) + params.max_tokens > self.max_model_len:
+            raise EngineError(
+                f"{len(prompt_ids)} prompt tokens and {params.max_tokens} to sample exceed "
+                f"max_model_len {self.max_model_len}"
+            )
+        self.params.append(params)
+        first_policy_version = self.policy_version
+        reply = self._take(prompt_ids)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        if isinstance(reply, Completion):
+            if len(reply.token_ids) <= params.max_tokens:
+                return reply
+            token_ids, logprobs = reply.token_ids, reply.logprobs
+        else:
+            token_ids, logprobs = tuple(reply), (self._logprob,) * len(reply)
+        return Completion(
+            token_ids=token_ids[: params.max_tokens],
+            logprobs=logprobs[: params.max_tokens],
+            finish_reason="length" if len(token_ids) > params.max_tokens else "stop",
+            first_policy_version=first_policy_version,
+            last_policy_version=self.policy_version,
+        )
+
+    def _take(self, prompt_ids: TokenIds) -> Reply:
+        if self._choose is not None:
+            return self._choose(prompt_ids)
+        if not self._script:
+            raise EngineError(f"the script has no reply left for request {len(self.params)}")
+        return self._script.popleft()

@@ -1,0 +1,236 @@
+"""Token ids in, sampled ids and logprobs out, from the vLLM engine that lives in this process.
+
+One thread owns the engine and steps it; requests come from any event loop at any time and are batched
+continuously. Nobody else may step the engine while the thread runs: weight pushes, sleep and wake happen inside
+`paused()`, where the thread is known to stand still and no request is half done.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.errors import EngineError
+from polar_trl.types import Completion, TokenIds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One call of `generate`, owned by the engine thread once it is in the inbox."""
+
+    id: str
+    prompt_ids: TokenIds
+    params: GenerationParams
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+    first_policy_version: int = 0
+
+    def resolve(self, completion: Completion) -> None:
+        self._settle(lambda: self.future.set_result(completion))
+
+    def fail(self, error: EngineError) -> None:
+        self._settle(lambda: self.future.set_exception(error))
+
+    def _settle(self, action: Any) -> None:
+        def settle() -> None:
+            if not self.future.done():
+                action()
+
+        try:
+            self.loop.call_soon_threadsafe(settle)
+        except RuntimeError:
+            logger.debug("the event loop of request %s is closed; nobody waits for its result", self.id)
+
+
+@dataclass(slots=True, eq=False)
+class _Pause:
+    """Asks the engine thread to finish what it has and stand still until `resumed`."""
+
+    standing: threading.Event = field(default_factory=threading.Event)
+    resumed: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    id: str
+
+
+class VllmEngine:
+    """The `Engine` of a colocated `vllm.LLM`.
+
+    Args:
+        llm: A `vllm.LLM` made with `logprobs_mode="processed_logprobs"` and an in-process engine core.
+        device: CUDA device of the engine, which each thread has to select for itself; None on a CPU.
+    """
+
+    def __init__(self, llm: Any, *, device: torch.device | None = None) -> None:
+        self._llm = llm
+        self._core = llm.llm_engine
+        self._device = device
+        self.max_model_len: int = self._core.model_config.max_model_len
+        self._policy_version = 0
+        self._inbox: queue.SimpleQueue[_Request | _Abort | _Pause | None] = queue.SimpleQueue()
+        self._live: dict[str, _Request] = {}
+        self._ids = itertools.count()
+        self._failure: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, name="polar-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
+        """Sample one completion; see `Engine.generate`. Cancelling the await aborts the request."""
+        if self._failure is not None:
+            raise self._failure
+        loop = asyncio.get_running_loop()
+        request = _Request(f"polar-{next(self._ids)}", prompt_ids, params, loop, loop.create_future())
+        self._inbox.put(request)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._inbox.put(_Abort(request.id))
+            raise
+
+    @contextmanager
+    def paused(self, *, new_policy: bool = False) -> Iterator[None]:
+        """Let requests in flight finish, hold later ones, and keep the engine still inside the block.
+
+        Args:
+            new_policy: The block changes the weights: the policy version grows, and what was cached under the old
+                weights is forgotten.
+        """
+        if self._failure is not None:
+            raise self._failure
+        pause = _Pause()
+        self._inbox.put(pause)
+        while not pause.standing.wait(timeout=1.0):
+            if not self._thread.is_alive():
+                raise self._failure or EngineError("the engine thread has ended")
+        try:
+            yield
+            if new_policy:
+                self._llm.reset_prefix_cache()
+                self._policy_version += 1
+        finally:
+            pause.resumed.set()
+
+    def close(self) -> None:
+        """Fail what is in flight, end the thread, and release the engine. Safe to call twice."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    # Everything below runs on the engine thread.
+
+    def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        try:
+            while self._take_from_inbox():
+                if self._live:
+                    self._deliver(self._core.step())
+            self._stop(EngineError("the engine was closed"))
+        except Exception as error:  # noqa: BLE001 - the thread's one boundary: every waiter gets the cause
+            logger.exception("the engine failed")
+            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._stop(failure)
+
+    def _take_from_inbox(self) -> bool:
+        """Handle what has arrived; wait for something only when there is nothing to step. False to close."""
+        while True:
+            try:
+                item = self._inbox.get(block=not self._live)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            if isinstance(item, _Request):
+                self._admit(item)
+            elif isinstance(item, _Abort):
+                if self._live.pop(item.id, None) is not None:
+                    self._core.abort_request([item.id])
+            else:
+                while self._live:
+                    self._deliver(self._core.step())
+                item.standing.set()
+                item.resumed.wait()
+
+    def _admit(self, request: _Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = request.params
+        request.first_policy_version = self._policy_version
+        sampling = SamplingParams(
+            n=1,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            max_tokens=params.max_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            stop=list(params.stop) or None,
+            include_stop_str_in_output=True,
+            detokenize=bool(params.stop),
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            self._core.add_request(request.id, {"prompt_token_ids": list(request.prompt_ids)}, sampling)
+        except ValueError as error:
+            # vLLM refuses a single request this way (too long, say); the engine itself is well.
+            request.fail(EngineError(f"the engine refused the request: {error}"))
+            return
+        self._live[request.id] = request
+
+    def _deliver(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            if not output.finished:
+                continue
+            # The core may answer for an id that was aborted in the meantime.
+            request = self._live.pop(output.request_id, None)
+            if request is None:
+                continue
+            sampled = output.outputs[0]
+            if sampled.finish_reason not in ("stop", "length"):
+                request.fail(EngineError(f"the engine ended the request with {sampled.finish_reason!r}"))
+                continue
+            token_ids = tuple(sampled.token_ids)
+            request.resolve(
+                Completion(
+                    token_ids=token_ids,
+                    logprobs=tuple(at[i].logprob for at, i in zip(sampled.logprobs, token_ids, strict=True)),
+                    finish_reason=sampled.finish_reason,
+                    first_policy_version=request.first_policy_version,
+                    last_policy_version=self._policy_version,
+                )
+            )
+
+    def _stop(self, error: EngineError) -> None:
+        """Fail everyone who waits, now and later."""
+        self._failure = error
+        for request in self._live.values():
+            request.fail(error)
+        if self._live:
+            self._core.abort_request(list(self._live))
+        self._live.clear()
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, _Request):
+                item.fail(error)

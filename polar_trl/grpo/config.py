@@ -1,0 +1,98 @@
+"""The settings of a run: TRL's `GRPOConfig`, a few defaults changed for agents, and what rollouts add.
+
+It refuses settings under which the trained distribution would not be the sampled one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.batch import ROLLOUT_MEAN_LOSSES
+
+
+@dataclass
+class PolarGRPOConfig(GRPOConfig):
+    """Arguments of `PolarGRPOTrainer`. Everything of TRL's `GRPOConfig` applies; these are added or differ.
+
+    `max_completion_length` bounds one model call; a session makes many. `per_device_train_batch_size` and
+    `gradient_accumulation_steps` count rollouts; a rollout may become several rows.
+    """
+
+    use_vllm: bool = field(default=True, metadata={"help": "Always on: the engine shares this process."})
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "How the ratio of training to sampling policy is bounded. TRL's own default sums it over a whole "
+            "sequence, which masks nearly every long agent session."
+        },
+    )
+    max_agents: int = field(default=16, metadata={"help": "Agents that run at the same time, per process."})
+    max_preparing: int = field(default=4, metadata={"help": "Sandboxes prepared at the same time, per process."})
+    max_grading: int = field(default=4, metadata={"help": "Sessions graded at the same time, per process."})
+    max_session_calls: int = field(
+        default=200, metadata={"help": "Model calls a session may make; later ones get a final message, not trained."}
+    )
+    max_session_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens a session may sample in all; None sets no limit."}
+    )
+    trajectory_builder: str = field(
+        default="prefix_merging",
+        metadata={"help": "How calls become rows: merged by token prefix, or one row per call ('per_request')."},
+    )
+    model_label: str = field(default="policy", metadata={"help": "The model name that agents are told."})
+    renderer: str = field(
+        default="auto",
+        metadata={"help": "Chat format: 'auto' recognises the model; 'template' uses its chat template; or a family."},
+    )
+    thinking: str = field(
+        default="keep",
+        metadata={
+            "help": "Where the chat template drops earlier reasoning once a new user turn begins: 'keep' continues "
+            "from the sampled tokens, 'template' renders anew and starts another trajectory."
+        },
+    )
+    engine_max_num_seqs: int | None = field(
+        default=None, metadata={"help": "Requests the engine samples at once; None: four per agent, 256 at most."}
+    )
+    show_rollout_progress: bool = field(default=True, metadata={"help": "Draw a bar of sessions by stage."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.use_vllm, "use_vllm", "must be true: agents are served by the engine")
+        self._require(self.vllm_mode == "colocate", "vllm_mode", "must be 'colocate'")
+        exact = "must stay {}: the trainer's log-probabilities do not apply it, so the loss would be biased"
+        self._require(self.top_p == 1.0, "top_p", exact.format("1.0"))
+        self._require(self.top_k == 0, "top_k", exact.format("0"))
+        self._require(not self.min_p, "min_p", exact.format("unset"))
+        self._require(self.repetition_penalty == 1.0, "repetition_penalty", exact.format("1.0"))
+        self._require(not self.generation_kwargs, "generation_kwargs", exact.format("unset"))
+        self._require(
+            self.temperature > 0,
+            "temperature",
+            "must be above 0: a group of equal greedy samples teaches nothing",
+        )
+        self._require(
+            not self.mask_truncated_completions,
+            "mask_truncated_completions",
+            "is not supported: a session is not one completion. Bound it with max_session_calls instead",
+        )
+        self._require(
+            self.beta == 0.0 or self.loss_type not in ROLLOUT_MEAN_LOSSES,
+            "beta",
+            f"must be 0 with loss_type={self.loss_type!r}, whose KL term would count rows instead of rollouts; "
+            "use loss_type='dapo' for a KL penalty",
+        )
+        self._require(
+            self.trajectory_builder in ("prefix_merging", "per_request"),
+            "trajectory_builder",
+            "must be 'prefix_merging' or 'per_request'",
+        )
+        self._require(self.thinking in ("keep", "template"), "thinking", "must be 'keep' or 'template'")
+        for name in ("max_agents", "max_preparing", "max_grading", "max_session_calls"):
+            self._require(getattr(self, name) >= 1, name, "must be at least 1")
+
+    def _require(self, holds: Any, name: str, message: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} {message} (it is {getattr(self, name)!r})")

@@ -1,0 +1,59 @@
+"""Tasks -> the rows that TRL's samplers deal out, and back."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from polar_trl.errors import TaskError
+from polar_trl.types import Task
+
+
+def build_dataset(tasks: Sequence[Task] | Dataset) -> Dataset:
+    """One row per task: `prompt` (a conversation, for TRL's tables and reward functions) and `task` (JSON).
+
+    A `Dataset` is read as one task per row, columns being `Task`'s fields; one that was built here passes through.
+    """
+    if isinstance(tasks, Dataset):
+        if set(tasks.column_names) == {"prompt", "task"}:
+            return tasks
+        tasks = [_row_to_task(row, f"row {index}") for index, row in enumerate(tasks)]
+    if not tasks:
+        raise TaskError("the task set is empty")
+    seen: set[str] = set()
+    for task in tasks:
+        if task.id in seen:
+            raise TaskError(f"task {task.id!r} is there twice; ids must be unique")
+        seen.add(task.id)
+    return Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": task.instruction}], "task": json.dumps(_to_dict(task))}
+            for task in tasks
+        ]
+    )
+
+
+def parse_task(row: Mapping[str, Any]) -> Task:
+    """The task of a row that `build_dataset` made."""
+    return Task(**json.loads(row["task"]))
+
+
+def _to_dict(task: Task) -> dict[str, Any]:
+    return {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+
+
+def _row_to_task(row: Mapping[str, Any], where: str) -> Task:
+    known = {f.name for f in dataclasses.fields(Task)}
+    fields = {key: value for key, value in row.items() if value is not None}
+    if unknown := sorted(set(fields) - known):
+        raise TaskError(f"{where}: unknown columns {unknown}; a task has {sorted(known)}")
+    for name in ("id", "instruction"):
+        if not isinstance(fields.get(name), str):
+            raise TaskError(f"{where}: {name!r} is missing or not text")
+    for name in ("files", "env"):
+        # Arrow gives every row every key that any row has, with None where the row has it not.
+        if isinstance(fields.get(name), Mapping):
+            fields[name] = {key: value for key, value in fields[name].items() if value is not None}
+    return Task(**fields)

@@ -1,0 +1,457 @@
+"""`PolarGRPOTrainer`: TRL's GRPO, with agents in place of `generate`.
+
+TRL keeps the optimizer, checkpoints, PEFT, logging and every loss. What is replaced is the step from a batch of data
+rows to a batch of tensors (`_generate_and_score_completions`): weights go to the engine, agents run against the
+proxy, their calls become trajectories, rewards become one advantage per rollout, and rows are padded to one count on
+all ranks. It refuses to hand the loss a token that the engine did not sample in exactly that context.
+"""
+
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
+from polar_trl.errors import ConfigError
+from polar_trl.grade.base import Grader
+from polar_trl.grade.command import CommandGrader
+from polar_trl.grpo.advantage import Advantages, compute_advantages
+from polar_trl.grpo.batch import Row, build_batch, row_weights
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.dataset import build_dataset, parse_task
+from polar_trl.grpo.importance import importance_ratio, logprob_gap
+from polar_trl.grpo.selfcheck import check_engine
+from polar_trl.harness.base import Harness
+from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.rollout import STAGES, Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.tokens.load import load_renderer
+from polar_trl.types import Message, Task
+
+logger = logging.getLogger(__name__)
+
+
+class PolarGRPOTrainer(GRPOTrainer):
+    """GRPO on the sessions of an unmodified coding agent.
+
+    Args:
+        model: Path or hub id, or a model loaded from one (`name_or_path` must lead the engine to the same weights).
+        args: Settings of the run.
+        train_dataset: Tasks, or a `Dataset` whose columns are `Task`'s fields.
+        eval_dataset: The same, for evaluation.
+        harness: The agent.
+        sandbox: Where agents run; a folder and a process group each by default.
+        grader: What a session is worth. By default the command that each task names; None with tasks that name none
+            leaves the reward to `reward_funcs`.
+        reward_funcs: TRL reward functions, called once per rollout with `prompts`, `completions` (the conversation
+            after the instruction), `completion_ids` (all sampled tokens) and `rollouts`. They come after the grader
+            in `args.reward_weights`.
+        peft_config, processing_class, callbacks, optimizers: As in TRL.
+
+    Raises:
+        ConfigError: settings or tasks that cannot work, before anything is loaded where possible.
+        EngineError: the engine does not compute what the trainer computes.
+        LawError: a law of the design is broken.
+    """
+
+    _tag_names = ["trl", "grpo", "polar"]  # noqa: RUF012 - TRL's own declaration
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: PolarGRPOConfig,
+        train_dataset: Sequence[Task] | Dataset | None = None,
+        eval_dataset: Sequence[Task] | Dataset | None = None,
+        *,
+        harness: Harness,
+        sandbox: SandboxBackend | None = None,
+        grader: Grader | None = None,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+    ) -> None:
+        if isinstance(model, str) and os.path.sep in model and not os.path.isdir(model) and model.count("/") != 1:
+            raise ConfigError(f"no model at {model!r}: give a folder with config.json and weights, or a hub id")
+        train_rows = build_dataset(train_dataset) if train_dataset is not None else None
+        eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
+        self.grader = grader or _default_grader(train_rows, eval_rows)
+        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        if self.grader is not None:
+            functions = [grader_reward, *functions]
+        if not functions:
+            raise ConfigError("nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command")
+        num_seqs = args.engine_max_num_seqs or min(256, 4 * args.max_agents)
+        set_environment(cpu=args.device.type == "cpu")
+        with colocated_vllm(max_num_seqs=num_seqs):
+            super().__init__(
+                model=model,
+                reward_funcs=functions,
+                args=args,
+                train_dataset=train_rows,
+                eval_dataset=eval_rows,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+        self.args: PolarGRPOConfig
+        self.vllm_generation: ColocatedVllm
+        self._engine_checked = False
+        self._num_batches = 0
+        self._loss_inputs: dict[str, Any] | None = None
+        self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
+        renderer = load_renderer(
+            self._tokenizer, self.model.name_or_path, family=args.renderer, thinking=args.thinking
+        )
+        self.proxy = Proxy(
+            self.vllm_generation.engine,
+            renderer,
+            params=GenerationParams(
+                max_tokens=args.max_completion_length,
+                temperature=args.temperature,
+                stop_token_ids=tuple(sorted({*renderer.stop_token_ids, *self.eos_token_ids})),
+            ),
+            model=args.model_label,
+        )
+        self.proxy.start()
+        self.runner = RolloutRunner(
+            proxy=self.proxy,
+            backend=sandbox or LocalSandboxBackend(),
+            harness=harness,
+            grader=self.grader,
+            config=RolloutConfig(
+                max_preparing=args.max_preparing,
+                max_agents=args.max_agents,
+                max_grading=args.max_grading,
+                limits=SessionLimits(max_calls=args.max_session_calls, max_sampled_tokens=args.max_session_tokens),
+                builder=args.trajectory_builder,
+            ),
+        )
+
+    def close(self) -> None:
+        """Stop the proxy and the engine. The model, and what was saved, stay."""
+        self.proxy.stop()
+        self.vllm_generation.engine.close()
+
+    # From data rows to tensors.
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Roll out, grade and turn into tensors one generation batch of this rank (R local rollouts)."""
+        mode = "train" if self.model.training else "eval"
+        self._sync_engine(mode)
+        started = time.monotonic()
+        self.vllm_generation.wake()
+        finished = self.runner.run(self._build_jobs(inputs, mode), show_progress=self._shows_progress())
+        self.vllm_generation.sleep()
+        self._log_phase(mode, "rollouts", started)
+
+        advantages = self._score(inputs, finished, mode)
+        first = self.accelerator.process_index * len(inputs)
+        local = slice(first, first + len(inputs))
+        rows = [
+            Row(trajectory=trajectory, advantage=float(advantage))
+            for result, advantage, scored in zip(
+                finished, advantages.advantages_R[local], advantages.scored_R[local], strict=True
+            )
+            if scored  # law 4: without a reward, no gradient
+            for trajectory in result.reconstruction.trajectories
+        ]
+        batch = self._build_batch(rows, mode)
+        self._log_rollouts(finished, rows, advantages, mode)
+        return batch
+
+    def _sync_engine(self, mode: str) -> None:
+        """Give the engine the trainer's weights if they have changed since; check once that it uses them right."""
+        generation = self.vllm_generation
+        if self.state.global_step != self._last_loaded_step or generation._llm_weights_sleeping:
+            started = time.monotonic()
+            generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+            self._log_phase(mode, "weight_sync", started)
+        if not self._engine_checked:
+            generation.wake()
+            prompts = [self._tokenizer(text)["input_ids"] for text in _PROBES]
+            gap = check_engine(generation.engine, self.model, [ids for ids in prompts if ids])
+            self._metrics[mode]["polar/engine_check_gap"].append(gap)
+            self._engine_checked = True
+
+    def _build_jobs(self, inputs: list[dict[str, Any]], mode: str) -> list[Job]:
+        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        folder = Path(self.args.output_dir) / "sessions" / self._attempt / f"{mode}_{self._num_batches:05d}"
+        self._num_batches += 1
+        jobs = []
+        for local_index, row in enumerate(inputs):
+            index = self.accelerator.process_index * len(inputs) + local_index
+            group = f"{mode}-{self._num_batches - 1:05d}-g{index // num_generations:03d}"
+            rollout_id = f"{group}-r{index % num_generations:03d}"
+            jobs.append(
+                Job(
+                    rollout_id=rollout_id,
+                    group_id=group,
+                    task=parse_task(row),
+                    record_path=folder / f"{rollout_id}.jsonl",
+                )
+            )
+        return jobs
+
+    def _score(self, inputs: list[dict[str, Any]], finished: list[Finished], mode: str) -> Advantages:
+        """Rewards of all ranks' rollouts, and their advantages (a collective)."""
+        prompts = [row["prompt"] for row in inputs]
+        completions = [_conversation_after_instruction(result) for result in finished]
+        completion_ids = [
+            [i for call in result.rollout.calls for i in call.completion.token_ids] for result in finished
+        ]
+        rows = [{**row, "rollouts": result.rollout} for row, result in zip(inputs, finished, strict=True)]
+        rewards_RF = self._calculate_rewards(rows, prompts, completions, completion_ids)
+        if self.grader is not None:
+            # What the grader could not decide, no other function may decide in its place.
+            rewards_RF[torch.isnan(rewards_RF[:, 0])] = torch.nan
+        advantages = compute_advantages(
+            rewards_RF,
+            self.reward_weights.to(rewards_RF.device),
+            num_generations=self.num_generations if mode == "train" else self.num_generations_eval,
+            scale_rewards=self.scale_rewards,
+            aggregation=self.multi_objective_aggregation,
+        )
+        self._log_rewards(prompts, completions, rewards_RF, advantages, mode)
+        return advantages
+
+    def _build_batch(self, rows: list[Row], mode: str) -> dict[str, Any]:
+        """Rows of this rank as tensors; every rank gets the same number of rows (a collective)."""
+        device = self.accelerator.device
+        chunks = self.args.steps_per_generation if mode == "train" else 1
+        local = torch.tensor([len(rows), len({row.trajectory.rollout_id for row in rows})], device=device)
+        counts = self.accelerator.gather(local).view(-1, 2)
+        num_rows = max(1, math.ceil(int(counts[:, 0].max()) / chunks)) * chunks
+        weights = row_weights(
+            rows,
+            loss_type=self.loss_type,
+            num_rows=num_rows * self.accelerator.num_processes,
+            num_rollouts=int(counts[:, 1].sum()),
+        )
+        batch: dict[str, Any] = build_batch(
+            rows, weights, num_rows=num_rows, pad_token_id=self._tokenizer.pad_token_id, device=device
+        )
+        batch["num_items_in_batch"] = self.accelerator.gather(batch["tool_mask"].sum()).sum()
+        self._add_reference_logps(batch, mode)
+        return batch
+
+    @torch.no_grad()
+    def _add_reference_logps(self, batch: dict[str, Any], mode: str) -> None:
+        """Log-probabilities that the loss needs beside its own forward pass, only where they differ from it."""
+        uses_per_generation = self.args.steps_per_generation * self.num_iterations
+        off_policy = mode == "train" and self.args.gradient_accumulation_steps % uses_per_generation != 0
+        if not off_policy and self.beta == 0.0:
+            return
+        input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        scored = (input_ids, attention_mask, batch["completion_ids"].size(1), self.args.per_device_train_batch_size)
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if off_policy:
+                batch["old_per_token_logps"] = self._get_per_token_logps_and_entropies(self.model, *scored)[0]
+            if self.beta != 0.0:
+                batch["ref_per_token_logps"] = self._reference_logps(scored)
+
+    def _reference_logps(self, scored: tuple[Any, ...]) -> Tensor:
+        if self.ref_model is not None:
+            return self._get_per_token_logps_and_entropies(self.ref_model, *scored)[0]
+        from trl.models.utils import use_adapter  # the adapter-free base model is the reference
+
+        peft_model = self.accelerator.unwrap_model(self.model)
+        with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
+            return self._get_per_token_logps_and_entropies(self.model, *scored)[0]
+
+    # The comparison with the engine, inside TRL's loss.
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        self._loss_inputs = inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._loss_inputs = None
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """TRL's scoring; within the loss, also the ratio to the sampling policy that the loss reads next.
+
+        TRL scores a batch once without gradients only to have this ratio. As long as the policy has not moved since
+        it sampled, the loss's own forward pass gives the same numbers, so that one is saved.
+        """
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._loss_inputs is not None:
+            self._compare_with_engine(self._loss_inputs, outputs[0].detach())
+        return outputs
+
+    def _compare_with_engine(self, inputs: dict[str, Any], logps_BT: Tensor) -> None:
+        trainer_BT = inputs.get("old_per_token_logps", logps_BT)
+        mask_BT = inputs["completion_mask"] * inputs["tool_mask"]
+        sampling_BT = inputs["sampling_per_token_logps"]
+        ratio = importance_ratio(
+            trainer_BT,
+            sampling_BT,
+            mask_BT,
+            mode=self.vllm_importance_sampling_mode,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
+        inputs["importance_sampling_ratio"] = ratio
+        gap = logprob_gap(trainer_BT, sampling_BT, mask_BT)
+        sums = self.accelerator.reduce(
+            torch.stack([gap.total, gap.count, (ratio * mask_BT).sum()]), reduction="sum"
+        ).tolist()
+        largest = self.accelerator.gather(gap.largest).max().item()
+        if sums[1] == 0:
+            return
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["sampling/sampling_logp_difference/mean"].append(sums[0] / sums[1])
+        metrics["sampling/sampling_logp_difference/max"].append(largest)
+        metrics["sampling/importance_sampling_ratio/mean"].append(sums[2] / sums[1])
+
+    # Logging.
+
+    def _log_rewards(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        rewards_RF: Tensor,
+        advantages: Advantages,
+        mode: str,
+    ) -> None:
+        """TRL's reward metrics, and its table of completions (one entry per rollout)."""
+        metrics = self._metrics[mode]
+        for name, column in zip(self.reward_func_names, rewards_RF.T, strict=True):
+            metrics[f"rewards/{name}/mean"].append(torch.nanmean(column).item())
+            metrics[f"rewards/{name}/std"].append(_std(column))
+            self._logs["rewards"][name].extend(column.tolist())
+        metrics["reward"].append(torch.nanmean(advantages.rewards_R).item())
+        metrics["reward_std"].append(_std(advantages.rewards_R))
+        metrics["frac_reward_zero_std"].append(advantages.zero_variance_R.float().mean().item())
+        self._logs["prompt"].extend(gather_object(prompts))
+        self._logs["completion"].extend(gather_object(completions))
+        self._logs["advantages"].extend(advantages.advantages_R.tolist())
+        self._flush_reward_function_logs(len(prompts), metrics)
+
+    def _flush_reward_function_logs(self, num_rollouts: int, metrics: dict[str, list[float]]) -> None:
+        """What reward functions logged through TRL's `log_extra` and `log_metric`."""
+        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
+            values = self._pending_extra_logs.get(column, [None] * num_rollouts)
+            self._logs["extra"][column].extend(gather_object(values))
+        for name in sorted(set(gather_object(list(self._pending_metrics)))):
+            values = gather_object(self._pending_metrics.get(name, []))
+            metrics[name].append(sum(values) / len(values))
+        self._pending_extra_logs.clear()
+        self._pending_metrics.clear()
+
+    def _log_rollouts(self, finished: list[Finished], rows: list[Row], advantages: Advantages, mode: str) -> None:
+        """Counts and times of a generation batch, over all ranks (a collective)."""
+        summaries: list[dict[str, float]] = gather_object([_summarise(result) for result in finished])
+        trained = gather_object([sum(row.trajectory.trainable) for row in rows])
+        forwarded = gather_object([len(row.trajectory.token_ids) for row in rows])
+        totals: Counter[str] = Counter()
+        for summary in summaries:
+            totals.update(summary)
+        metrics, num = self._metrics[mode], len(summaries)
+        lengths = [summary["sampled_tokens"] for summary in summaries]
+        metrics["completions/mean_length"].append(sum(lengths) / num)
+        metrics["completions/min_length"].append(min(lengths))
+        metrics["completions/max_length"].append(max(lengths))
+        metrics["completions/clipped_ratio"].append(totals["cut_by_length"] / num)
+        metrics["polar/sampled_tokens"].append(totals["sampled_tokens"])
+        metrics["polar/trained_tokens"].append(sum(trained))
+        metrics["polar/forwarded_tokens"].append(sum(forwarded))
+        metrics["polar/calls_per_rollout"].append(totals["calls"] / num)
+        metrics["polar/trajectories_per_rollout"].append(totals["trajectories"] / num)
+        metrics["polar/rollouts_without_reward"].append(int((~advantages.scored_R).sum()))
+        for key, value in sorted(totals.items()):
+            if key.startswith(("counters/", "dropped/", "stopped/")):
+                metrics[f"polar/{key}"].append(value)
+            elif key.startswith("seconds/"):
+                metrics[f"polar/{key}"].append(value / num)
+        if mode == "train":
+            self.state.num_input_tokens_seen += sum(forwarded)
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+
+    def _log_phase(self, mode: str, name: str, started: float) -> None:
+        self._metrics[mode][f"polar/phase/{name}_s"].append(time.monotonic() - started)
+
+    def _shows_progress(self) -> bool:
+        return self.args.show_rollout_progress and self.accelerator.is_main_process and not self.args.disable_tqdm
+
+
+def grader_reward(rollouts: Sequence[Any], **_: Any) -> list[float | None]:
+    """The reward function that hands the grader's verdicts to TRL; None where there is none."""
+    return [rollout.reward for rollout in rollouts]
+
+
+grader_reward.__name__ = "grader"
+
+_PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")
+
+
+def _default_grader(*datasets: Dataset | None) -> Grader | None:
+    """The command grader if any task names a command."""
+    for rows in datasets:
+        if rows is not None and any(parse_task(row).grader for row in rows):
+            return CommandGrader()
+    return None
+
+
+def _conversation_after_instruction(result: Finished) -> list[dict[str, Any]]:
+    """The last call's conversation after its first user message, in TRL's conversational form."""
+    calls = result.rollout.calls
+    if not calls:
+        return [{"role": "assistant", "content": ""}]
+    messages = [*calls[-1].request.messages, calls[-1].message]
+    first_user = next((i for i, m in enumerate(messages) if m.role == "user"), -1)
+    return [_message_to_dict(m) for m in messages[first_user + 1 :]]
+
+
+def _message_to_dict(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _summarise(result: Finished) -> dict[str, float]:
+    """Numbers of one rollout, all of which may be added up over rollouts."""
+    rollout, reconstruction = result.rollout, result.reconstruction
+    summary: dict[str, float] = {
+        "calls": len(rollout.calls),
+        "sampled_tokens": sum(len(call.completion.token_ids) for call in rollout.calls),
+        "trajectories": len(reconstruction.trajectories),
+        "cut_by_length": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
+        f"stopped/{rollout.stop_reason}": 1,
+    }
+    summary |= {f"counters/{name}": count for name, count in (rollout.counters | reconstruction.counters).items()}
+    summary |= {f"dropped/{reason}": count for reason, count in reconstruction.dropped.items()}
+    summary |= {f"seconds/{phase}": rollout.seconds[phase] for phase in ("queue", *STAGES)}
+    return summary
+
+
+def _std(values: Tensor) -> float:
+    """Sample standard deviation of what is not NaN; NaN where fewer than two values are."""
+    kept = values[~torch.isnan(values)]
+    return kept.std().item() if kept.numel() > 1 else math.nan

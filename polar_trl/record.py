@@ -1,0 +1,316 @@
+"""The calls of one session <-> JSON lines on disk, exactly: what is read back equals what was recorded.
+
+A file is a "session" line, one "call" line per call, and an "end" line. A call that continues an earlier one (its
+`parent`) is written as what it adds, so that a session's file grows with its tokens and not with their square: the
+keys `new_prompt_ids` and `new_messages` hold the part after the parent's, `prompt_ids` and `messages` the whole, and
+`tools` is left out where it equals the parent's. Adding to a file that exists already is refused.
+
+Text is UTF-8 in which lone surrogates are kept (`surrogatepass`); the standard library's encoder is used because it
+also keeps integers of any size and non-finite floats, which orjson turns into something else or refuses.
+"""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import RecordError
+from polar_trl.types import (
+    Call,
+    ChatRequest,
+    Completion,
+    Message,
+    RequestedSampling,
+    Rollout,
+    TokenIds,
+    Tool,
+    ToolCall,
+)
+
+VERSION = 1
+
+
+class SessionLog:
+    """One session's append-only record: kept in memory and, where a path is given, on disk line by line.
+
+    Threads may share it. Raises `RecordError` if `path` exists, and on `append` after `close`.
+    """
+
+    def __init__(self, *, session_id: str, task_id: str, group_id: str, path: Path | None = None) -> None:
+        self.session_id = session_id
+        self._task_id = task_id
+        self._group_id = group_id
+        self._calls: list[Call] = []
+        self._counters: Counter[str] = Counter()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._file = None if path is None else _create(path)
+        ids = {"session_id": session_id, "task_id": task_id, "group_id": group_id}
+        self._write(_encode({"type": "session", "version": VERSION} | ids))
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls so far, in order."""
+        with self._lock:
+            return tuple(self._calls)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The named counts so far."""
+        with self._lock:
+            return dict(self._counters)
+
+    def append(self, call: Call) -> None:
+        """Add the next call; the operating system has it before this returns, so a killed process loses nothing.
+
+        Raises `ValueError` for a call of another session, out of turn, or with a parent that is not before it.
+        """
+        with self._lock:
+            if self._closed:
+                raise RecordError(f"session {self.session_id} is closed: call {call.index} came too late")
+            if call.session_id != self.session_id:
+                raise ValueError(f"a call of session {call.session_id!r} in the record of {self.session_id!r}")
+            if call.index != len(self._calls):
+                raise ValueError(f"session {self.session_id}: call index {call.index}, expected {len(self._calls)}")
+            if call.parent is not None and not 0 <= call.parent < call.index:
+                raise ValueError(f"session {self.session_id}: call {call.index} has parent {call.parent}")
+            self._write(_encode(_render_call(call, self._calls)))
+            self._calls.append(call)
+
+    def count(self, name: str) -> None:
+        """Add one to a named counter."""
+        with self._lock:
+            self._counters[name] += 1
+
+    def close(self, rollout: Rollout, extra: Mapping[str, Any] = {}) -> None:
+        """Write the final line: how the session ended, and `extra` (JSON values).
+
+        Raises `ValueError` if the rollout is not this session's or does not hold exactly the recorded calls.
+        """
+        with self._lock:
+            if self._closed:
+                raise RecordError(f"session {self.session_id} is closed already")
+            ours = (self.session_id, self._task_id, self._group_id)
+            theirs = (rollout.id, rollout.task_id, rollout.group_id)
+            if ours != theirs:
+                raise ValueError(f"the record of (session, task, group) {ours} was closed with a rollout of {theirs}")
+            if rollout.calls != tuple(self._calls):
+                raise ValueError(
+                    f"session {self.session_id}: {len(self._calls)} calls were recorded, "
+                    f"but not those {len(rollout.calls)} of its rollout"
+                )
+            line = {"type": "end"} | _render_value(rollout) | {"extra": extra}
+            for name in ("id", "task_id", "group_id", "calls"):
+                del line[name]
+            self._write(_encode(line))
+            self._closed = True
+            if self._file is not None:
+                self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        start, rest = self._file.tell(), memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            # A full disk: without half a line the record stays readable, and memory never holds what the file lacks.
+            self._file.truncate(start)
+            self._file.seek(start)
+            raise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionRecord:
+    """A session as its file tells it."""
+
+    rollout: Rollout
+    extra: Mapping[str, Any]
+    """What `SessionLog.close` was given besides the rollout; empty without an end."""
+    finished: bool
+    """Whether the file has its end line."""
+
+
+def read_session(path: Path) -> Rollout:
+    """The rollout of a finished session, or of one that was killed: see `read_record`."""
+    return read_record(path).rollout
+
+
+def read_record(path: Path) -> SessionRecord:
+    """Everything a session's file holds.
+
+    Without an end line the rollout is "cancelled", has no reward, and its error says so. A last line that was torn
+    in mid-write is dropped; any other line that cannot be read raises `RecordError` with file and line number.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
+    lines = data.split(b"\n")
+    if not _is_whole(lines[-1]):
+        lines.pop()
+    if not lines:
+        raise RecordError(f"{path}: holds no session")
+    header: dict[str, Any] = {}
+    calls: list[Call] = []
+    end: dict[str, Any] | None = None
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = _parse_line(text)
+            if end is not None:
+                raise ValueError("a line after the end")
+            if number == 1:
+                header = _check_header(line)
+            elif line["type"] == "call":
+                calls.append(_parse_call(line, header["session_id"], calls))
+            elif line["type"] == "end":
+                end = {name: line[name] for name in ("stop_reason", "reward", "error", "seconds", "counters", "extra")}
+            else:
+                raise ValueError(f"unknown type {line['type']!r}")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise RecordError(f"{path}, line {number}: {reason}") from error
+    return _build_record(header, tuple(calls), end)
+
+
+def _create(path: Path) -> FileIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return path.open("xb", buffering=0)
+    except FileExistsError as error:
+        raise RecordError(f"{path} exists already; a record is never overwritten, use a new run folder") from error
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_render_value)
+    return text.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _render_value(value: Any) -> dict[str, Any]:
+    """For the JSON encoder, which knows no dataclass and no mapping but dict. One level deep: it asks again."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {spec.name: getattr(value, spec.name) for spec in fields(value)}
+
+
+def _render_call(call: Call, earlier: Sequence[Call]) -> dict[str, Any]:
+    line = {"type": "call"} | _render_value(call)
+    request = line["request"] = _render_value(line.pop("request"))
+    del line["session_id"]
+    prompt_ids, messages, tools = line.pop("prompt_ids"), request.pop("messages"), request.pop("tools")
+    if call.parent is None:
+        return line | {"prompt_ids": prompt_ids, "messages": messages, "tools": tools}
+    parent = earlier[call.parent]
+    known_ids = parent.prompt_ids + parent.completion.token_ids
+    if prompt_ids[: len(known_ids)] == known_ids:
+        line["new_prompt_ids"] = prompt_ids[len(known_ids) :]
+    else:
+        line["prompt_ids"] = prompt_ids
+    known_messages = (*parent.request.messages, parent.message)
+    if messages[: len(known_messages)] == known_messages:
+        line["new_messages"] = messages[len(known_messages) :]
+    else:
+        line["messages"] = messages
+    if tools != parent.request.tools:
+        line["tools"] = tools
+    return line
+
+
+def _is_whole(last: bytes) -> bool:
+    """Whether what follows the last newline is a line: a torn one lacks its closing brace and does not parse."""
+    try:
+        _parse_line(last)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_line(text: bytes) -> dict[str, Any]:
+    line = json.loads(text.decode("utf-8", "surrogatepass"))
+    if not isinstance(line, dict):
+        raise ValueError(f"expected a JSON object, got {type(line).__name__}")
+    return line
+
+
+def _check_header(line: dict[str, Any]) -> dict[str, Any]:
+    if line["type"] != "session":
+        raise ValueError(f"expected the session line, got type {line['type']!r}")
+    if line["version"] != VERSION:
+        raise ValueError(f"version {line['version']!r} of the format; this package reads version {VERSION}")
+    return {name: line[name] for name in ("session_id", "task_id", "group_id")}
+
+
+def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) -> Call:
+    if line["index"] != len(earlier):
+        raise ValueError(f"call index {line['index']}, expected {len(earlier)}")
+    parent = None
+    if line["parent"] is not None:
+        if not 0 <= line["parent"] < len(earlier):
+            raise ValueError(f"parent {line['parent']} is not an earlier call")
+        parent = earlier[line["parent"]]
+    prompt_ids, messages, tools = _parse_context(line, parent)
+    request, sampling, completion = line["request"], line["request"]["sampling"], line["completion"]
+    scalars = {name: line[name] for name in ("index", "parent", "dialect", "purpose", "started_s", "duration_s")}
+    return Call(
+        session_id=session_id,
+        prompt_ids=prompt_ids,
+        request=ChatRequest(
+            **request
+            | {
+                "messages": messages,
+                "tools": tools,
+                "sampling": RequestedSampling(**sampling | {"stop": tuple(sampling["stop"])}),
+                "unread": tuple(request["unread"]),
+            }
+        ),
+        completion=Completion(
+            **completion | {"token_ids": tuple(completion["token_ids"]), "logprobs": tuple(completion["logprobs"])}
+        ),
+        message=_parse_message(line["message"]),
+        **scalars,
+    )
+
+
+def _parse_context(
+    line: Mapping[str, Any], parent: Call | None
+) -> tuple[TokenIds, tuple[Message, ...], tuple[Tool, ...]]:
+    """Prompt ids, messages and tools, each from what it adds to the parent's or, where written, from the whole."""
+    messages: tuple[Message, ...]
+    if parent is not None and "new_prompt_ids" in line:
+        prompt_ids = (*parent.prompt_ids, *parent.completion.token_ids, *line["new_prompt_ids"])
+    else:
+        prompt_ids = tuple(line["prompt_ids"])
+    if parent is not None and "new_messages" in line:
+        messages = (*parent.request.messages, parent.message, *map(_parse_message, line["new_messages"]))
+    else:
+        messages = tuple(map(_parse_message, line["messages"]))
+    if parent is not None and "tools" not in line:
+        tools = parent.request.tools
+    else:
+        tools = tuple(Tool(**tool) for tool in line["tools"])
+    return prompt_ids, messages, tools
+
+
+def _parse_message(line: dict[str, Any]) -> Message:
+    return Message(
+        **line
+        | {
+            "tool_calls": tuple(ToolCall(**tool_call) for tool_call in line["tool_calls"]),
+            "images": tuple(line["images"]),
+        }
+    )
+
+
+def _build_record(header: Mapping[str, str], calls: tuple[Call, ...], end: dict[str, Any] | None) -> SessionRecord:
+    error = f"the record has no end: the session was killed after {len(calls)} recorded calls"
+    ending = end or {"stop_reason": "cancelled", "error": error, "extra": {}}
+    extra = ending.pop("extra")
+    rollout = Rollout(
+        id=header["session_id"], task_id=header["task_id"], group_id=header["group_id"], calls=calls, **ending
+    )
+    return SessionRecord(rollout=rollout, extra=extra, finished=end is not None)

@@ -1,0 +1,286 @@
+"""A task becomes a temporary folder of this machine, and commands become processes of this user in it.
+
+This is no security boundary. The agent runs as the trainer's own user: it can read what the user can read, reach the
+network, fill the disk, and signal the trainer. What it gets is a folder of its own, an environment without the
+trainer's secrets, a deadline, and an end: after each `run` nothing that it started is left, however it was detached
+(see `supervise.py`; only an agent that sends SIGKILL to its own supervisor escapes). For agents and models that are
+not trusted use the bubblewrap or docker backend.
+
+It refuses tasks that name a container image.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+from polar_trl.errors import FileTooLargeError, SandboxError
+from polar_trl.sandbox.base import Capabilities, ExecResult
+from polar_trl.sandbox.supervise import KILL_LIMIT_S
+from polar_trl.types import Task
+
+INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
+SUPERVISOR = Path(__file__).with_name("supervise.py")
+SUPERVISOR_GRACE_S = KILL_LIMIT_S + 20.0
+
+
+class LocalSandboxBackend:
+    """Makes sandboxes out of temporary folders.
+
+    Args:
+        root: Folder to make them in; None takes the system's temporary folder.
+        inherit_env: Names of the trainer's own variables that agents get. Nothing else of its environment is passed.
+    """
+
+    def __init__(self, root: Path | None = None, inherit_env: Sequence[str] = INHERITED) -> None:
+        if not sys.platform.startswith("linux"):
+            raise SandboxError("the local sandbox needs Linux; use the docker sandbox on other systems")
+        if isinstance(inherit_env, str):
+            raise SandboxError(f"inherit_env is the text {inherit_env!r}; pass a list of variable names")
+        self.capabilities = Capabilities(cuts_network=False, limits_memory=False, limits_disk=False, uses_images=False)
+        self._root = root
+        self._inherit_env = tuple(inherit_env)
+
+    def create(self, task: Task, session_id: str) -> "LocalSandbox":
+        """A fresh folder with the task's files. Raises `SandboxError`."""
+        if task.image is not None:
+            raise SandboxError(
+                f"task {task.id}: the local sandbox has no images, and this task names {task.image!r}; "
+                "use the docker sandbox, or leave `image` out of the task"
+            )
+        label = re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60]
+        try:
+            if self._root is not None:
+                self._root.mkdir(parents=True, exist_ok=True)
+            base = Path(tempfile.mkdtemp(prefix=f"polar-{label}-", dir=self._root)).resolve()
+            for name in ("work", "home", "tmp"):
+                (base / name).mkdir()
+        except OSError as error:
+            raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
+        env = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
+        sandbox = LocalSandbox(base, {"PATH": os.defpath, **env, **task.env})
+        try:
+            for path, text in task.files.items():
+                sandbox.put(path, _encode(text, f"task {task.id}: file {path}"))
+        except BaseException:
+            sandbox.destroy()
+            raise
+        return sandbox
+
+
+class LocalSandbox:
+    """One session's folder: work/, home/ and tmp/.
+
+    A `run` lives no longer than the thread that called it, nor than this process: the kernel then tells the
+    supervisor, which kills everything. The folders of a killed trainer stay behind in the temporary folder.
+    """
+
+    def __init__(self, base: Path, env: Mapping[str, str]) -> None:
+        self.workdir = str(base / "work")
+        self._base = base
+        self._env = {**env}
+        self._lock = threading.Lock()
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._is_destroyed = False
+
+    def run(self, command: str, *, env: Mapping[str, str], timeout_s: float) -> ExecResult:
+        """Run `bash -c command` in the work folder. Everything it started is gone when this returns.
+
+        An exit by signal n is reported as exit code 128 + n, as shells do. Raises `SandboxError` if the command could
+        not be started, or if something that it started cannot be killed.
+        """
+        started = time.monotonic()
+        if "\0" in command:
+            raise SandboxError("the command holds a NUL byte, which no shell can be given")
+        text = _encode(command, "the command")
+        supervisor = self._start_supervisor(env, timeout_s)
+        try:
+            stdout, stderr = supervisor.communicate(text, timeout=max(timeout_s, 0.0) + SUPERVISOR_GRACE_S)
+        except subprocess.TimeoutExpired as error:
+            raise SandboxError("the supervisor of a command did not end after the deadline; it was killed") from error
+        finally:
+            with self._lock:
+                self._supervisor = None
+            _end(supervisor)
+        if not stdout and supervisor.returncode < 0:  # a signal came before the report: `kill`, or the agent itself
+            seconds = time.monotonic() - started
+            return ExecResult(exit_code=None, stdout="", stderr="", timed_out=False, seconds=seconds)
+        return _parse_report(stdout, stderr, time.monotonic() - started)
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a file, replacing whatever had its name: a link or a FIFO of the agent's is not written through.
+
+        Raises `SandboxError` for a path that leads outside, by itself or through a linked folder.
+        """
+        *folders, name = self._resolve(path, follow_last=False)
+        temporary = f".polar-{os.urandom(8).hex()}"
+        try:
+            with _open_folder(self._base, folders, create=True) as folder:
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+                try:
+                    with open(fd, "wb") as file:
+                        file.write(content)
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except OSError:
+                    os.unlink(temporary, dir_fd=folder)
+                    raise
+        except OSError as error:
+            raise SandboxError(f"cannot write {path!r} in the sandbox: {error.strerror}") from error
+
+    def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        """Read a regular file. None if there is none, or none that can be read: that is the agent's doing.
+
+        A link is followed inside the sandbox only. Raises `FileTooLargeError` beyond `max_bytes`, and `SandboxError`
+        for a path that leads outside by itself.
+        """
+        try:
+            *folders, name = self._resolve(path, follow_last=True)
+            with _open_folder(self._base, folders, create=False) as folder:
+                # NONBLOCK: opening a FIFO would wait for a writer
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except (_LinkOutsideError, OSError):
+            return None
+        if not os.path.isfile(fd):
+            os.close(fd)
+            return None
+        with open(fd, "rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise FileTooLargeError(f"{path!r} in the sandbox is larger than {max_bytes} bytes")
+        return content
+
+    def kill(self) -> None:
+        """Kill what is running; the `run` in progress returns with no exit code."""
+        with self._lock:
+            if self._supervisor is not None:
+                self._supervisor.terminate()
+
+    def destroy(self) -> None:
+        """Kill and remove everything. Safe to call twice. Raises `SandboxError` if the folder cannot be removed."""
+        with self._lock:
+            self._is_destroyed = True
+        self.kill()
+        _remove_tree(self._base)
+
+    def _start_supervisor(self, env: Mapping[str, str], timeout_s: float) -> "subprocess.Popen[bytes]":
+        folders = {"HOME": str(self._base / "home"), "TMPDIR": str(self._base / "tmp")}
+        full_env = {
+            _encode(name, "an environment variable's name"): _encode(value, f"the environment variable {name}")
+            for name, value in {**self._env, **env, **folders}.items()
+        }
+        with self._lock:
+            if self._is_destroyed:
+                raise SandboxError("the sandbox was destroyed; make a new one")
+            try:
+                for folder in (self.workdir, *folders.values()):
+                    os.makedirs(folder, exist_ok=True)  # an agent that removed them is still graded
+                self._supervisor = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(timeout_s)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd=self.workdir,
+                    env=full_env,
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                raise SandboxError(f"cannot start a command in {self.workdir}: {error}") from error
+            return self._supervisor
+
+    def _resolve(self, path: str, *, follow_last: bool) -> tuple[str, ...]:
+        """Names below the sandbox's own folder that lead to `path` with no link on the way."""
+        in_home = path.startswith("~/")
+        relative = PurePosixPath(path[2:] if in_home else path)
+        if b"\0" in _encode(path, "a path") or relative.is_absolute() or not relative.parts or ".." in relative.parts:
+            raise SandboxError(f"{path!r} leads outside; give a path below the work folder, or below HOME as '~/...'")
+        if self._is_destroyed:
+            raise SandboxError("the sandbox was destroyed; make a new one")
+        full = self._base / ("home" if in_home else "work") / relative
+        resolved = Path(os.path.realpath(full)) if follow_last else Path(os.path.realpath(full.parent), full.name)
+        if self._base not in resolved.parents:
+            raise _LinkOutsideError(f"{path!r} leads outside of the sandbox, through a link")
+        return resolved.relative_to(self._base).parts
+
+
+class _LinkOutsideError(SandboxError):
+    """The agent planted a link that leads out of its sandbox."""
+
+
+@contextmanager
+def _open_folder(base: Path, names: Sequence[str], *, create: bool) -> Iterator[int]:
+    """Descend without following links, so that none is taken that was planted since `_resolve`."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(base, flags)
+    try:
+        for name in names:
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=folder)
+            below = os.open(name, flags, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _end(supervisor: "subprocess.Popen[bytes]") -> None:
+    """Leave no supervisor behind, and through it no process of its command."""
+    if supervisor.poll() is not None:
+        return
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.send_signal(signal.SIGCONT)  # an agent may have stopped it
+    try:
+        supervisor.communicate(timeout=SUPERVISOR_GRACE_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.communicate()
+
+
+def _parse_report(report: bytes, complaint: bytes, seconds: float) -> ExecResult:
+    head, separator, body = report.partition(b"\n")
+    fields = head.split()
+    if not separator or len(fields) != 4:
+        raise SandboxError(f"the supervisor of a command failed: {complaint.decode(errors='replace').strip()}")
+    kind, code, num_stdout = fields[0].decode(), int(fields[1]), int(fields[2])
+    if kind == "failed":
+        raise SandboxError(f"bash could not be started: {os.strerror(code)}")
+    if kind == "stuck":
+        raise SandboxError("a process that the command started could not be killed; is it another user's?")
+    return ExecResult(
+        exit_code=code if kind == "exit" else None,
+        stdout=body[:num_stdout].decode("utf-8", "replace"),
+        stderr=body[num_stdout:].decode("utf-8", "replace"),
+        timed_out=kind == "timeout",
+        seconds=seconds,
+    )
+
+
+def _encode(text: str, what: str) -> bytes:
+    """UTF-8 whatever the trainer's locale is. Raises `SandboxError` for what no process can be given."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise SandboxError(f"{what} holds a lone surrogate at position {error.start}, which is no text") from error
+
+
+def _remove_tree(base: Path) -> None:
+    try:
+        shutil.rmtree(base)
+    except FileNotFoundError:
+        return
+    except (OSError, RecursionError):
+        # read-only folders, or folders nested deeper than Python recurses: both of the agent's making
+        subprocess.run(["chmod", "-R", "u+rwX", "--", str(base)], capture_output=True, check=False)
+        result = subprocess.run(["rm", "-rf", "--", str(base)], capture_output=True, check=False)
+        if result.returncode != 0:
+            reason = result.stderr.decode(errors="replace").strip()[-500:]
+            raise SandboxError(f"cannot remove {base}: {reason}") from None

@@ -1,0 +1,116 @@
+"""Messages to digests that ignore what agents change when they send a conversation back.
+
+Agents re-serialise tool arguments, invent tool-call ids, drop reasoning and trim replies. Two conversations get one
+digest if and only if they differ in nothing else:
+
+- "developer" and "system" are one role;
+- reasoning is ignored: what was sampled is what the model saw, whether or not the agent echoes it;
+- an assistant's text compares without leading and trailing whitespace, everybody else's exactly;
+- tool calls compare by name and by arguments as JSON values (malformed arguments as raw text), results by order;
+  call ids are ignored on both.
+
+Refuses to look at anything but the conversation and its tools: sampling settings and tool choice change no prompt.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from polar_trl.types import Message, Tool
+
+_ROLES = {"system": b"s", "developer": b"s", "user": b"u", "assistant": b"a", "tool": b"t"}
+_WHOLE_FLOAT = re.compile(rb"\d(?:\.0|e\+?\d+)[,\]}]|^-?\d+(?:\.0|e\+?\d+)$")
+
+
+def digest_tools(tools: Sequence[Tool]) -> bytes:
+    """The digest of a conversation that has no message yet."""
+    return _digest(b"", [canonical_tools(tools)])
+
+
+def extend_digest(digest: bytes, message: Message, *, with_arguments: bool = True) -> bytes:
+    """The digest of a conversation (given by its own digest) and one more message.
+
+    Args:
+        digest: Of the messages before, or `digest_tools`.
+        message: The next message.
+        with_arguments: Whether tool arguments count. Without them, the digest is in no chain; it finds calls whose
+            malformed arguments an agent could not repeat.
+    """
+    is_assistant = message.role == "assistant"
+    parts = [
+        _ROLES[message.role],
+        _encode(message.text.strip() if is_assistant else message.text),
+        b"%d" % len(message.images),
+        *map(_encode, message.images),
+    ]
+    for call in message.tool_calls:
+        parts += [_encode(call.name), canonical_arguments(call.arguments) if with_arguments else b"*"]
+    return _digest(digest, parts)
+
+
+def digest_conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+    """One digest of a conversation under its tools: equal for a retry of the same request."""
+    digest = digest_tools(tools)
+    for message in messages:
+        digest = extend_digest(digest, message)
+    return digest
+
+
+def canonical_arguments(arguments: str) -> bytes:
+    """JSON text with sorted keys and no whitespace; no arguments are `{}`; text that is no JSON stays as it is."""
+    if not arguments.strip():
+        return b"{}"
+    try:
+        return _dump_sorted(_load(arguments))
+    except (ValueError, RecursionError):
+        return _encode(arguments)
+
+
+def canonical_tools(tools: Sequence[Tool]) -> bytes:
+    """The declared tools, in their order, as JSON text with sorted keys."""
+    return _dump_sorted([[tool.name, tool.description, dict(tool.parameters)] for tool in tools])
+
+
+def _digest(previous: bytes, parts: list[bytes]) -> bytes:
+    # lengths first: without them, text could move between neighbouring fields and keep the digest
+    hasher = hashlib.blake2b(previous, digest_size=16)
+    hasher.update(b",".join([b"%d" % len(part) for part in parts]) + b";")
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _load(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)  # reads what orjson refuses: NaN, lone surrogates
+
+
+def _dump_sorted(value: Any) -> bytes:
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        if _WHOLE_FLOAT.search(text):
+            # JavaScript agents send 1.0 back as 1
+            text = orjson.dumps(_whole_floats_as_ints(value), option=orjson.OPT_SORT_KEYS)
+        return text
+    except TypeError:
+        return json.dumps(_whole_floats_as_ints(value), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _whole_floats_as_ints(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole_floats_as_ints(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole_floats_as_ints(item) for item in value]
+    return value

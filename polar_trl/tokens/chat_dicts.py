@@ -1,0 +1,86 @@
+"""Normal form to the dictionaries that chat templates read, with system messages where the template takes them.
+
+Refuses images: the engine is given token ids only.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from polar_trl.errors import RenderError
+from polar_trl.types import Message, Tool
+
+SystemPlacement = Literal["anywhere", "first", "never"]
+"""Where a chat template accepts system messages and writes them out."""
+
+
+def place_system(messages: Sequence[Message], placement: SystemPlacement, *, at_start: bool) -> list[Message]:
+    """Developer messages become system messages; those that the template would refuse or drop become user messages.
+
+    Args:
+        messages: The conversation, or (`at_start` False) a tail of it.
+        placement: What the template takes. With "first", system messages that open the conversation are joined to one.
+        at_start: Whether the first message opens the conversation.
+    """
+    placed = [replace(message, role="system") if message.role == "developer" else message for message in messages]
+    if placement == "anywhere":
+        return placed
+    num_leading = 0
+    if at_start and placement == "first":
+        while num_leading < len(placed) and placed[num_leading].role == "system":
+            num_leading += 1
+    tail = [replace(message, role="user") if message.role == "system" else message for message in placed[num_leading:]]
+    if not num_leading:
+        return tail
+    text = "\n\n".join(message.text for message in placed[:num_leading])
+    return [replace(placed[0], text=text), *tail]
+
+
+def build_message_dict(message: Message, *, parse_arguments: bool) -> dict[str, Any]:
+    """One message as a chat template reads it.
+
+    Args:
+        message: Images raise `RenderError`.
+        parse_arguments: Give tool arguments as objects where they are valid JSON, else as the text that was sampled.
+    """
+    if message.images:
+        raise RenderError(
+            "the conversation holds an image, and this model is served text only; "
+            "keep the agent from attaching images or screenshots"
+        )
+    result: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning:
+        result["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments, parse=parse_arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def build_tool_dict(tool: Tool) -> dict[str, Any]:
+    """A tool in the envelope that chat templates were trained with."""
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
+    }
+
+
+def _arguments(text: str, *, parse: bool) -> Any:
+    if not text.strip():
+        return {} if parse else "{}"
+    if not parse:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

@@ -1,0 +1,113 @@
+"""A request of an agent to prompt ids that begin with what was sampled before, wherever the messages allow it.
+
+An agent sends the whole conversation with every call. This module recognises the part that is an earlier call and
+its reply, takes over that call's ids as they are, and renders only the messages after it. It refuses to encode
+sampled text again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from polar_trl.tokens.base import Renderer
+from polar_trl.tokens.canonical import digest_conversation, digest_tools, extend_digest
+from polar_trl.types import Call, ChatRequest, Message, TokenIds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What to give to the engine for a request, and where it came from."""
+
+    ids: TokenIds
+    """[P]"""
+    parent: int | None
+    """Index of the call whose prompt and sampled ids begin `ids`; None where they were rendered anew."""
+    forked: bool
+    """An earlier call matched by its messages, but its tokens could not be kept: rendered anew."""
+    request: ChatRequest
+    """The request, with the matched messages as they are on record: reasoning, ids and arguments as sampled."""
+
+
+class Continuations:
+    """The calls of one session so far, found by the digest of their messages and reply (see `canonical`).
+
+    With calls a = (s, u) -> r and b = (s, u, r, t) -> q on record, the request (s, u, r, t, q, v) continues b: its
+    prompt is b's prompt, b's sampled ids, then v. The request (s, u, r, w) continues a. The request (s, u, r, t, x, v)
+    with an x that was never sampled matches a, whose reply is followed by more than new messages: rendered anew, and
+    counted as forked. Of calls with equal messages and equal replies the latest is continued.
+
+    Malformed tool arguments are a case of their own: dialects that carry arguments as objects cannot send them, so no
+    agent repeats them. A reply with such a call is recognised by its text and the names of its calls.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._calls: dict[bytes, Call] = {}
+        """Digest of a call's messages and reply -> the call."""
+        self._malformed: dict[bytes, bytes] = {}
+        """For replies with malformed arguments: the digest without any arguments -> the digest with them."""
+
+    def add(self, call: Call) -> None:
+        """Make a finished call known. One that sampled nothing (a budget message) is never continued."""
+        if not call.completion.token_ids:
+            return
+        before = digest_conversation(call.request.messages, call.request.tools)
+        key = extend_digest(before, call.message)
+        self._calls[key] = call
+        if any(tool_call.parse_status == "malformed" for tool_call in call.message.tool_calls):
+            self._malformed[extend_digest(before, call.message, with_arguments=False)] = key
+
+    def build_prompt(self, request: ChatRequest) -> Prompt:
+        """Prompt ids for a request; tokenises only the messages that no call on record covers.
+
+        Raises `RenderError` if the chat template cannot express the conversation.
+        """
+        parent, num_matched = self._find_parent(request)
+        if parent is None:
+            ids = self._renderer.render(request.messages, request.tools)
+            return Prompt(ids=ids, parent=None, forked=False, request=request)
+
+        reply = request.messages[num_matched - 1]
+        new_messages = _restore_call_ids(request.messages[num_matched:], reply, parent.message)
+        request = replace(request, messages=(*parent.request.messages, parent.message, *new_messages))
+        if new_messages and all(message.role != "assistant" for message in new_messages):
+            extended = self._renderer.extend(
+                parent.prompt_ids, parent.completion.token_ids, new_messages, request.tools
+            )
+            if extended is not None:
+                return Prompt(ids=extended, parent=parent.index, forked=False, request=request)
+        ids = self._renderer.render(request.messages, request.tools)
+        return Prompt(ids=ids, parent=None, forked=True, request=request)
+
+    def _find_parent(self, request: ChatRequest) -> tuple[Call | None, int]:
+        parent, num_matched = None, 0
+        if not self._calls:
+            return parent, num_matched
+        digest = digest_tools(request.tools)
+        for position, message in enumerate(request.messages, start=1):
+            before, digest = digest, extend_digest(digest, message)
+            if self._malformed and message.tool_calls and digest not in self._calls:
+                loose = extend_digest(before, message, with_arguments=False)
+                digest = self._malformed.get(loose, digest)
+            call = self._calls.get(digest)
+            if call is not None:
+                parent, num_matched = call, position
+        return parent, num_matched
+
+
+def _restore_call_ids(
+    messages: Sequence[Message], echoed_reply: Message, recorded_reply: Message
+) -> tuple[Message, ...]:
+    """Tool results that answer ids which the agent invented, pointed back at the ids on record."""
+    recorded = {
+        echoed.id: ours.id
+        for echoed, ours in zip(echoed_reply.tool_calls, recorded_reply.tool_calls, strict=True)
+        if echoed.id != ours.id
+    }
+    if not recorded:
+        return tuple(messages)
+    return tuple(
+        replace(message, tool_call_id=recorded[message.tool_call_id])
+        if message.role == "tool" and message.tool_call_id in recorded
+        else message
+        for message in messages
+    )

@@ -1,0 +1,174 @@
+"""What the proxy asks of a wire format: request bodies to normal form, recorded calls to reply bodies.
+
+Pure: no sockets, no clocks, no tokens. A dialect never decides what is sampled; it only reads and writes.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import orjson
+
+from polar_trl.errors import WireError
+from polar_trl.types import Call, ChatRequest
+
+RouteKind = Literal["chat", "models", "alive"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """A path that a dialect's clients call."""
+
+    method: str
+    path: str
+    """Starlette's pattern, such as "/v1/models/{model:path}"."""
+    kind: RouteKind
+    """"chat" asks the policy, "models" lists or describes it, "alive" is answered with an empty 200."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incoming:
+    """One HTTP request, as much of it as a dialect reads."""
+
+    body: bytes = b""
+    path: str = ""
+    path_params: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Names in lower case."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedRequest:
+    """A request body, read."""
+
+    request: ChatRequest
+    reply_options: tuple[str, ...] = ()
+    """What it asks of the reply's form only, in its dialect's words, such as "include_usage"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyHead:
+    """What is known of a reply before anything was sampled."""
+
+    id: str
+    """Unique in the session; dialects put their own prefix before it."""
+    model: str
+    created_s: float
+    """Seconds since the epoch."""
+    num_prompt_tokens: int
+    options: tuple[str, ...] = ()
+    """The `reply_options` of the request on this connection."""
+
+
+class Dialect(Protocol):
+    """One wire format. Stateless: one instance serves all sessions."""
+
+    name: str
+    routes: tuple[Route, ...]
+
+    def parse_key(self, incoming: Incoming) -> str | None:
+        """The session key, wherever this format carries it; None where there is none."""
+        ...
+
+    def parse(self, incoming: Incoming) -> ParsedRequest:
+        """The request in normal form. Raises `WireError` naming the path of the offending field."""
+        ...
+
+    def render(self, head: ReplyHead, call: Call) -> bytes:
+        """The body of a plain reply."""
+        ...
+
+    def stream_start(self, head: ReplyHead) -> bytes:
+        """What a stream begins with, sent before the engine is asked. May be empty."""
+        ...
+
+    def ping(self) -> bytes:
+        """Keeps an open stream alive; clients of this format ignore it."""
+        ...
+
+    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
+        """The events after `stream_start`, the format's end of stream included."""
+        ...
+
+    def stream_error(self, error: WireError) -> bytes:
+        """The last event of a stream that failed after its headers were sent."""
+        ...
+
+    def render_error(self, error: WireError) -> bytes:
+        """The body of an error reply; the status is `error.status`."""
+        ...
+
+    def render_models(self, incoming: Incoming, model: str) -> bytes:
+        """The body for a route of kind "models"."""
+        ...
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a request body holds."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        value = _parse_with_lone_surrogates(body, error)
+    if not isinstance(value, dict):
+        raise WireError(f"the body must be a JSON object, not {json_type(value)}")
+    return value
+
+
+def _parse_with_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> Any:
+    # JavaScript agents cut long tool output between the halves of an emoji and send the lone half as an escape;
+    # it has no UTF-8 form, so it becomes "?"
+    try:
+        text = json.dumps(json.loads(body), ensure_ascii=False)
+        return orjson.loads(text.encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        raise WireError(f"the body is not valid JSON: {error}") from error
+
+
+def json_type(value: object) -> str:
+    """The name that JSON gives to a value's type, for messages."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
+    return names.get(type(value), "an object")
+
+
+def read_field(holder: Mapping[str, Any], key: str, kind: type | tuple[type, ...], path: str) -> Any:
+    """`holder[key]` if it has the wanted type, None where it is absent or null.
+
+    `path` is the holder's own, "" for the body.
+    """
+    value = holder.get(key)
+    if value is None:
+        return None
+    # JSON's booleans are ints in Python
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        wanted = {str: "a string", int: "a whole number", bool: "a boolean", list: "an array", dict: "an object"}
+        name = "a number" if isinstance(kind, tuple) else wanted[kind]
+        raise WireError(f"{path}{'.' if path else ''}{key}: must be {name}, not {json_type(value)}")
+    return value
+
+
+def require_string(holder: Mapping[str, Any], key: str, path: str) -> str:
+    """`holder[key]`, which must be there."""
+    value = holder.get(key)
+    if not isinstance(value, str):
+        raise WireError(f"{path}{'.' if path else ''}{key}: must be a string, not {json_type(value)}")
+    return value
+
+
+def is_json_object(text: str) -> bool:
+    """Whether a tool call's arguments are what they should be."""
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def list_unread(holder: Mapping[str, Any], known: AbstractSet[str], path: str) -> tuple[str, ...]:
+    """Paths of the fields of `holder` that nobody reads."""
+    if holder.keys() <= known:
+        return ()
+    return tuple(f"{path}{'.' if path else ''}{key}" for key in holder if key not in known)

@@ -1,0 +1,301 @@
+"""OpenAI Chat Completions: `/v1/chat/completions` bodies to normal form, recorded calls to completions or chunks.
+
+Refuses more than one choice per request: a session is one line of conversation per call.
+Format: the OpenAI API reference, "Chat" and "Streaming"; `reasoning_content` as DeepSeek and vLLM write it.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import orjson
+
+from polar_trl.errors import ContextOverflowError, WireError
+from polar_trl.types import Call, ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
+from polar_trl.wire.base import (
+    Incoming,
+    ParsedRequest,
+    ReplyHead,
+    Route,
+    is_json_object,
+    json_type,
+    list_unread,
+    parse_object,
+    read_field,
+    require_string,
+)
+from polar_trl.wire.sse import render_comment, render_event
+
+_ROLES: tuple[Role, ...] = get_args(Role)
+_SAMPLING_FIELDS = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop"}
+_BODY_FIELDS = _SAMPLING_FIELDS | {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "n"}
+_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
+_NUMBER = (int, float)
+# kind of a WireError -> OpenAI's type and code
+_ERROR_NAMES: dict[str, tuple[str, str | None]] = {
+    "invalid_request": ("invalid_request_error", None),
+    "authentication": ("invalid_request_error", "invalid_api_key"),
+    "not_found": ("invalid_request_error", "not_found"),
+    "context_overflow": ("invalid_request_error", "context_length_exceeded"),
+    "overloaded": ("server_error", "overloaded"),
+    "internal": ("server_error", "internal_error"),
+}
+_FIELD_PATH = re.compile(r"([A-Za-z_][\w.\[\]]*): ")
+
+
+class OpenAIChat:
+    """The Chat Completions dialect."""
+
+    name: str = "openai_chat"
+    routes: tuple[Route, ...] = (
+        Route(method="POST", path="/v1/chat/completions", kind="chat"),
+        Route(method="GET", path="/v1/models", kind="models"),
+        Route(method="GET", path="/v1/models/{model:path}", kind="models"),
+    )
+
+    def parse_key(self, incoming: Incoming) -> str | None:
+        scheme, _, key = incoming.headers.get("authorization", "").partition(" ")
+        return key.strip() or None if scheme.lower() == "bearer" else None
+
+    def parse(self, incoming: Incoming) -> ParsedRequest:
+        body = parse_object(incoming.body)
+        if (read_field(body, "n", int, "") or 1) != 1:
+            raise WireError("n: only one choice per request is supported; send n=1 or leave it out")
+        unread = list(list_unread(body, _BODY_FIELDS, ""))
+        messages = _parse_messages(body, unread)
+        tools = _parse_tools(body, unread)
+        stream_options = read_field(body, "stream_options", dict, "") or {}
+        usage_wanted = read_field(stream_options, "include_usage", bool, "stream_options")
+        request = ChatRequest(
+            messages=messages,
+            tools=tools,
+            tool_choice=_parse_tool_choice(body.get("tool_choice"), unread),
+            sampling=_parse_sampling(body),
+            stream=bool(read_field(body, "stream", bool, "")),
+            model=read_field(body, "model", str, "") or "",
+            unread=tuple(unread),
+        )
+        return ParsedRequest(request=request, reply_options=("include_usage",) if usage_wanted else ())
+
+    def render(self, head: ReplyHead, call: Call) -> bytes:
+        message = call.message
+        body: dict[str, Any] = {"role": "assistant", "content": message.text}
+        if message.reasoning:
+            body["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            body["content"] = message.text or None
+            body["tool_calls"] = [_render_tool_call(tool_call) for tool_call in message.tool_calls]
+        choice = {"index": 0, "message": body, "logprobs": None, "finish_reason": _finish_reason(call)}
+        return orjson.dumps(_envelope(head, "chat.completion", [choice]) | {"usage": _usage(head, call)})
+
+    def stream_start(self, head: ReplyHead) -> bytes:
+        return _render_chunk(head, {"role": "assistant", "content": ""})
+
+    def ping(self) -> bytes:
+        return render_comment("ping")
+
+    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
+        message = call.message
+        if message.reasoning:
+            yield _render_chunk(head, {"reasoning_content": message.reasoning})
+        if message.text:
+            yield _render_chunk(head, {"content": message.text})
+        for index, tool_call in enumerate(message.tool_calls):
+            yield _render_chunk(head, {"tool_calls": [{"index": index} | _render_tool_call(tool_call)]})
+        yield _render_chunk(head, {}, finish_reason=_finish_reason(call))
+        if "include_usage" in head.options:
+            chunk = _envelope(head, "chat.completion.chunk", []) | {"usage": _usage(head, call)}
+            yield render_event(orjson.dumps(chunk))
+        yield render_event(b"[DONE]")
+
+    def stream_error(self, error: WireError) -> bytes:
+        return render_event(self.render_error(error))
+
+    def render_error(self, error: WireError) -> bytes:
+        kind, code = _ERROR_NAMES[error.kind]
+        text = str(error)
+        if isinstance(error, ContextOverflowError):
+            # agents that do not read `code` look for these words before they compact
+            text = (
+                f"This model's maximum context length is {error.max_tokens} tokens. "
+                f"However, your messages resulted in {error.num_tokens} tokens."
+            )
+        field_path = _FIELD_PATH.match(text)
+        param = field_path[1] if field_path else None
+        return orjson.dumps({"error": {"message": text, "type": kind, "param": param, "code": code}})
+
+    def render_models(self, incoming: Incoming, model: str) -> bytes:
+        # any label is served by the one policy, so any id that is asked for exists
+        asked = incoming.path_params.get("model")
+        entry = {"id": asked or model, "object": "model", "created": 0, "owned_by": "polar-trl"}
+        return orjson.dumps(entry if asked else {"object": "list", "data": [entry]})
+
+
+def _parse_messages(body: dict[str, Any], unread: list[str]) -> tuple[Message, ...]:
+    raw = read_field(body, "messages", list, "")
+    if not raw:
+        raise WireError("messages: must hold at least one message")
+    messages = []
+    unread_fields: set[str] = set()
+    for index, item in enumerate(raw):
+        path = f"messages[{index}]"
+        if not isinstance(item, dict):
+            raise WireError(f"{path}: must be an object, not {json_type(item)}")
+        messages.append(_parse_message(item, path))
+        # histories repeat the same unknown field on every message; its first place is enough
+        for field_name in item.keys() - _MESSAGE_FIELDS - unread_fields:
+            unread_fields.add(field_name)
+            unread.append(f"{path}.{field_name}")
+    return tuple(messages)
+
+
+def _parse_message(item: dict[str, Any], path: str) -> Message:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise WireError(f"{path}.role: must be one of {', '.join(_ROLES)}")
+    content = item.get("content")
+    images: tuple[str, ...] = ()
+    if isinstance(content, str):
+        text = content
+    elif isinstance(content, list):
+        text, images = _parse_parts(content, f"{path}.content")
+    elif content is None and role == "assistant":
+        text = ""
+    else:
+        raise WireError(f"{path}.content: must be a string or an array of parts, not {json_type(content)}")
+    if role == "assistant":
+        reasoning = read_field(item, "reasoning_content", str, path) or read_field(item, "reasoning", str, path)
+        tool_calls = _parse_tool_calls(read_field(item, "tool_calls", list, path) or [], f"{path}.tool_calls")
+        return Message(role="assistant", text=text, reasoning=reasoning, tool_calls=tool_calls, images=images)
+    if role == "tool":
+        return Message(role="tool", text=text, tool_call_id=read_field(item, "tool_call_id", str, path), images=images)
+    return Message(role=role, text=text, images=images)
+
+
+def _parse_parts(parts: list[Any], path: str) -> tuple[str, tuple[str, ...]]:
+    texts: list[str] = []
+    images: list[str] = []
+    for index, part in enumerate(parts):
+        here = f"{path}[{index}]"
+        if not isinstance(part, dict):
+            raise WireError(f"{here}: must be an object, not {json_type(part)}")
+        kind = part.get("type")
+        if kind == "image_url":
+            image = part.get("image_url")
+            url = image.get("url") if isinstance(image, dict) else image
+            if not isinstance(url, str):
+                raise WireError(f"{here}.image_url.url: must be a string, not {json_type(url)}")
+            images.append(url)
+        elif kind in ("text", "refusal"):
+            texts.append(require_string(part, kind, here))
+        else:
+            raise WireError(f"{here}.type: only text and image_url parts can be read")
+    return "".join(texts), tuple(images)
+
+
+def _parse_tool_calls(items: list[Any], path: str) -> tuple[ToolCall, ...]:
+    tool_calls = []
+    for index, item in enumerate(items):
+        here = f"{path}[{index}]"
+        function = item.get("function") if isinstance(item, dict) else None
+        if not isinstance(function, dict):
+            raise WireError(f"{here}.function: must be an object with a name and arguments")
+        arguments = read_field(function, "arguments", str, f"{here}.function") or ""
+        tool_call = ToolCall(
+            id=read_field(item, "id", str, here) or "",
+            name=require_string(function, "name", f"{here}.function"),
+            arguments=arguments,
+            parse_status="ok" if is_json_object(arguments) else "malformed",
+        )
+        tool_calls.append(tool_call)
+    return tuple(tool_calls)
+
+
+def _parse_tools(body: dict[str, Any], unread: list[str]) -> tuple[Tool, ...]:
+    tools = []
+    for index, item in enumerate(read_field(body, "tools", list, "") or []):
+        path = f"tools[{index}]"
+        if not isinstance(item, dict):
+            raise WireError(f"{path}: must be an object, not {json_type(item)}")
+        if item.get("type") != "function":
+            unread.append(path)
+            continue
+        function = read_field(item, "function", dict, path)
+        if function is None:
+            raise WireError(f"{path}.function: must be an object with a name")
+        tool = Tool(
+            name=require_string(function, "name", f"{path}.function"),
+            description=read_field(function, "description", str, f"{path}.function") or "",
+            parameters=read_field(function, "parameters", dict, f"{path}.function") or {},
+        )
+        tools.append(tool)
+    return tuple(tools)
+
+
+def _parse_tool_choice(value: object, unread: list[str]) -> str:
+    if value is None:
+        return "auto"
+    if isinstance(value, str):
+        if value not in ("auto", "none", "required"):
+            raise WireError("tool_choice: must be auto, none, required or an object that names a function")
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = read_field(value, "function", dict, "tool_choice") or {}
+        return require_string(function, "name", "tool_choice.function")
+    if isinstance(value, dict):
+        unread.append("tool_choice")
+        return "auto"
+    raise WireError(f"tool_choice: must be a string or an object, not {json_type(value)}")
+
+
+def _parse_sampling(body: dict[str, Any]) -> RequestedSampling:
+    limits = [(key, read_field(body, key, int, "")) for key in ("max_completion_tokens", "max_tokens")]
+    for key, limit in limits:
+        if limit is not None and limit < 1:
+            raise WireError(f"{key}: must be at least 1")
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+        raise WireError("stop: must be a string or an array of strings")
+    return RequestedSampling(
+        max_tokens=min((limit for _, limit in limits if limit is not None), default=None),
+        temperature=read_field(body, "temperature", _NUMBER, ""),
+        top_p=read_field(body, "top_p", _NUMBER, ""),
+        top_k=read_field(body, "top_k", int, ""),
+        stop=tuple(text for text in stops if text),
+    )
+
+
+def _finish_reason(call: Call) -> str:
+    if call.message.tool_calls and call.completion.finish_reason != "length":
+        return "tool_calls"
+    return call.completion.finish_reason
+
+
+def _render_tool_call(tool_call: ToolCall) -> dict[str, Any]:
+    function = {"name": tool_call.name, "arguments": tool_call.arguments}
+    return {"id": tool_call.id, "type": "function", "function": function}
+
+
+def _usage(head: ReplyHead, call: Call) -> dict[str, int]:
+    sampled = len(call.completion.token_ids)
+    return {
+        "prompt_tokens": head.num_prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": head.num_prompt_tokens + sampled,
+    }
+
+
+def _envelope(head: ReplyHead, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{head.id}",
+        "object": kind,
+        "created": int(head.created_s),
+        "model": head.model,
+        "choices": choices,
+    }
+
+
+def _render_chunk(head: ReplyHead, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return render_event(orjson.dumps(_envelope(head, "chat.completion.chunk", [choice])))
