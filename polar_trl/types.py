@@ -126,7 +126,7 @@ class Call:
     """Position in the session's record, from 0."""
     dialect: str
     request: ChatRequest
-    prompt_ids: TokenIds
+    prompt_ids: TokenIds = field(repr=False)
     """[P], as given to the engine."""
     completion: Completion
     message: Message
@@ -146,7 +146,7 @@ class Rollout:
     id: str
     task_id: str
     group_id: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[Call, ...] = field(default=(), repr=False)
     stop_reason: StopReason = "completed"
     reward: float | None = None
     """None: no reward could be determined. Never a stand-in for 0."""

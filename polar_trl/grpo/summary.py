@@ -1,0 +1,80 @@
+"""A finished run's log -> summary.json, a picture of the reward per step, and a table on the terminal."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
+    """Figures of a run from TRL's log history (`trainer.state.log_history`, one entry per logged step).
+
+    `reward_first_quarter` and `reward_last_quarter` are means over the first and last quarter of the logged steps
+    (at least one step each); token counts are sums, the other figures means over all logged steps.
+    """
+    steps = [entry for entry in log_history if entry.get("reward") is not None]
+    if not steps:
+        raise ValueError("the run logged no reward; was any step made, with logging_steps set?")
+    quarter = max(1, len(steps) // 4)
+
+    def mean(key: str, entries: Sequence[Mapping[str, Any]] = steps) -> float | None:
+        values = [entry[key] for entry in entries if entry.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    def total(key: str) -> int:
+        return int(sum(entry.get(key) or 0 for entry in steps))
+
+    return {
+        "steps": len(steps),
+        "seconds": round(seconds, 1),
+        "reward_first_quarter": mean("reward", steps[:quarter]),
+        "reward_last_quarter": mean("reward", steps[-quarter:]),
+        "rewards": [entry["reward"] for entry in steps],
+        "sampled_tokens": total("polar/sampled_tokens"),
+        "trained_tokens": total("polar/trained_tokens"),
+        "trajectories_per_rollout": mean("polar/trajectories_per_rollout"),
+        "calls_per_rollout": mean("polar/calls_per_rollout"),
+        "rollouts_without_reward": total("polar/rollouts_without_reward"),
+        "logprob_gap_mean": mean("sampling/sampling_logp_difference/mean"),
+        "seconds_rollouts": sum(entry.get("polar/phase/rollouts_s") or 0 for entry in steps),
+        "seconds_weight_sync": sum(entry.get("polar/phase/weight_sync_s") or 0 for entry in steps),
+        "seconds_training": sum(entry.get("polar/phase/training_s") or 0 for entry in steps),
+    }
+
+
+def plot_rewards(rewards: Sequence[float], path: Path, *, title: str) -> None:
+    """Draw the mean reward of each step, and a running mean of five, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = range(1, len(rewards) + 1)
+    running = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.plot(steps, rewards, "o-", color="0.7", markersize=3, linewidth=1, label="mean reward of the step")
+    axes.plot(steps, running, color="tab:blue", linewidth=2, label="mean of the last five")
+    axes.set(xlabel="step", ylabel="reward", title=title, ylim=(min(0.0, *rewards), max(1.05, *rewards)))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print the summary as a table; the rewards of single steps are left to the picture."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="run", show_header=False)
+    for key, value in summary.items():
+        if key != "rewards":
+            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json` and `rewards.png` into the run's folder."""
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot_rewards(summary["rewards"], folder / "rewards.png", title=folder.name)

