@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError, LawError, PolarError, RecordError
-from polar_trl.reconstruct import BUILDERS, build_prefix_merged, check_laws, digest
+from polar_trl.reconstruct import BUILDERS, check_laws, digest
 from polar_trl.record import SessionRecord, read_record
 
 REPLAY_EPILOG = """\
@@ -99,13 +99,10 @@ def run_replay(args: argparse.Namespace) -> int:
     report = ReplayReport()
     for path in _find_sessions(args.path):
         try:
-            record = read_record(path)
+            _replay_session(read_record(path), args.builder, path, report)
         except RecordError as error:
             report.unreadable += 1
             print(f"polar-trl: {error}", file=sys.stderr)
-            continue
-        try:
-            _replay_session(record, args.builder, path, report)
         except LawError as error:
             report.broken_laws += 1
             print(f"polar-trl: {path}: {error}", file=sys.stderr)
@@ -128,7 +125,7 @@ def _find_sessions(path: Path) -> list[Path]:
 
 
 def _replay_session(record: SessionRecord, builder: str, path: Path, report: ReplayReport) -> None:
-    """Add one session to the report. Raises `LawError`."""
+    """Add one session to the report. Raises `LawError` or `RecordError`."""
     rollout = record.rollout
     reconstruction = BUILDERS[builder](rollout)
     report.sessions += 1
@@ -141,9 +138,14 @@ def _replay_session(record: SessionRecord, builder: str, path: Path, report: Rep
     report.dropped.update(reconstruction.dropped)
     stored = record.extra.get("trajectory_digest")
     if stored is not None:
+        # The digest is of what was trained, whichever builder this replay was asked to show.
+        trained_with = record.extra.get("builder", "prefix_merging")
+        if trained_with not in BUILDERS:
+            raise RecordError(
+                f"{path}: trained with an unknown builder {trained_with!r}, known are {sorted(BUILDERS)}"
+            )
         report.digests_compared += 1
-        # Trained with prefix merging, whatever this replay is asked to show.
-        found = digest(build_prefix_merged(rollout).trajectories)
+        found = digest(BUILDERS[trained_with](rollout).trajectories)
         if found != stored:
             report.digest_mismatches += 1
             print(f"polar-trl: {path}: trained on trajectories {stored}, the record gives {found}", file=sys.stderr)

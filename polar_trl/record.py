@@ -1,9 +1,9 @@
 """The calls of one session <-> JSON lines on disk, exactly: what is read back equals what was recorded.
 
-A file is a "session" line, one "call" line per call, and an "end" line. A call that continues an earlier one (its
-`parent`) is written as what it adds, so that a session's file grows with its tokens and not with their square: the
-keys `new_prompt_ids` and `new_messages` hold the part after the parent's, `prompt_ids` and `messages` the whole, and
-`tools` is left out where it equals the parent's. Adding to a file that exists already is refused.
+A file is a "session" line, one "call" line per call, and an "end" line. A call is written as what it adds to its
+`parent`, so that a file grows with the session's tokens and not with their square: `new_prompt_ids` and `new_messages`
+follow the parent's prompt and answer, and `tools` is left out where it equals the parent's. Where the parent's are no
+prefix, the keys are `prompt_ids` and `messages` and hold the whole. Adding to a file that exists already is refused.
 
 Text is UTF-8 in which lone surrogates are kept (`surrogatepass`); the standard library's encoder is used because it
 also keeps integers of any size and non-finite floats, which orjson turns into something else or refuses.
@@ -202,23 +202,24 @@ def _render_call(call: Call, earlier: Sequence[Call]) -> dict[str, Any]:
     line = {"type": "call"} | _render_value(call)
     request = line["request"] = _render_value(line.pop("request"))
     del line["session_id"]
-    prompt_ids, messages, tools = line.pop("prompt_ids"), request.pop("messages"), request.pop("tools")
-    if call.parent is None:
-        return line | {"prompt_ids": prompt_ids, "messages": messages, "tools": tools}
-    parent = earlier[call.parent]
-    known_ids = parent.prompt_ids + parent.completion.token_ids
-    if prompt_ids[: len(known_ids)] == known_ids:
-        line["new_prompt_ids"] = prompt_ids[len(known_ids) :]
-    else:
-        line["prompt_ids"] = prompt_ids
-    known_messages = (*parent.request.messages, parent.message)
-    if messages[: len(known_messages)] == known_messages:
-        line["new_messages"] = messages[len(known_messages) :]
-    else:
-        line["messages"] = messages
-    if tools != parent.request.tools:
-        line["tools"] = tools
-    return line
+    known_ids, known_messages, known_tools = _get_known(call.parent, earlier)
+    for name, fields_of, known in (("prompt_ids", line, known_ids), ("messages", request, known_messages)):
+        whole = fields_of.pop(name)
+        if whole[: len(known)] == known:
+            line[f"new_{name}"] = whole[len(known) :]
+        else:
+            line[name] = whole
+    tools = request.pop("tools")
+    return line if tools == known_tools else line | {"tools": tools}
+
+
+def _get_known(parent: int | None, earlier: Sequence[Call]) -> tuple[TokenIds, tuple[Message, ...], tuple[Tool, ...]]:
+    """Prompt ids, messages and tools that a call begins with if it continues `parent`."""
+    if parent is None:
+        return (), (), ()
+    call = earlier[parent]
+    history = (*call.request.messages, call.message)
+    return call.prompt_ids + call.completion.token_ids, history, call.request.tools
 
 
 def _is_whole(last: bytes) -> bool:
@@ -248,12 +249,18 @@ def _check_header(line: dict[str, Any]) -> dict[str, Any]:
 def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) -> Call:
     if line["index"] != len(earlier):
         raise ValueError(f"call index {line['index']}, expected {len(earlier)}")
-    parent = None
-    if line["parent"] is not None:
-        if not 0 <= line["parent"] < len(earlier):
-            raise ValueError(f"parent {line['parent']} is not an earlier call")
-        parent = earlier[line["parent"]]
-    prompt_ids, messages, tools = _parse_context(line, parent)
+    if line["parent"] is not None and not 0 <= line["parent"] < len(earlier):
+        raise ValueError(f"parent {line['parent']} is not an earlier call")
+    known_ids, known_messages, known_tools = _get_known(line["parent"], earlier)
+    if "prompt_ids" in line:
+        prompt_ids = _parse_ids(line["prompt_ids"])
+    else:
+        prompt_ids = known_ids + _parse_ids(line["new_prompt_ids"])
+    if "messages" in line:
+        messages = tuple(map(_parse_message, line["messages"]))
+    else:
+        messages = (*known_messages, *map(_parse_message, line["new_messages"]))
+    tools = tuple(Tool(**tool) for tool in line["tools"]) if "tools" in line else known_tools
     request, sampling, completion = line["request"], line["request"]["sampling"], line["completion"]
     scalars = {name: line[name] for name in ("index", "parent", "dialect", "purpose", "started_s", "duration_s")}
     return Call(
@@ -269,31 +276,18 @@ def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) 
             }
         ),
         completion=Completion(
-            **completion | {"token_ids": tuple(completion["token_ids"]), "logprobs": tuple(completion["logprobs"])}
+            **completion
+            | {"token_ids": _parse_ids(completion["token_ids"]), "logprobs": tuple(completion["logprobs"])}
         ),
         message=_parse_message(line["message"]),
         **scalars,
     )
 
 
-def _parse_context(
-    line: Mapping[str, Any], parent: Call | None
-) -> tuple[TokenIds, tuple[Message, ...], tuple[Tool, ...]]:
-    """Prompt ids, messages and tools, each from what it adds to the parent's or, where written, from the whole."""
-    messages: tuple[Message, ...]
-    if parent is not None and "new_prompt_ids" in line:
-        prompt_ids = (*parent.prompt_ids, *parent.completion.token_ids, *line["new_prompt_ids"])
-    else:
-        prompt_ids = tuple(line["prompt_ids"])
-    if parent is not None and "new_messages" in line:
-        messages = (*parent.request.messages, parent.message, *map(_parse_message, line["new_messages"]))
-    else:
-        messages = tuple(map(_parse_message, line["messages"]))
-    if parent is not None and "tools" not in line:
-        tools = parent.request.tools
-    else:
-        tools = tuple(Tool(**tool) for tool in line["tools"])
-    return prompt_ids, messages, tools
+def _parse_ids(ids: list[int]) -> TokenIds:
+    if not set(map(type, ids)) <= {int}:
+        raise ValueError("token ids that are not integers")
+    return tuple(ids)
 
 
 def _parse_message(line: dict[str, Any]) -> Message:
@@ -310,7 +304,6 @@ def _build_record(header: Mapping[str, str], calls: tuple[Call, ...], end: dict[
     error = f"the record has no end: the session was killed after {len(calls)} recorded calls"
     ending = end or {"stop_reason": "cancelled", "error": error, "extra": {}}
     extra = ending.pop("extra")
-    rollout = Rollout(
-        id=header["session_id"], task_id=header["task_id"], group_id=header["group_id"], calls=calls, **ending
-    )
+    session_id, task_id, group_id = header["session_id"], header["task_id"], header["group_id"]
+    rollout = Rollout(id=session_id, task_id=task_id, group_id=group_id, calls=calls, **ending)
     return SessionRecord(rollout=rollout, extra=extra, finished=end is not None)

@@ -190,8 +190,7 @@ class VllmEngine:
         )
         try:
             self._core.add_request(request.id, {"prompt_token_ids": list(request.prompt_ids)}, sampling)
-        except ValueError as error:
-            # vLLM refuses a single request this way (too long, say); the engine itself is well.
+        except Exception as error:  # noqa: BLE001 - nothing was sampled yet: the request fails alone, whatever it was
             request.fail(EngineError(f"the engine refused the request: {error}"))
             return
         self._live[request.id] = request

@@ -38,7 +38,12 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
         "logprob_gap_mean": mean("sampling/sampling_logp_difference/mean"),
         "seconds_rollouts": sum(entry.get("polar/phase/rollouts_s") or 0 for entry in steps),
         "seconds_weight_sync": sum(entry.get("polar/phase/weight_sync_s") or 0 for entry in steps),
-        "seconds_training": sum(entry.get("polar/phase/training_s") or 0 for entry in steps),
+        "seconds_training": sum(
+            (entry.get("step_time") or 0)
+            - (entry.get("polar/phase/rollouts_s") or 0)
+            - (entry.get("polar/phase/weight_sync_s") or 0)
+            for entry in steps
+        ),
     }
 
 

@@ -24,9 +24,8 @@ establishes without trusting the builder.
 """
 
 from polar_trl.reconstruct.cut import cut_trajectory
-from polar_trl.reconstruct.digest import digest
 from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, build_per_request, build_prefix_merged
+from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, build_per_request, build_prefix_merged, digest
 
 __all__ = [
     "BUILDERS",

@@ -1,0 +1,186 @@
+"""The engine thread, on vLLM's real CPU build and a tiny random model."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.colocate import set_environment
+from polar_trl.errors import EngineError
+
+PROMPTS = [tuple(range(10 + 7 * i, 22 + 7 * i)) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Any:
+    """A vLLM made the way the trainer makes it."""
+    set_environment(cpu=True)
+    from polar_trl.engine import vllm_cpu
+
+    vllm_cpu.keep_weights_loadable()
+    from vllm import LLM
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return LLM(
+        model=str(tiny_model),
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        seed=0,
+        logprobs_mode="processed_logprobs",
+        distributed_executor_backend="external_launcher",
+        **vllm_cpu.LLM_KWARGS,
+    )
+
+
+@pytest.fixture()
+def engine(llm: Any) -> Iterator[Any]:
+    from polar_trl.engine.vllm import VllmEngine
+
+    engine = VllmEngine(llm)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+
+
+def score(reference: Any, prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float) -> Any:
+    import torch
+
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def generate_all(engine: Any, params: GenerationParams, prompts: list[tuple[int, ...]] = PROMPTS) -> list[Any]:
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_those_of_the_sampled_distribution(engine: Any, reference: Any, temperature: float) -> None:
+    import torch
+
+    for prompt, completion in zip(
+        PROMPTS, generate_all(engine, GenerationParams(max_tokens=16, temperature=temperature)), strict=True
+    ):
+        assert len(completion.token_ids) == 16 or completion.finish_reason == "stop"
+        expected = score(reference, prompt, completion.token_ids, temperature)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
+
+
+def test_greedy_tokens_are_the_reference_argmax(engine: Any, reference: Any) -> None:
+    import torch
+
+    (completion,) = generate_all(engine, GenerationParams(max_tokens=8, temperature=0.0), PROMPTS[:1])
+    ids = torch.tensor([PROMPTS[0] + completion.token_ids])
+    with torch.no_grad():
+        best = reference(ids).logits[0, len(PROMPTS[0]) - 1 : -1].argmax(-1)
+    assert tuple(best.tolist()) == completion.token_ids
+
+
+def test_the_stop_token_stays_in_the_completion(engine: Any, reference: Any) -> None:
+    params = GenerationParams(max_tokens=8, temperature=0.0)
+    (free,) = generate_all(engine, params, PROMPTS[:1])
+    stop = free.token_ids[3]
+    first = free.token_ids.index(stop)
+    params = GenerationParams(max_tokens=8, temperature=0.0, stop_token_ids=(stop,))
+    (stopped,) = generate_all(engine, params, PROMPTS[:1])
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_cancelling_aborts_one_request_and_leaves_the_others(engine: Any) -> None:
+    async def main() -> tuple[Any, list[Any]]:
+        params = GenerationParams(max_tokens=200)
+        long = asyncio.create_task(engine.generate(PROMPTS[0], params))
+        others = [asyncio.create_task(engine.generate(p, GenerationParams(max_tokens=12))) for p in PROMPTS[1:]]
+        await asyncio.sleep(0.05)
+        long.cancel()
+        done = await asyncio.gather(*others)
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        while engine._core.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+        return long, done
+
+    task, done = asyncio.run(main())
+    assert task.cancelled()
+    assert len(done) == 7
+
+
+def test_requests_are_held_while_paused_and_the_version_grows(engine: Any) -> None:
+    async def main() -> tuple[bool, Any]:
+        with engine.paused(new_policy=True):
+            held = asyncio.create_task(engine.generate(PROMPTS[0], GenerationParams(max_tokens=4)))
+            await asyncio.sleep(0.2)
+            was_held = not held.done()
+        return was_held, await held
+
+    before = engine.policy_version
+    was_held, completion = asyncio.run(main())
+    assert was_held
+    assert completion.first_policy_version == completion.last_policy_version == before + 1
+
+
+def test_a_prompt_that_is_too_long_fails_alone(engine: Any) -> None:
+    async def main() -> Any:
+        good = asyncio.create_task(engine.generate(PROMPTS[0], GenerationParams(max_tokens=4)))
+        with pytest.raises(EngineError, match="refused"):
+            await engine.generate(tuple(range(5, 305)), GenerationParams(max_tokens=4))
+        return await good
+
+    assert len(asyncio.run(main()).token_ids) >= 1
+
+
+def test_closing_fails_who_waits_and_who_comes_later(llm: Any) -> None:
+    from polar_trl.engine.vllm import VllmEngine
+
+    engine = VllmEngine(llm)
+
+    async def main() -> None:
+        waiting = asyncio.create_task(engine.generate(PROMPTS[0], GenerationParams(max_tokens=200)))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineError, match="closed"):
+            await waiting
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(PROMPTS[1], GenerationParams(max_tokens=4))
+
+    asyncio.run(main())
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_failing_step_reaches_every_waiter(llm: Any) -> None:
+    from polar_trl.engine.vllm import VllmEngine
+
+    engine = VllmEngine(llm)
+
+    class BrokenCore:
+        """The real core, whose next step raises."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(llm.llm_engine, name)
+
+        def step(self) -> list[Any]:
+            raise RuntimeError("out of memory")
+
+    engine._core = BrokenCore()
+    with pytest.raises(EngineError, match="out of memory"):
+        generate_all(engine, GenerationParams(max_tokens=4))
+    engine.close()
+    assert not llm.llm_engine.has_unfinished_requests()

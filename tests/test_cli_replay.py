@@ -1,0 +1,180 @@
+"""`polar-trl replay`: the totals of a folder of sessions, and an exit status that tells whether they still hold."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_trl.cli import main
+from polar_trl.reconstruct import Reconstruction, build_per_request, build_prefix_merged, digest
+from polar_trl.record import SessionLog
+from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout
+
+TURNS = [((1,), (10, 11)), ((1, 10, 11, 2), (12,)), ((7,), (20,)), ((7,), (21, 22))]
+
+
+def build_rollout(session_id: str) -> Rollout:
+    """Two turns of a conversation, then a sub-agent that was asked twice: 6 sampled tokens, 5 trained in 2 rows."""
+    calls = [
+        Call(
+            session_id=session_id,
+            index=index,
+            dialect="openai_chat",
+            request=ChatRequest(messages=(Message(role="user", text="hi"),)),
+            prompt_ids=prompt,
+            completion=Completion(token_ids=sampled, logprobs=(-0.5,) * len(sampled), finish_reason="stop"),
+            message=Message(role="assistant"),
+        )
+        for index, (prompt, sampled) in enumerate(TURNS)
+    ]
+    return Rollout(id=session_id, task_id="t", group_id="g", calls=tuple(calls), reward=1.0)
+
+
+def write(path: Path, *, finish: bool = True, **extra: Any) -> None:
+    log = SessionLog(session_id=path.stem, task_id="t", group_id="g", path=path)
+    rollout = build_rollout(path.stem)
+    for call in rollout.calls:
+        log.append(call)
+    if finish:
+        log.close(rollout, extra)
+
+
+def replay(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the JSON report (empty if there is none), standard error."""
+    status = main(["replay", "--json", *map(str, args)])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else {}, err
+
+
+def test_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = digest(build_prefix_merged(build_rollout("a")).trajectories)
+    write(tmp_path / "sessions" / "step-0" / "a.jsonl", trajectory_digest=good)
+    write(tmp_path / "sessions" / "b.jsonl")
+    write(tmp_path / "sessions" / "c.jsonl", finish=False)
+    (tmp_path / "sessions" / "notes.txt").write_text("not a session")
+    assert replay(capsys, tmp_path) == (
+        0,
+        {
+            "sessions": 3,
+            "unfinished": 1,
+            "calls": 12,
+            "trajectories": 6,
+            "forks": 3,
+            "sampled_tokens": 18,
+            "trained_tokens": 15,
+            "dropped": {"superseded": 3},
+            "digests_compared": 1,
+            "digest_mismatches": 0,
+            "broken_laws": 0,
+            "unreadable": 0,
+        },
+        "",
+    )
+
+
+def test_one_file_with_the_other_builder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a.jsonl")
+    status, report, _ = replay(capsys, tmp_path / "a.jsonl", "--builder", "per_request")
+    assert status == 0
+    assert (report["sessions"], report["trajectories"], report["trained_tokens"]) == (1, 3, 5)
+
+
+@pytest.mark.parametrize("builder", ["prefix_merging", "per_request"])
+def test_a_digest_is_compared_with_the_builder_that_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], builder: str
+) -> None:
+    trained = digest(build_per_request(build_rollout("a")).trajectories)
+    write(tmp_path / "a.jsonl", trajectory_digest=trained, builder="per_request")
+    status, report, _ = replay(capsys, tmp_path / "a.jsonl", "--builder", builder)
+    assert (status, report["digests_compared"], report["digest_mismatches"]) == (0, 1, 0)
+
+
+def test_an_altered_record_is_a_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = digest(build_prefix_merged(build_rollout("a")).trajectories)
+    path = tmp_path / "sessions" / "a.jsonl"
+    write(path, trajectory_digest=good)
+    text = path.read_text()
+    path.write_text(text.replace('"logprobs":[-0.5,-0.5]', '"logprobs":[-0.5,-0.50001]', 1))
+    status, report, err = replay(capsys, tmp_path)
+    assert (status, report["digest_mismatches"], report["sessions"]) == (1, 1, 1)
+    assert err.startswith(f"polar-trl: {path}: trained on trajectories {good}, the record gives ")
+    assert err.count("\n") == 1
+
+
+def test_an_unreadable_session_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "sessions" / "a.jsonl")
+    write(tmp_path / "sessions" / "b.jsonl", trajectory_digest="x", builder="magic")
+    bad = tmp_path / "sessions" / "0.jsonl"
+    bad.write_text("{}\n")
+    status, report, err = replay(capsys, tmp_path)
+    assert (status, report["unreadable"], report["digests_compared"]) == (1, 2, 0)
+    assert err.splitlines()[0] == f"polar-trl: {bad}, line 1: 'type' is missing"
+    assert "unknown builder 'magic', known are ['per_request', 'prefix_merging']" in err.splitlines()[1]
+
+
+def build_lossy(rollout: Rollout) -> Reconstruction:
+    """A builder with the fault that the laws are there for: it forgets what does not fit on the first trajectory."""
+    merged = build_prefix_merged(rollout)
+    return replace(merged, trajectories=merged.trajectories[:1])
+
+
+def test_a_broken_law_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polar_trl.cli.BUILDERS", {"prefix_merging": build_lossy})
+    write(tmp_path / "a.jsonl")
+    status, report, err = replay(capsys, tmp_path / "a.jsonl")
+    assert (status, report["broken_laws"]) == (1, 1)
+    assert "rollout a: 6 tokens were sampled, but 3 trained + 1 dropped" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("none", "no such file or folder"), ("empty", "no sessions; a run folder holds them")]
+)
+def test_nothing_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str) -> None:
+    (tmp_path / "empty" / "sessions").mkdir(parents=True)
+    status, report, err = replay(capsys, tmp_path / name)
+    assert (status, report) == (2, {})
+    assert err.startswith(f"polar-trl: {tmp_path / name}: {reason}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [[], ["replay"], ["replay", "x", "--builder", "magic"], ["other"]])
+def test_bad_usage(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    assert caught.value.code == 2
+    assert "usage: polar-trl" in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", "--help"])
+    assert caught.value.code == 0
+    assert "polar-trl replay runs/first --builder per_request --json" in capsys.readouterr().out
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a.jsonl")
+    assert main(["replay", str(tmp_path / "a.jsonl")]) == 0
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in capsys.readouterr().out.splitlines()]
+    assert ["trained tokens", "5"] in rows
+    assert ["dropped tokens, superseded", "1"] in rows
+
+
+def test_as_a_command_it_loads_nothing_heavy(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    code = (
+        "import sys, polar_trl.cli as c; status = c.main(sys.argv[1:]); print(sorted(sys.modules)); sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, "replay", str(tmp_path / "a.jsonl"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    report, modules = done.stdout.splitlines()
+    assert json.loads(report)["sessions"] == 1
+    assert not {"torch", "trl", "vllm", "transformers", "rich"} & set(json.loads(modules.replace("'", '"')))
