@@ -21,14 +21,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from polar_trl.errors import LawError, PolarError
+from polar_trl.errors import PolarError
 from polar_trl.grade.base import Grader
 from polar_trl.harness.base import Harness
-from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, digest
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
+from polar_trl.session import SessionLimits
 from polar_trl.types import Rollout, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,9 @@ class _Session:
             logger.warning("rollout %s has no reward: %s", rollout.id, error)
         reconstruction = BUILDERS[self._runner.config.builder](rollout)
         check_laws(rollout, reconstruction)
-        self._log.close(rollout, {"trajectory_digest": digest(reconstruction.trajectories)})
+        self._log.close(
+            rollout, {"trajectory_digest": digest(reconstruction.trajectories), "builder": self._runner.config.builder}
+        )
         self._board.finish()
         return Finished(rollout=rollout, reconstruction=reconstruction)
 

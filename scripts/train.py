@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polar_trl.grade.command import CommandGrader
+from polar_trl.grade.function import FunctionGrader
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.tasks.jsonl import load_tasks
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from polar_trl.errors import PolarError
 from polar_trl.grade.base import Grader
-from polar_trl.grade.command import CommandGrader
-from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
-from polar_trl.harness.shell import ShellHarness
-from polar_trl.tasks.jsonl import load_tasks
 
 
 @dataclass
@@ -36,7 +36,9 @@ class RunArguments:
 
     tasks: str = field(metadata={"help": "JSONL file of tasks."})
     agent_command: str = field(
-        metadata={"help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."}
+        metadata={
+            "help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."
+        }
     )
     eval_tasks: str | None = field(default=None, metadata={"help": "JSONL file of tasks to evaluate on."})
     agent_files: list[str] = field(

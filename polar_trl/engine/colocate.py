@@ -47,8 +47,8 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
             raise ConfigError(f"vllm_mode must be 'colocate', not {self.mode!r}: the engine has to share this process")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
-                f"vllm_tensor_parallel_size must be 1, not {self.tensor_parallel_size}: agents talk to one rank, and a "
-                "tensor-parallel engine needs the same requests on all of them"
+                f"vllm_tensor_parallel_size must be 1, not {self.tensor_parallel_size}: agents talk to one rank, and "
+                "a tensor-parallel engine needs the same requests on all of them"
             )
         if self.accelerator.device.type == "cpu":
             from polar_trl.engine import vllm_cpu

@@ -141,7 +141,7 @@ class VllmEngine:
                 if self._live:
                     self._deliver(self._core.step())
             self._stop(EngineError("the engine was closed"))
-        except Exception as error:  # noqa: BLE001 - the thread's one boundary: every waiter gets the cause
+        except Exception as error:
             logger.exception("the engine failed")
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error

@@ -4,7 +4,7 @@ It refuses settings under which the trained distribution would not be the sample
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
@@ -46,7 +46,7 @@ class PolarGRPOConfig(GRPOConfig):
         default="auto",
         metadata={"help": "Chat format: 'auto' recognises the model; 'template' uses its chat template; or a family."},
     )
-    thinking: str = field(
+    thinking: Literal["keep", "template"] = field(
         default="keep",
         metadata={
             "help": "Where the chat template drops earlier reasoning once a new user turn begins: 'keep' continues "

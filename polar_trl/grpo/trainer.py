@@ -35,10 +35,11 @@ from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.importance import importance_ratio, logprob_gap
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.harness.base import Harness
-from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.proxy import Proxy
 from polar_trl.rollout import STAGES, Finished, Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.session import SessionLimits
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Message, Task
 
@@ -114,6 +115,7 @@ class PolarGRPOTrainer(GRPOTrainer):
         self.vllm_generation: ColocatedVllm
         self._engine_checked = False
         self._num_batches = 0
+        self._last_loaded_step: int  # TRL's: the step whose weights the engine has
         self._loss_inputs: dict[str, Any] | None = None
         self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
         renderer = load_renderer(
@@ -445,7 +447,8 @@ def _summarise(result: Finished) -> dict[str, float]:
         "cut_by_length": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
         f"stopped/{rollout.stop_reason}": 1,
     }
-    summary |= {f"counters/{name}": count for name, count in (rollout.counters | reconstruction.counters).items()}
+    counters = {**rollout.counters, **reconstruction.counters}
+    summary |= {f"counters/{name}": count for name, count in counters.items()}
     summary |= {f"dropped/{reason}": count for reason, count in reconstruction.dropped.items()}
     summary |= {f"seconds/{phase}": rollout.seconds[phase] for phase in ("queue", *STAGES)}
     return summary

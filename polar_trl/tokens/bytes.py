@@ -7,6 +7,7 @@ Exact by construction, so tests can check token-in-token-out without a model. Re
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import orjson
 
@@ -45,7 +46,7 @@ class ByteRenderer:
             reasoning = _decode(ids[1:end])
             ids = ids[end + 1 :]
         calls = [index for index, token_id in enumerate(ids) if token_id == CALL]
-        spans = [ids[start + 1 : end] for start, end in zip(calls, [*calls[1:], len(ids)], strict=True)]
+        spans = [ids[start + 1 : end] for start, end in pairwise([*calls, len(ids)])]
         text = _decode(ids[: calls[0]] if calls else ids)
         return Message(role="assistant", text=text, reasoning=reasoning, tool_calls=tuple(map(_parse_call, spans)))
 

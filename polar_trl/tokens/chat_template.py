@@ -51,7 +51,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: ChatTokenizer, *, kwargs: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
-            raise RenderError("the tokenizer has no chat template; use an instruct model, or set `chat_template` on it")
+            raise RenderError(
+                "the tokenizer has no chat template; use an instruct model, or set `chat_template` on it"
+            )
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
         self.system: SystemPlacement = "anywhere"

@@ -5,6 +5,7 @@ for the head with the reply opened, then the reply, then the end-of-turn token, 
 alone. Refuses to believe a template's looks: only what it writes counts.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from polar_trl.tokens.chat_template import ChatTemplate, ChatTokenizer
 from polar_trl.types import Message, Tool, ToolCall
 
 _MARK = "[reply of the probe]"
+_THINKING = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 _USER = Message(role="user", text="What is in the file?")
 
 
@@ -43,8 +45,6 @@ class _Probe:
     reply: Message
     tail: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    sampled: str | None = None
-    """The reply as a model writes it; None if only the template knows its form."""
 
 
 def find_turn_end(template: ChatTemplate, tokenizer: ChatTokenizer) -> TurnEnd | None:
@@ -106,34 +106,30 @@ def _check(template: ChatTemplate, turn_end: TurnEnd, probe: _Probe) -> Continua
     end = turn_end.text + write_tail(template, turn_end, probe.tail)
     if not whole.endswith(end):
         return Continuation(refusal="what the template writes after a reply depends on more than the new messages")
-    drops_thinking = False
-    if not whole.startswith(opened):
-        bare = _without_thinking(opened, turn_end)
-        if bare == opened or not whole.startswith(bare):
-            return Continuation(refusal="the template rewrites what came before a reply, or does not open the reply")
-        opened, drops_thinking = bare, True
-    if probe.sampled is None:
-        return Continuation(drops_thinking=drops_thinking)
-    written = whole[len(opened) : -len(end)]
-    if drops_thinking:
-        # the template may put reasoning tags of its own before the reply
-        written = written.rpartition("</think>")[2].lstrip("\n") if "</think>" in written else written
-        kept = probe.reply.text.lstrip("\n")
-        if written.lstrip("\n") == kept:
-            return Continuation(drops_thinking=True)
-    if written == probe.sampled:
-        return Continuation(drops_thinking=drops_thinking)
-    if written.strip() == probe.sampled.strip():
-        return Continuation(trims_replies=True, drops_thinking=drops_thinking)
-    if probe.reply.reasoning and written.endswith(probe.reply.text):
-        return Continuation(drops_thinking=True)
-    return Continuation(refusal=f"the template rewrites replies: {probe.sampled!r} became {written!r}")
+    if not _without_thinking(whole).startswith(_without_thinking(opened)):
+        return Continuation(refusal="the template rewrites what came before a reply, or does not open the reply")
+    if probe.reply.tool_calls:
+        return Continuation(drops_thinking=not whole.startswith(opened))
+    reasoning = _write_reasoning(opened, probe.reply.reasoning)
+    for text in (probe.reply.text, probe.reply.text.strip()):
+        trims_replies = text != probe.reply.text
+        continued = opened + reasoning + text + end
+        if whole == continued:
+            return Continuation(trims_replies=trims_replies)
+        if _without_thinking(whole) == _without_thinking(continued):
+            return Continuation(trims_replies=trims_replies, drops_thinking=True)
+    return Continuation(refusal=f"the template rewrites the reply {probe.reply.text!r}")
 
 
-def _without_thinking(opened: str, turn_end: TurnEnd) -> str:
-    """A prompt without the reasoning tags that the template put at its end."""
-    start = opened.rfind("<think>")
-    return opened[:start] if start > opened.rfind(turn_end.text) else opened
+def _write_reasoning(opened: str, reasoning: str | None) -> str:
+    """Reasoning as a model writes it after this prompt, which may have opened it already."""
+    if opened.rstrip().endswith("<think>"):
+        return f"{reasoning or ''}\n</think>\n\n"
+    return f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+
+
+def _without_thinking(text: str) -> str:
+    return _THINKING.sub("", text)
 
 
 def _build_probes(template: ChatTemplate) -> list[_Probe]:
@@ -149,7 +145,7 @@ def _build_probes(template: ChatTemplate) -> list[_Probe]:
         "line breaks around a reply": "\n\nThree.\n",
     }
     probes = [
-        _Probe(name=name, head=(_USER,), reply=Message(role="assistant", text=text), tail=(followup,), sampled=text)
+        _Probe(name=name, head=(_USER,), reply=Message(role="assistant", text=text), tail=(followup,))
         for name, text in texts.items()
     ]
     plain = Message(role="assistant", text="Three.")
@@ -161,9 +157,7 @@ def _build_probes(template: ChatTemplate) -> list[_Probe]:
         ("two user messages in a row", (_USER,), (followup, _USER)),
         ("whitespace around a question", (_USER,), (replace(followup, text="\n And now?\n"),)),
     ]
-    probes += [
-        _Probe(name=name, head=head, reply=plain, tail=tail, sampled=plain.text) for name, head, tail in conversations
-    ]
+    probes += [_Probe(name=name, head=head, reply=plain, tail=tail) for name, head, tail in conversations]
     return probes + _build_tool_probes() + _build_thinking_probes(template)
 
 
@@ -182,7 +176,11 @@ def _build_tool_probes() -> list[_Probe]:
         _Probe(name="a tool result", head=(_USER,), reply=one, tail=results[:1], tools=tools),
         _Probe(name="two tool results", head=(_USER,), reply=both, tail=results, tools=tools),
         _Probe(
-            name="a question beside a tool result", head=(_USER,), reply=one, tail=(*results[:1], followup), tools=tools
+            name="a question beside a tool result",
+            head=(_USER,),
+            reply=one,
+            tail=(*results[:1], followup),
+            tools=tools,
         ),
         _Probe(
             name="a reply after a tool result",
@@ -190,7 +188,6 @@ def _build_tool_probes() -> list[_Probe]:
             reply=plain,
             tail=(followup,),
             tools=tools,
-            sampled=plain.text,
         ),
     ]
 
@@ -199,14 +196,5 @@ def _build_thinking_probes(template: ChatTemplate) -> list[_Probe]:
     if not template.has_thinking:
         return []
     reply = Message(role="assistant", text="Three.", reasoning="I count them.")
-    is_open = template.write([_USER]).rstrip().endswith("<think>")
-    opening = "" if is_open else "<think>\n"
-    return [
-        _Probe(
-            name="reasoning before a reply",
-            head=(_USER,),
-            reply=reply,
-            tail=(Message(role="user", text="And now?"),),
-            sampled=f"{opening}{reply.reasoning}\n</think>\n\n{reply.text}",
-        )
-    ]
+    followup = Message(role="user", text="And now?")
+    return [_Probe(name="reasoning before a reply", head=(_USER,), reply=reply, tail=(followup,))]

@@ -47,7 +47,9 @@ class TemplateRenderer:
         ends = [self._turn_end.id if self._turn_end else None, tokenizer.eos_token_id]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
         if not self.stop_token_ids:
-            raise RenderError("neither the chat template nor the tokenizer has a token that ends a turn; set eos_token")
+            raise RenderError(
+                "neither the chat template nor the tokenizer has a token that ends a turn; set eos_token"
+            )
         self._report(strict=strict)
 
     @property

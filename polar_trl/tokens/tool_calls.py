@@ -30,7 +30,7 @@ _PYTHON_LITERALS = {"True": True, "False": False, "None": None}
 
 
 def build_tool_calls(calls: Sequence[ParsedCall], prompt_ids: TokenIds, completion_ids: TokenIds) -> list[ToolCall]:
-    """Tool calls with ids of their own: a hash of what was sampled and where, so that no two of a session are equal."""
+    """Tool calls with ids of their own: a hash of what was sampled and where, so that a session has no two equal."""
     if not calls:
         return []
     content = ",".join(map(str, (len(prompt_ids), *completion_ids))).encode()
@@ -100,7 +100,7 @@ def parse_xml_call(body: str, tools: Sequence[Tool]) -> ParsedCall | None:
     name = function[1].strip()
     if not _XML_FRAME.fullmatch(_XML_PARAMETER.sub("", body)):
         return name, body[function.end() :].strip(), "malformed"
-    schemas = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
+    schemas: Any = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
     arguments: dict[str, Any] = {}
     status: ParseStatus = "ok"
     for key, text in _XML_PARAMETER.findall(body):

@@ -1,0 +1,296 @@
+"""One session's requests to recorded calls: recognise a retry, build the prompt, sample, record.
+
+Everything here runs on the proxy's event loop. It refuses to sample twice for one request, and to answer anything
+that is not on record.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.errors import ContextOverflowError, EngineError, LawError, RenderError, WireError
+from polar_trl.record import SessionLog
+from polar_trl.tokens.base import Renderer
+from polar_trl.tokens.continuation import Continuations, Prompt
+from polar_trl.types import Call, ChatRequest, Completion, Message
+from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+INLINE_BODY_BYTES = 64 << 10
+"""Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
+BUDGET_TEXT = "The budget of this session is used up. Stop here: no further work will be counted."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionLimits:
+    """What one session may use. After that, each reply is a final message that is never trained."""
+
+    max_calls: int = 200
+    max_sampled_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What all sessions share."""
+
+    engine: Engine
+    renderer: Renderer
+    params: GenerationParams
+    model: str
+    workers: ThreadPoolExecutor
+
+    async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
+        """Run plain work where it does not hold up the event loop."""
+        if num_bytes < INLINE_BODY_BYTES:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self.workers, function)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Turn:
+    """One distinct request of a session: the task that answers it, and how many connections wait for it."""
+
+    number: int
+    digest: bytes
+    started_s: float
+    num_prompt_tokens: int
+    num_body_bytes: int
+    task: "asyncio.Task[Call]" = field(init=False)
+    num_waiting: int = 0
+    sampled: bool = False
+    """From here on it is recorded, whoever hangs up."""
+
+    def result(self) -> Call:
+        """The recorded call, or the error that ended the turn."""
+        if self.task.cancelled():
+            raise session_ended()
+        error = self.task.exception()
+        if error is None or isinstance(error, WireError):
+            return self.task.result()
+        raise WireError("the proxy failed; see its log", status=500, kind="internal") from error
+
+
+class Session:
+    """One session's calls, from a request to a recorded call. Used on the event loop only."""
+
+    def __init__(self, policy: Policy, log: SessionLog, limits: SessionLimits) -> None:
+        self._policy = policy
+        self._log = log
+        self._limits = limits
+        self._continuations = Continuations(policy.renderer)
+        # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
+        self._lock = asyncio.Lock()
+        self._turns: dict[bytes, Turn] = {}
+        """Digest of a request -> the turn that answers or answered it."""
+        self._running: set[Turn] = set()
+        self._num_turns = 0
+        self._num_sampled = 0
+        self._closed = False
+        self.broken_law: LawError | None = None
+
+    async def begin_turn(self, dialect: Dialect, incoming: Incoming) -> tuple[Turn, ParsedRequest]:
+        """The turn that answers this request, begun unless it runs or was answered before.
+
+        The caller must `leave` it. Raises `WireError` for a request that cannot be served.
+        """
+        num_bytes = len(incoming.body)
+        parsed, digest = await self._policy.work(num_bytes, partial(_parse, dialect, incoming))
+        async with self._lock:
+            if self._closed:
+                raise session_ended()
+            turn = self._turns.get(digest)
+            if turn is not None:
+                self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
+            elif self._is_over_budget():
+                self._log.count("budget_messages")
+                turn = self._new_turn(digest, 0, num_bytes)
+                self._run(turn, self._answer_over_budget(turn, dialect.name, parsed.request))
+            else:
+                prompt = await self._policy.work(num_bytes, partial(self._build_prompt, parsed.request))
+                turn = self._new_turn(digest, len(prompt.ids), num_bytes)
+                self._run(turn, self._answer(turn, dialect.name, parsed.request, prompt))
+            turn.num_waiting += 1
+        return turn, parsed
+
+    def leave(self, turn: Turn) -> None:
+        """A connection has its answer, or has hung up. The last one to hang up aborts the generation."""
+        turn.num_waiting -= 1
+        if turn.num_waiting == 0:
+            self._abort(turn)
+
+    async def close(self) -> None:
+        """Abort what is in flight and wait until all of it has ended."""
+        async with self._lock:
+            self._closed = True
+        running = set(self._running)
+        for turn in running:
+            self._abort(turn)
+        if running:
+            await asyncio.wait({turn.task for turn in running})
+
+    def count_fault(self, error: BaseException) -> None:
+        """Put a fault of ours on the session's record and into the log."""
+        _log.error("session %s: a model call failed", self._log.session_id, exc_info=error)
+        self._log.count("internal_errors")
+
+    def describe(self, turn: Turn, parsed: ParsedRequest) -> ReplyHead:
+        """What a reply to this request begins with."""
+        return ReplyHead(
+            id=f"{self._log.session_id}-{turn.number}",
+            model=parsed.request.model or self._policy.model,
+            created_s=turn.started_s,
+            num_prompt_tokens=turn.num_prompt_tokens,
+            options=parsed.reply_options,
+        )
+
+    def _new_turn(self, digest: bytes, num_prompt_tokens: int, num_body_bytes: int) -> Turn:
+        turn = Turn(
+            number=self._num_turns,
+            digest=digest,
+            started_s=time.time(),
+            num_prompt_tokens=num_prompt_tokens,
+            num_body_bytes=num_body_bytes,
+        )
+        self._num_turns += 1
+        return turn
+
+    def _run(self, turn: Turn, answer: Coroutine[Any, Any, Call]) -> None:
+        turn.task = asyncio.create_task(answer)
+        self._turns[turn.digest] = turn
+        self._running.add(turn)
+        turn.task.add_done_callback(partial(self._end, turn))
+
+    def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
+        self._running.discard(turn)
+        if task.cancelled():
+            self._forget(turn)
+            return
+        error = task.exception()
+        if error is None:
+            return
+        # What failed may be tried again. The error is handled here: nobody may be left who waits for it.
+        self._forget(turn)
+        if isinstance(error, LawError):
+            self.broken_law = self.broken_law or error
+        if not isinstance(error, WireError):
+            self.count_fault(error)
+
+    def _abort(self, turn: Turn) -> None:
+        if turn.sampled or turn.task.done() or turn.task.cancelling():
+            return
+        self._log.count("calls_aborted")
+        self._forget(turn)
+        turn.task.cancel()
+
+    def _forget(self, turn: Turn) -> None:
+        if self._turns.get(turn.digest) is turn:
+            del self._turns[turn.digest]
+
+    def _is_over_budget(self) -> bool:
+        limit = self._limits.max_sampled_tokens
+        num_calls = len(self._log.calls) + len(self._running)
+        return num_calls >= self._limits.max_calls or (limit is not None and self._num_sampled >= limit)
+
+    def _build_prompt(self, request: ChatRequest) -> Prompt:
+        shown = replace(request, tools=()) if request.tool_choice == "none" else request
+        try:
+            prompt = self._continuations.build_prompt(shown)
+        except RenderError as error:
+            raise WireError(str(error)) from error
+        if len(prompt.ids) >= self._policy.engine.max_model_len:
+            self._log.count("context_overflows")
+            raise ContextOverflowError(len(prompt.ids), self._policy.engine.max_model_len)
+        if prompt.forked:
+            self._log.count("prompts_forked")
+        return prompt
+
+    def _build_params(self, request: ChatRequest, num_prompt_tokens: int) -> GenerationParams:
+        params, limit = self._policy.params, self._limits.max_sampled_tokens
+        room = [params.max_tokens, self._policy.engine.max_model_len - num_prompt_tokens]
+        if request.sampling.max_tokens is not None:
+            room.append(request.sampling.max_tokens)
+        if limit is not None:
+            room.append(limit - self._num_sampled)
+        return replace(
+            params,
+            max_tokens=min(room),
+            stop=(*params.stop, *request.sampling.stop),
+            stop_token_ids=tuple({*params.stop_token_ids, *self._policy.renderer.stop_token_ids}),
+        )
+
+    async def _answer(self, turn: Turn, dialect_name: str, asked: ChatRequest, prompt: Prompt) -> Call:
+        params = self._build_params(asked, len(prompt.ids))
+        try:
+            completion = await self._policy.engine.generate(prompt.ids, params)
+        except EngineError as error:
+            self._log.count("engine_errors")
+            raise WireError(str(error), status=503, kind="overloaded") from error
+        turn.sampled = True
+        async with self._lock:
+            return await self._policy.work(
+                turn.num_body_bytes,
+                partial(self._record, turn, dialect_name, prompt, completion, params.stop),
+            )
+
+    async def _answer_over_budget(self, turn: Turn, dialect_name: str, asked: ChatRequest) -> Call:
+        turn.sampled = True
+        async with self._lock:
+            completion = Completion(token_ids=(), logprobs=(), finish_reason="stop")
+            prompt = Prompt(ids=(), parent=None, forked=False, request=asked)
+            return self._record(turn, dialect_name, prompt, completion)
+
+    def _record(
+        self,
+        turn: Turn,
+        dialect_name: str,
+        prompt: Prompt,
+        completion: Completion,
+        stops: tuple[str, ...] = (),
+    ) -> Call:
+        if completion.token_ids:
+            message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
+            message = _cut_at_stop(message, stops)
+        else:
+            message = Message(role="assistant", text=BUDGET_TEXT)
+        call = Call(
+            session_id=self._log.session_id,
+            index=len(self._log.calls),
+            dialect=dialect_name,
+            request=prompt.request,
+            prompt_ids=prompt.ids,
+            completion=completion,
+            message=message,
+            parent=prompt.parent,
+            started_s=turn.started_s,
+            duration_s=time.time() - turn.started_s,
+        )
+        self._log.append(call)
+        self._continuations.add(call)
+        self._num_sampled += len(completion.token_ids)
+        return call
+
+
+def session_ended() -> WireError:
+    """What a request of a session that is being closed hears."""
+    return WireError("this session has ended", status=401, kind="authentication")
+
+
+def _parse(dialect: Dialect, incoming: Incoming) -> tuple[ParsedRequest, bytes]:
+    """The request, and a digest that only a retry of it shares."""
+    digest = hashlib.blake2b(incoming.body, digest_size=16, person=dialect.name.encode()[:16]).digest()
+    return dialect.parse(incoming), digest
+
+
+def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> Message:
+    """The message without the stop text that ended it, and what follows: what clients expect to see."""
+    found = [position for stop in stops if (position := message.text.find(stop)) >= 0]
+    return replace(message, text=message.text[: min(found)]) if found else message
