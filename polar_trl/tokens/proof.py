@@ -14,7 +14,7 @@ from polar_trl.tokens.chat_template import ChatTemplate, ChatTokenizer
 from polar_trl.types import Message, Tool, ToolCall
 
 _MARK = "[reply of the probe]"
-_THINKING = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
+_THINKING = re.compile(r"<think>.*?(?:</think>\n{0,2}|\Z)", re.DOTALL)
 _USER = Message(role="user", text="What is in the file?")
 
 
@@ -54,7 +54,7 @@ def find_turn_end(template: ChatTemplate, tokenizer: ChatTokenizer) -> TurnEnd |
     ids = tokenizer.encode(close, add_special_tokens=False)
     if not found or not ids:
         return None
-    token = tokenizer.decode(ids[:1], skip_special_tokens=False)
+    token = tokenizer.convert_ids_to_tokens(ids[0])
     # only a special token splits the text for the tokenizer, so that what follows encodes the same on its own
     is_special = tokenizer.decode(ids[:1], skip_special_tokens=True) == ""
     return TurnEnd(id=ids[0], text=token) if token and is_special and close.startswith(token) else None
@@ -75,9 +75,12 @@ def write_tail(template: ChatTemplate, turn_end: TurnEnd, tail: Sequence[Message
     else:
         reply = Message(role="assistant", text=_MARK)
     text = template.write([_USER, reply, *tail])
-    _, found, rest = text[text.find(_MARK) :].partition(turn_end.text)
-    if not found:
-        raise RenderError("the chat template does not end the turn before the new messages")
+    _, found_reply, text = text.partition(_MARK)
+    if not found_reply:
+        raise RenderError("the template rewrites earlier replies")
+    _, found_end, rest = text.partition(turn_end.text)
+    if not found_end:
+        raise RenderError("the template does not end the turn before the new messages")
     return rest
 
 
@@ -111,14 +114,15 @@ def _check(template: ChatTemplate, turn_end: TurnEnd, probe: _Probe) -> Continua
     if probe.reply.tool_calls:
         return Continuation(drops_thinking=not whole.startswith(opened))
     reasoning = _write_reasoning(opened, probe.reply.reasoning)
-    for text in (probe.reply.text, probe.reply.text.strip()):
-        trims_replies = text != probe.reply.text
+    reply = probe.reply.text
+    for text in (reply, reply.lstrip(), reply.rstrip(), reply.strip()):
+        trims_replies = text != reply
         continued = opened + reasoning + text + end
         if whole == continued:
             return Continuation(trims_replies=trims_replies)
         if _without_thinking(whole) == _without_thinking(continued):
             return Continuation(trims_replies=trims_replies, drops_thinking=True)
-    return Continuation(refusal=f"the template rewrites the reply {probe.reply.text!r}")
+    return Continuation(refusal=f"the template rewrites the reply {reply!r}")
 
 
 def _write_reasoning(opened: str, reasoning: str | None) -> str:

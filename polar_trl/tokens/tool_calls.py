@@ -49,24 +49,20 @@ def split_tagged_calls(text: str) -> tuple[str, list[ParsedCall]]:
     """
     kept: list[str] = []
     calls: list[ParsedCall] = []
-    position = 0
-    while True:
-        opening = _OPEN.search(text, position)
-        if opening is None:
-            break
+    kept_to = position = 0
+    while (opening := _OPEN.search(text, position)) is not None:
         is_json = text.startswith("{", opening.end())
         line_start = text.rfind("\n", 0, opening.start()) + 1
-        if not is_json and text[line_start : opening.start()].strip():
-            kept.append(text[position : opening.end()])
+        if not is_json and text[max(line_start, kept_to) : opening.start()].strip():
             position = opening.end()
             continue
-        kept.append(text[position : opening.start()])
+        kept.append(text[kept_to : opening.start()])
         end = _json_end(text, opening.end()) if is_json else None
         closing = _CLOSE.match(text, end) if end is not None else _CLOSE.search(text, opening.end())
         body_end = end if end is not None else closing.start() if closing else len(text)
         calls.append(parse_json_call(text[opening.end() : body_end]))
-        position = closing.end() if closing else body_end
-    kept.append(text[position:])
+        kept_to = position = closing.end() if closing else body_end
+    kept.append(text[kept_to:])
     if not calls:
         return text, []
     return "\n".join(part.strip() for part in kept if part.strip()), calls

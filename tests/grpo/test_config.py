@@ -1,0 +1,74 @@
+"""Settings and task sets that cannot work are refused in one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from polar_trl.errors import ConfigError, TaskError
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.dataset import build_dataset, parse_task
+from polar_trl.types import Task
+
+
+def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
+    return PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0.9}, "top_p must stay 1.0"),
+        ({"top_k": 20}, "top_k must stay 0"),
+        ({"min_p": 0.1}, "min_p must stay unset"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty must stay 1.0"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"use_vllm": False}, "use_vllm must be true"),
+        ({"vllm_mode": "server"}, "vllm_mode must be 'colocate'"),
+        ({"mask_truncated_completions": True}, "mask_truncated_completions is not supported"),
+        ({"beta": 0.1, "loss_type": "grpo"}, "beta must be 0 with loss_type='grpo'"),
+        ({"trajectory_builder": "merge"}, "trajectory_builder must be"),
+        ({"max_agents": 0}, "max_agents must be at least 1"),
+    ],
+)
+def test_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_the_defaults_are_accepted(tmp_path: Path) -> None:
+    assert config(tmp_path).vllm_importance_sampling_mode == "token_truncate"
+
+
+def test_tasks_survive_the_dataset() -> None:
+    tasks = [
+        Task(id="a", instruction="do", files={"x/y": "z\n"}, metadata={"expected": {"k": [1, "2"]}}),
+        Task(id="b", instruction='say "hi"', env={"K": "V"}, agent_timeout_s=3.5),
+    ]
+    assert [parse_task(row) for row in build_dataset(tasks)] == tasks
+
+
+def test_a_plain_dataset_is_read_by_its_columns() -> None:
+    rows = Dataset.from_list([{"id": "a", "instruction": "x", "files": {"p": "1"}}, {"id": "b", "instruction": "y"}])
+    (first, second) = [parse_task(row) for row in build_dataset(rows)]
+    assert dict(first.files) == {"p": "1"}
+    assert dict(second.files) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"id": "a"}], "'instruction' is missing"),
+        ([{"id": "a", "instruction": "x", "promt": "y"}], r"unknown columns \['promt'\]"),
+        ([{"id": "a", "instruction": "x"}, {"id": "a", "instruction": "y"}], "'a' is there twice"),
+    ],
+)
+def test_bad_rows(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        build_dataset(Dataset.from_list(rows))
+
+
+def test_an_empty_set_is_refused() -> None:
+    with pytest.raises(TaskError, match="empty"):
+        build_dataset([])

@@ -1,0 +1,57 @@
+"""The seams of TRL that we stand on: when a TRL release moves one, it fails here and says which."""
+
+import inspect
+
+import pytest
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "parameters"),
+    [
+        (GRPOTrainer, "_generate_and_score_completions", ["self", "inputs"]),
+        (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
+        (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
+        (VLLMGeneration, "_init_vllm", ["self"]),
+        (VLLMGeneration, "sync_weights", ["self"]),
+    ],
+)
+def test_signatures(owner: type, method: str, parameters: list[str]) -> None:
+    assert list(inspect.signature(getattr(owner, method)).parameters) == parameters
+
+
+def test_scoring_takes_what_we_pass_by_position() -> None:
+    parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert parameters[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+
+
+def test_the_names_that_we_replace_are_looked_up_in_these_modules() -> None:
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration
+    assert "VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
+    assert "LLM(" in inspect.getsource(VLLMGeneration._init_vllm)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "tool_mask",
+        "advantages",
+        "num_items_in_batch",
+        "importance_sampling_ratio",
+        "old_per_token_logps",
+        "ref_per_token_logps",
+    ],
+)
+def test_the_loss_reads_the_keys_that_we_give(key: str) -> None:
+    assert f'"{key}"' in inspect.getsource(GRPOTrainer._compute_loss)
+
+
+def test_the_ratio_is_read_after_the_scoring() -> None:
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert source.index("_get_per_token_logps_and_entropies") < source.index('"importance_sampling_ratio"')

@@ -1,0 +1,139 @@
+"""Real runs of the trainer: vLLM's CPU build, TRL, a tiny random model, and agents that are processes of their own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_loss import run_worker
+
+from polar_trl.cli import main as polar_trl
+from polar_trl.record import read_session
+
+
+def load(out: Path) -> dict[str, Any]:
+    return json.loads((out / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of two healthy tasks."""
+    out = tmp_path_factory.mktemp("run")
+    run_worker("train_worker.py", str(tiny_model), str(out), "ok,ok,fork,ok,ok,ok")
+    return out
+
+
+@pytest.fixture(scope="module")
+def troubled_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which everything that can go wrong with one session does."""
+    out = tmp_path_factory.mktemp("troubled")
+    run_worker("train_worker.py", str(tiny_model), str(out), "die,grader_raises,sleep,silent,ok,die")
+    return out
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    return [entry for entry in load(out)["log"] if "reward" in entry]
+
+
+def rollouts(out: Path) -> list[Any]:
+    return [read_session(path) for path in sorted(out.glob("sessions/**/*.jsonl"))]
+
+
+def test_three_steps_move_the_weights_and_the_engine_follows(run: Path) -> None:
+    result = load(run)
+    assert len(steps(run)) == 3
+    assert result["moved"] > 1e-4
+    # one push a step, and one after the last
+    assert result["policy_version"] == 4
+    assert result["num_greedy_tokens"] >= 4
+    assert result["greedy_is_argmax"]
+    assert result["greedy_gap_max"] < 1e-4  # float32
+
+
+def test_every_step_is_logged(run: Path) -> None:
+    for entry in steps(run):
+        assert entry["polar/sampled_tokens"] == entry["polar/trained_tokens"] > 0
+        assert entry["polar/calls_per_rollout"] == 3
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+        assert 0 <= entry["frac_reward_zero_std"] <= 1
+        assert entry["polar/phase/rollouts_s"] > 0
+        assert entry["polar/seconds/agent"] > 0
+        assert entry["rewards/grader/mean"] == entry["reward"]
+        assert entry["polar/rollouts_without_reward"] == 0
+
+
+def test_a_rewritten_history_forks_and_loses_nothing(run: Path) -> None:
+    kinds = {r.task_id.split("-")[1]: r for r in rollouts(run)}
+    forked = kinds["fork"]
+    assert forked.calls[1].parent is None
+    assert forked.calls[2].parent == 1
+    healthy = kinds["ok"]
+    assert [call.parent for call in healthy.calls] == [None, 0, 1]
+
+
+def test_token_in_token_out(run: Path) -> None:
+    checked = 0
+    for rollout in rollouts(run):
+        for call in rollout.calls:
+            if call.parent is not None:
+                parent = rollout.calls[call.parent]
+                sampled = parent.prompt_ids + parent.completion.token_ids
+                assert call.prompt_ids[: len(sampled)] == sampled
+                checked += 1
+    assert checked >= 24
+
+
+def test_replay_rebuilds_what_was_trained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert polar_trl(["replay", str(run), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["sessions"] == 24
+    assert report["digest_mismatches"] == 0
+    assert report["trained_tokens"] == sum(entry["polar/trained_tokens"] for entry in steps(run))
+
+
+def test_a_troubled_run_goes_on_and_says_what_happened(troubled_run: Path) -> None:
+    assert len(steps(troubled_run)) == 3
+    by_kind = {r.task_id.split("-")[1]: r for r in rollouts(troubled_run)}
+
+    # killed in mid-session: what it sampled is graded and trained
+    assert by_kind["die"].stop_reason == "agent_failed"
+    assert by_kind["die"].reward == 0.0
+    assert len(by_kind["die"].calls) == 1
+
+    # out of time: the same
+    assert by_kind["sleep"].stop_reason == "agent_timeout"
+    assert by_kind["sleep"].reward == 0.0
+    assert 6.0 <= by_kind["sleep"].seconds["agent"] < 60.0
+
+    # no reward is not a reward of zero
+    assert by_kind["grader_raises"].reward is None
+    assert "broken on purpose" in by_kind["grader_raises"].error
+    assert by_kind["silent"].reward is None
+    assert by_kind["silent"].stop_reason == "no_calls"
+    assert "exit code 3" in by_kind["silent"].error
+    assert by_kind["ok"].reward is not None
+
+    logged: dict[str, float] = {}
+    for entry in steps(troubled_run):
+        for key, value in entry.items():
+            if isinstance(value, (int, float)):
+                logged[key] = logged.get(key, 0) + value
+    assert logged["polar/rollouts_without_reward"] == 8
+    assert logged["polar/stopped/agent_timeout"] == 4
+    assert logged["polar/stopped/no_calls"] == 4
+    untrained = sum(
+        len(call.completion.token_ids) for r in rollouts(troubled_run) if r.reward is None for call in r.calls
+    )
+    assert logged["polar/sampled_tokens"] - logged["polar/trained_tokens"] == untrained > 0
+
+
+def test_two_processes_with_different_numbers_of_rows(tiny_model: Path, tmp_path: Path) -> None:
+    # With 2 x 4 rollouts a process, rank 0 gets the forking task (two rows a rollout) and rank 1 does not.
+    settings = json.dumps({"gradient_accumulation_steps": 1, "max_steps": 2})
+    run_worker("train_worker.py", str(tiny_model), str(tmp_path), "fork,ok,fork,ok", settings, processes=2)
+    assert [entry["polar/trajectories_per_rollout"] for entry in steps(tmp_path)] == [1.5, 1.5]
+    ranks = {path.parts[-3].rsplit("-", 1)[1] for path in tmp_path.glob("sessions/**/*.jsonl")}
+    assert ranks == {"rank0", "rank1"}
+    other = json.loads((tmp_path / "rank1.json").read_text())
+    assert other["weights_sum"] == pytest.approx(load(tmp_path)["weights_sum"], rel=1e-9)
+    assert load(tmp_path)["greedy_gap_max"] < 1e-4

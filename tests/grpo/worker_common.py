@@ -1,0 +1,62 @@
+"""What the worker scripts of these tests share. Workers are processes: vLLM and gloo are one per process."""
+
+from pathlib import Path
+from typing import Any
+
+from polar_trl.grade.function import FunctionGrader
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.trainer import PolarGRPOTrainer
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.sandbox.base import Sandbox
+from polar_trl.types import Task
+
+AGENT = Path(__file__).with_name("counting_agent.py")
+
+
+def grade(task: Task, sandbox: Sandbox) -> float:
+    """A number that depends on what was sampled, so that groups of a random model have variance."""
+    if task.metadata.get("behaviour") == "grader_raises":
+        raise RuntimeError("this grader is broken on purpose")
+    answer = sandbox.get("answer.txt")
+    return 0.0 if answer is None else (sum(answer) % 11) / 10
+
+
+def build_tasks(behaviours: list[str]) -> list[Task]:
+    return [
+        Task(
+            id=f"{index}-{behaviour}",
+            instruction=f"task {index}: {behaviour}",
+            agent_timeout_s=6.0 if behaviour == "sleep" else 120.0,
+            metadata={"behaviour": behaviour},
+        )
+        for index, behaviour in enumerate(behaviours)
+    ]
+
+
+def build_trainer(model: str, output: Path, behaviours: list[str], **settings: Any) -> PolarGRPOTrainer:
+    defaults: dict[str, Any] = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_steps": 3,
+        "max_completion_length": 12,
+        "learning_rate": 1e-3,
+        "vllm_max_model_length": 512,
+        "max_agents": 4,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "shuffle_dataset": False,
+    }
+    return PolarGRPOTrainer(
+        model=model,
+        args=PolarGRPOConfig(**{**defaults, **settings}),
+        train_dataset=build_tasks(behaviours),
+        harness=ShellHarness("python3 -I -S ~/agent.py {instruction}", files={"agent.py": AGENT.read_text()}),
+        grader=FunctionGrader(grade),
+    )
