@@ -24,9 +24,9 @@ from starlette.types import Receive, Scope, Send
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.errors import ConfigError, WireError
 from polar_trl.record import SessionLog
-from polar_trl.session import Policy, Session, SessionLimits, Turn
+from polar_trl.session import Policy, Session, SessionLimits, Turn, internal_error
 from polar_trl.tokens.base import Renderer
-from polar_trl.types import Call, Endpoint
+from polar_trl.types import Endpoint
 from polar_trl.wire import DIALECTS
 from polar_trl.wire.base import Dialect, Incoming, ReplyHead, Route
 
@@ -164,44 +164,44 @@ class _DialectEndpoint:
         self._ping_interval_s = ping_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session: Session | None = None
         try:
-            response = await self._respond(scope, receive, send)
-        except WireError as error:
-            response = self._render_error(error)
+            incoming = await _read_incoming(Request(scope, receive))
+            if self._kind == "alive":
+                return await _send_whole(send, b"")
+            session = self._identify(incoming)
+            if self._kind == "models":
+                return await _send_whole(send, self._dialect.render_models(incoming, self._model))
+            await self._reply(session, incoming, receive, send)
         except ClientDisconnect:
             return
-        except Exception:  # noqa: BLE001 - one request's boundary: the agent gets an answer, the log the cause
-            _log.exception("a request failed on our side")
-            response = self._render_error(WireError("the proxy failed; see its log", status=500, kind="internal"))
-        if response is not None:
-            await response(scope, receive, send)
+        except Exception as failure:  # noqa: BLE001 - one request's boundary: the agent gets an answer, the log the cause
+            error = _explain(failure, session)
+            await _send_whole(send, self._dialect.render_error(error), status=error.status)
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
-        """The response, or None where it was a stream and has been sent, or where nobody waits for it any more."""
-        if self._kind == "alive":
-            return Response()
-        request = Request(scope, receive)
-        incoming = _read_head(request)
+    def _identify(self, incoming: Incoming) -> Session:
         session = self._sessions.get(self._dialect.parse_key(incoming) or "")
         if session is None:
             raise WireError("unknown API key: use the key of a running session", status=401, kind="authentication")
-        if self._kind == "models":
-            return _json(self._dialect.render_models(incoming, self._model))
-        incoming = _with_body(incoming, await _read_body(request))
+        return session
+
+    async def _reply(self, session: Session, incoming: Incoming, receive: Receive, send: Send) -> None:
         turn, parsed = await session.begin_turn(self._dialect, incoming)
         hung_up = asyncio.ensure_future(_wait_for_hang_up(receive))
         try:
             head = session.describe(turn, parsed)
             if parsed.request.stream:
-                await self._stream(turn, head, hung_up, send)
-                return None
+                return await self._stream(session, turn, head, hung_up, send)
             await _wait_for_either(turn, hung_up)
-            return _json(self._dialect.render(head, turn.result())) if turn.task.done() else None
+            if turn.task.done():
+                await _send_whole(send, self._dialect.render(head, turn.result()))
         finally:
             hung_up.cancel()
             session.leave(turn)
 
-    async def _stream(self, turn: Turn, head: ReplyHead, hung_up: "asyncio.Future[None]", send: Send) -> None:
+    async def _stream(
+        self, session: Session, turn: Turn, head: ReplyHead, hung_up: "asyncio.Future[None]", send: Send
+    ) -> None:
         """Headers at once, pings while the engine works, then the whole reply as events."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -212,21 +212,31 @@ class _DialectEndpoint:
                 return
             if not turn.task.done():
                 await _send_part(send, self._dialect.ping())
-        await _send_part(send, self._render_events(turn, head), is_last=True)
-
-    def _render_events(self, turn: Turn, head: ReplyHead) -> bytes:
         try:
-            call: Call = turn.result()
-            return b"".join(self._dialect.stream(head, call))
-        except WireError as error:
-            return self._dialect.stream_error(error)
-
-    def _render_error(self, error: WireError) -> Response:
-        return _json(self._dialect.render_error(error), status=error.status)
+            events = b"".join(self._dialect.stream(head, turn.result()))
+        except Exception as failure:  # noqa: BLE001 - the same boundary, once a status has been sent
+            events = self._dialect.stream_error(_explain(failure, session))
+        await _send_part(send, events, is_last=True)
 
 
-def _json(body: bytes, status: int = 200) -> Response:
-    return Response(body, status_code=status, media_type="application/json")
+def _explain(failure: Exception, session: Session | None) -> WireError:
+    """What the client is told of a failure."""
+    if isinstance(failure, WireError):
+        return failure
+    if session is None:
+        _log.error("a request failed on our side", exc_info=failure)
+    else:
+        session.note_fault(failure)
+    return internal_error()
+
+
+async def _send_whole(send: Send, body: bytes, status: int = 200) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status >= 400 and status != 503:
+        # the providers' own client libraries obey this; repeating a hopeless request costs an agent minutes
+        headers.append((b"x-should-retry", b"false"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _send_part(send: Send, part: bytes, *, is_last: bool = False) -> None:
@@ -244,32 +254,19 @@ async def _wait_for_hang_up(receive: Receive) -> None:
         pass
 
 
-def _read_head(request: Request) -> Incoming:
-    return Incoming(
-        path=request.url.path,
-        path_params=request.path_params,
-        query=dict(request.query_params),
-        headers=dict(request.headers),
-    )
-
-
-async def _read_body(request: Request) -> bytes:
+async def _read_incoming(request: Request) -> Incoming:
     blocks, size = [], 0
     async for block in request.stream():
         size += len(block)
         if size > MAX_BODY_BYTES:
             raise WireError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
         blocks.append(block)
-    return b"".join(blocks)
-
-
-def _with_body(incoming: Incoming, body: bytes) -> Incoming:
     return Incoming(
-        body=body,
-        path=incoming.path,
-        path_params=incoming.path_params,
-        query=incoming.query,
-        headers=incoming.headers,
+        body=b"".join(blocks),
+        path=request.url.path,
+        path_params=request.path_params,
+        query=request.query_params,
+        headers=request.headers,
     )
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import orjson
+
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.errors import ContextOverflowError, EngineError, LawError, RenderError, WireError
 from polar_trl.record import SessionLog
@@ -76,7 +78,7 @@ class Turn:
         error = self.task.exception()
         if error is None or isinstance(error, WireError):
             return self.task.result()
-        raise WireError("the proxy failed; see its log", status=500, kind="internal") from error
+        raise internal_error() from error
 
 
 class Session:
@@ -116,8 +118,9 @@ class Session:
                 self._run(turn, self._answer_over_budget(turn, dialect.name, parsed.request))
             else:
                 prompt = await self._policy.work(num_bytes, partial(self._build_prompt, parsed.request))
+                params = self._build_params(prompt)
                 turn = self._new_turn(digest, len(prompt.ids), num_bytes)
-                self._run(turn, self._answer(turn, dialect.name, parsed.request, prompt))
+                self._run(turn, self._answer(turn, dialect.name, prompt, params))
             turn.num_waiting += 1
         return turn, parsed
 
@@ -137,10 +140,12 @@ class Session:
         if running:
             await asyncio.wait({turn.task for turn in running})
 
-    def count_fault(self, error: BaseException) -> None:
-        """Put a fault of ours on the session's record and into the log."""
+    def note_fault(self, error: BaseException) -> None:
+        """Put a fault of ours into the log and on the session's record; a broken law is kept for whoever closes it."""
         _log.error("session %s: a model call failed", self._log.session_id, exc_info=error)
         self._log.count("internal_errors")
+        if isinstance(error, LawError):
+            self.broken_law = self.broken_law or error
 
     def describe(self, turn: Turn, parsed: ParsedRequest) -> ReplyHead:
         """What a reply to this request begins with."""
@@ -171,18 +176,11 @@ class Session:
 
     def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
         self._running.discard(turn)
-        if task.cancelled():
-            self._forget(turn)
-            return
-        error = task.exception()
-        if error is None:
-            return
-        # What failed may be tried again. The error is handled here: nobody may be left who waits for it.
-        self._forget(turn)
-        if isinstance(error, LawError):
-            self.broken_law = self.broken_law or error
-        if not isinstance(error, WireError):
-            self.count_fault(error)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._forget(turn)  # what failed may be tried again
+        if error is not None and not isinstance(error, WireError):
+            self.note_fault(error)  # here, since nobody may be left who waits for the turn
 
     def _abort(self, turn: Turn) -> None:
         if turn.sampled or turn.task.done() or turn.task.cancelling():
@@ -201,9 +199,11 @@ class Session:
         return num_calls >= self._limits.max_calls or (limit is not None and self._num_sampled >= limit)
 
     def _build_prompt(self, request: ChatRequest) -> Prompt:
-        shown = replace(request, tools=()) if request.tool_choice == "none" else request
+        if request.tool_choice == "none" and request.tools:
+            # the only way to keep a model from calling tools is not to show it any
+            request = replace(request, tools=(), unread=(*request.unread, "tools"))
         try:
-            prompt = self._continuations.build_prompt(shown)
+            prompt = self._continuations.build_prompt(request)
         except RenderError as error:
             raise WireError(str(error)) from error
         if len(prompt.ids) >= self._policy.engine.max_model_len:
@@ -213,69 +213,68 @@ class Session:
             self._log.count("prompts_forked")
         return prompt
 
-    def _build_params(self, request: ChatRequest, num_prompt_tokens: int) -> GenerationParams:
+    def _build_params(self, prompt: Prompt) -> GenerationParams:
         params, limit = self._policy.params, self._limits.max_sampled_tokens
-        room = [params.max_tokens, self._policy.engine.max_model_len - num_prompt_tokens]
-        if request.sampling.max_tokens is not None:
-            room.append(request.sampling.max_tokens)
+        asked = prompt.request.sampling
+        room = [params.max_tokens, self._policy.engine.max_model_len - len(prompt.ids)]
+        if asked.max_tokens is not None:
+            room.append(asked.max_tokens)
         if limit is not None:
             room.append(limit - self._num_sampled)
         return replace(
             params,
             max_tokens=min(room),
-            stop=(*params.stop, *request.sampling.stop),
-            stop_token_ids=tuple({*params.stop_token_ids, *self._policy.renderer.stop_token_ids}),
+            stop=(*params.stop, *asked.stop),
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._policy.renderer.stop_token_ids))),
         )
 
-    async def _answer(self, turn: Turn, dialect_name: str, asked: ChatRequest, prompt: Prompt) -> Call:
-        params = self._build_params(asked, len(prompt.ids))
+    async def _answer(self, turn: Turn, dialect_name: str, prompt: Prompt, params: GenerationParams) -> Call:
         try:
             completion = await self._policy.engine.generate(prompt.ids, params)
         except EngineError as error:
             self._log.count("engine_errors")
             raise WireError(str(error), status=503, kind="overloaded") from error
         turn.sampled = True
+        finish = partial(self._finish, turn, dialect_name, prompt, completion, params.stop)
         async with self._lock:
-            return await self._policy.work(
-                turn.num_body_bytes,
-                partial(self._record, turn, dialect_name, prompt, completion, params.stop),
-            )
+            return await self._policy.work(turn.num_body_bytes, finish)
 
-    async def _answer_over_budget(self, turn: Turn, dialect_name: str, asked: ChatRequest) -> Call:
-        turn.sampled = True
-        async with self._lock:
-            completion = Completion(token_ids=(), logprobs=(), finish_reason="stop")
-            prompt = Prompt(ids=(), parent=None, forked=False, request=asked)
-            return self._record(turn, dialect_name, prompt, completion)
-
-    def _record(
-        self,
-        turn: Turn,
-        dialect_name: str,
-        prompt: Prompt,
-        completion: Completion,
-        stops: tuple[str, ...] = (),
+    def _finish(
+        self, turn: Turn, dialect_name: str, prompt: Prompt, completion: Completion, stops: tuple[str, ...]
     ) -> Call:
-        if completion.token_ids:
-            message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
-            message = _cut_at_stop(message, stops)
-        else:
-            message = Message(role="assistant", text=BUDGET_TEXT)
+        message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
+        call = self._record(turn, dialect_name, prompt, completion, _cut_at_stop(message, stops))
+        self._continuations.add(call)
+        self._num_sampled += len(completion.token_ids)
+        return call
+
+    async def _answer_over_budget(self, turn: Turn, dialect_name: str, request: ChatRequest) -> Call:
+        turn.sampled = True
+        prompt = Prompt(ids=(), parent=None, forked=False, request=request)
+        completion = Completion(token_ids=(), logprobs=(), finish_reason="stop")
+        async with self._lock:
+            return self._record(turn, dialect_name, prompt, completion, Message(role="assistant", text=BUDGET_TEXT))
+
+    def _record(self, turn: Turn, dialect_name: str, prompt: Prompt, completion: Completion, message: Message) -> Call:
+        index = len(self._log.calls)
+        # a renderer knows no session: tool calls that the model gave no id get one that is unique in it
+        tool_calls = [
+            replace(tool_call, id=tool_call.id or f"call_{index}_{position}")
+            for position, tool_call in enumerate(message.tool_calls)
+        ]
         call = Call(
             session_id=self._log.session_id,
-            index=len(self._log.calls),
+            index=index,
             dialect=dialect_name,
             request=prompt.request,
             prompt_ids=prompt.ids,
             completion=completion,
-            message=message,
+            message=replace(message, tool_calls=tuple(tool_calls)),
             parent=prompt.parent,
             started_s=turn.started_s,
             duration_s=time.time() - turn.started_s,
         )
         self._log.append(call)
-        self._continuations.add(call)
-        self._num_sampled += len(completion.token_ids)
         return call
 
 
@@ -284,10 +283,17 @@ def session_ended() -> WireError:
     return WireError("this session has ended", status=401, kind="authentication")
 
 
+def internal_error() -> WireError:
+    """What a request hears that met a fault of ours."""
+    return WireError("the proxy failed on this request; its log has the reason", status=500, kind="internal")
+
+
 def _parse(dialect: Dialect, incoming: Incoming) -> tuple[ParsedRequest, bytes]:
     """The request, and a digest that only a retry of it shares."""
-    digest = hashlib.blake2b(incoming.body, digest_size=16, person=dialect.name.encode()[:16]).digest()
-    return dialect.parse(incoming), digest
+    parsed = dialect.parse(incoming)
+    # whether it streams is no part of the question: agents whose stream broke ask again without
+    question = replace(parsed.request, stream=False)
+    return parsed, hashlib.sha256(orjson.dumps(question)).digest()
 
 
 def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> Message:

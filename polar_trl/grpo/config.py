@@ -42,9 +42,12 @@ class PolarGRPOConfig(GRPOConfig):
         metadata={"help": "How calls become rows: merged by token prefix, or one row per call ('per_request')."},
     )
     model_label: str = field(default="policy", metadata={"help": "The model name that agents are told."})
-    renderer: str = field(
-        default="auto",
-        metadata={"help": "Chat format: 'auto' recognises the model; 'template' uses its chat template; or a family."},
+    renderer: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat format: a family that the package `renderers` knows, or 'template' for the tokenizer's own "
+            "chat template. None: recognised by the model's chat template."
+        },
     )
     thinking: Literal["keep", "template"] = field(
         default="keep",

@@ -119,7 +119,11 @@ class PolarGRPOTrainer(GRPOTrainer):
         self._loss_inputs: dict[str, Any] | None = None
         self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
         renderer = load_renderer(
-            self._tokenizer, self.model.name_or_path, family=args.renderer, thinking=args.thinking
+            self._tokenizer,
+            self.model.name_or_path,
+            family=args.renderer,
+            thinking=args.thinking,
+            template_kwargs=args.chat_template_kwargs,
         )
         self.proxy = Proxy(
             self.vllm_generation.engine,

@@ -14,7 +14,6 @@ Refuses to look at anything but the conversation and its tools: sampling setting
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ import orjson
 from polar_trl.types import Message, Tool
 
 _ROLES = {"system": b"s", "developer": b"s", "user": b"u", "assistant": b"a", "tool": b"t"}
-_WHOLE_FLOAT = re.compile(rb"\d(?:\.0|e\+?\d+)[,\]}]|^-?\d+(?:\.0|e\+?\d+)$")
 
 
 def digest_tools(tools: Sequence[Tool]) -> bytes:
@@ -65,7 +63,7 @@ def canonical_arguments(arguments: str) -> bytes:
     if not arguments.strip():
         return b"{}"
     try:
-        return _dump_sorted(_load(arguments))
+        return _dump_sorted(_whole_floats_as_ints(_load(arguments)))
     except (ValueError, RecursionError):
         return _encode(arguments)
 
@@ -97,16 +95,13 @@ def _load(text: str) -> Any:
 
 def _dump_sorted(value: Any) -> bytes:
     try:
-        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-        if _WHOLE_FLOAT.search(text):
-            # JavaScript agents send 1.0 back as 1
-            text = orjson.dumps(_whole_floats_as_ints(value), option=orjson.OPT_SORT_KEYS)
-        return text
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:
-        return json.dumps(_whole_floats_as_ints(value), sort_keys=True, separators=(",", ":")).encode()
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _whole_floats_as_ints(value: Any) -> Any:
+    """JavaScript agents send 1.0 back as 1."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, dict):

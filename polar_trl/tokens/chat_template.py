@@ -100,7 +100,12 @@ class ChatTemplate:
         system = Message(role="system", text="probe instruction")
         if not self._writes([system, _USER], system.text):
             return "never"
-        return "anywhere" if self._writes([_USER, _REPLY, system, _USER], system.text) else "first"
+        try:
+            text = self.write([_USER, _REPLY, system, _USER])
+        except RenderError:
+            return "first"
+        # some templates move every instruction to the start, which would rewrite what came before
+        return "anywhere" if 0 <= text.find(_REPLY.text) < text.find(system.text) else "first"
 
     def _find_tools(self) -> bool:
         result = Message(role="tool", text="probe result", tool_call_id=_TOOL_CALL.id)

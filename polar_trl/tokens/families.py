@@ -57,7 +57,7 @@ class FamilyRenderer:
         except Exception as error:  # renderers asserts on missing tokens and raises pydantic's errors on bad switches
             raise ConfigError(f"the tokenizer does not fit the model family {family!r}: {error}") from error
         self._tokenizer = tokenizer
-        self._family = family
+        self.family = family
         self._system: SystemPlacement = "anywhere"
         self._system = self._find_system_placement()
         self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
@@ -70,7 +70,7 @@ class FamilyRenderer:
         try:
             ids = self._renderer.render_ids(dicts, tools=_build_tools(tools), add_generation_prompt=True)
         except Exception as error:  # what a family cannot express, it says with any exception
-            raise RenderError(f"the chat format of {self._family} refuses the conversation: {error}") from error
+            raise RenderError(f"the chat format of {self.family} refuses the conversation: {error}") from error
         return tuple(ids)
 
     def extend(
@@ -86,14 +86,14 @@ class FamilyRenderer:
                 list(prompt_ids), list(completion_ids), dicts, tools=_build_tools(tools)
             )
         except Exception as error:
-            raise RenderError(f"the chat format of {self._family} refuses the new messages: {error}") from error
+            raise RenderError(f"the chat format of {self.family} refuses the new messages: {error}") from error
         if extended is None:
             return None
         ids = tuple(extended.token_ids)
         num_kept = len(prompt_ids) + len(completion_ids)
         if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : num_kept] != completion_ids:
             raise RenderError(
-                f"renderers changed sampled tokens while continuing a {self._family} conversation "
+                f"renderers changed sampled tokens while continuing a {self.family} conversation "
                 f"({len(prompt_ids)} prompt and {len(completion_ids)} sampled tokens); use thinking='template', or "
                 "report the conversation"
             )
@@ -109,13 +109,13 @@ class FamilyRenderer:
         return Message(
             role="assistant",
             text="\n".join(text for text in texts if text),
-            reasoning=parsed.reasoning_content or None,
+            reasoning=(parsed.reasoning_content or "").strip() or None,
             tool_calls=tuple(build_tool_calls(calls, prompt_ids, completion_ids)),
         )
 
     def _texts_after_calls(self, parsed: ParsedResponse, completion_ids: TokenIds) -> list[str]:
         """Text between and after tool calls, which parsers leave out. Only where calls are all that stands there."""
-        if not self._family.startswith("qwen") or not parsed.tool_calls:
+        if not self.family.startswith("qwen") or not parsed.tool_calls:
             return []
         end = next((i for i, token in enumerate(completion_ids) if token in self.stop_token_ids), len(completion_ids))
         spans = [call.token_span for call in parsed.tool_calls if call.token_span is not None]

@@ -20,8 +20,10 @@ from tiny_tokenizers import (
     system,
     user,
 )
+from transformers import PreTrainedTokenizerFast
 
 from polar_trl.errors import RenderError
+from polar_trl.tokens.load import load_renderer
 from polar_trl.tokens.template import TemplateRenderer
 from polar_trl.types import Message
 
@@ -229,3 +231,16 @@ def test_images_and_missing_templates_are_refused_in_a_sentence():
         renderer.render([Message(role="user", text="see", images=("data:image/png;base64,AA==",))], ())
     with pytest.raises(RenderError, match="no chat template"):
         TemplateRenderer(build_tokenizer(""))
+
+
+def test_smollm2_s_own_template_is_continued_without_limits(smollm2):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(smollm2)
+    renderer = load_renderer(tokenizer, str(smollm2), strict=True)
+    assert isinstance(renderer, TemplateRenderer) and renderer.limits == ()
+    head = [system("Be brief."), user("q")]
+    prompt = renderer.render(head, [READ_FILE])
+    text = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a"}}\n</tool_call><|im_end|>'
+    reply = renderer.parse(prompt, encode(tokenizer, text), [READ_FILE])
+    results = [result("one", reply.tool_calls[0].id)]
+    extended = renderer.extend(prompt, encode(tokenizer, text), results, [READ_FILE])
+    assert extended == renderer.render([*head, reply, *results], [READ_FILE])

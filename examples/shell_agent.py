@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""A small coding agent: asks a model for one shell command, runs it, and asks again if it failed.
+
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=key OPENAI_MODEL=name \\
+        python3 -I -S shell_agent.py "Create an empty file named notes.txt"
+
+Standard library only, and knows nothing of training. Exit codes: 0 a command succeeded, 1 none did, 2 no answer.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+from urllib.parse import urlsplit
+
+SYSTEM = "You control a Linux shell. Answer with one command in a bash code block."
+DEMONSTRATIONS = (
+    ("Run this shell command: mkdir box", "mkdir box"),
+    ("Copy the file map.txt to plan.txt", "cp map.txt plan.txt"),
+    ("Create an empty file named desk.txt", "touch desk.txt"),
+    ("Write the word pear into the file list.txt", "echo pear > list.txt"),
+)
+OUTPUT_LIMIT = 400
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("instruction")
+    parser.add_argument("--max-turns", type=int, default=3, help="commands to try (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, help="length of one answer; the server's own limit if not given")
+    parser.add_argument("--shots", type=int, default=2, help="demonstrations in the prompt (default: %(default)s)")
+    args = parser.parse_args()
+
+    messages = [{"role": "system", "content": SYSTEM}]
+    for question, command in DEMONSTRATIONS[: args.shots]:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": f"```bash\n{command}\n```"})
+    messages.append({"role": "user", "content": args.instruction})
+    for _ in range(args.max_turns):
+        reply = ask(messages, args.max_tokens)
+        command = read_command(reply)
+        if command is None:
+            problem = "There was no bash code block."
+        else:
+            exit_code, output = run(command)
+            if exit_code == 0:
+                return 0
+            problem = f"Exit code {exit_code}: {output}"
+        messages.append({"role": "assistant", "content": reply})
+        messages.append({"role": "user", "content": f"{problem} Try again."})
+    return 1
+
+
+def ask(messages, max_tokens):
+    """One answer of the model."""
+    url = urlsplit(os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"))
+    body = {"model": os.environ.get("OPENAI_MODEL", "default"), "messages": messages}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}", "Content-Type": "application/json"}
+    connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    try:
+        connection = connect(url.netloc, timeout=600)
+        connection.request("POST", f"{url.path.rstrip('/')}/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        fail(f"no answer from {url.netloc}: {error}")
+    if response.status != 200:
+        fail(f"{url.netloc} answered {response.status}: {answer.get('error', {}).get('message', answer)}")
+    return answer["choices"][0]["message"]["content"] or ""
+
+
+def read_command(reply):
+    """The first fenced block; small models often stop before they close it."""
+    found = re.search(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)(?:\n?```|\Z)", reply, re.DOTALL)
+    return (found[1].strip() or None) if found else None
+
+
+def run(command):
+    """Exit code and the end of the output."""
+    try:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=10,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "it ran longer than 10 seconds"
+    return done.returncode, done.stdout.decode("utf-8", "replace").strip()[-OUTPUT_LIMIT:]
+
+
+def fail(message):
+    print(f"shell_agent: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""A shell command in the finished sandbox as a grader: its exit code or the number that it prints is the reward.
+
+It refuses to guess: a command that fails in any way but "1, the work is wrong" has decided nothing.
+"""
+
+import math
+from typing import Literal
+
+from polar_trl.errors import GradeError
+from polar_trl.sandbox.base import ExecResult, Sandbox
+from polar_trl.types import Task
+
+
+class CommandGrader:
+    """Grades by running a command in the work folder.
+
+    Args:
+        command: For bash; a task's own `grader` comes before it.
+        reward: "exit_code": 0 is reward 1, 1 is reward 0, and any other exit (127, a signal) means that the grader
+            itself failed. "stdout": it exits with 0, and the last line that it prints is the reward.
+    """
+
+    def __init__(self, command: str | None = None, *, reward: Literal["exit_code", "stdout"] = "exit_code") -> None:
+        self._command = command
+        self._reward = reward
+
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> float:
+        """The reward. Raises `GradeError` where the command decided nothing."""
+        command = task.grader or self._command
+        if command is None:
+            raise GradeError(f"task {task.id} names no grader command and the run has none")
+        result = sandbox.run(command, env=task.env, timeout_s=timeout_s)
+        if result.timed_out:
+            raise GradeError(f"the grader ran longer than {timeout_s:g} s")
+        if self._reward == "stdout":
+            return _parse_printed_reward(result)
+        if result.exit_code not in (0, 1):
+            raise GradeError(f"the grader ended with exit code {result.exit_code}, neither 0 nor 1{_said(result)}")
+        return 1.0 - result.exit_code
+
+
+def _parse_printed_reward(result: ExecResult) -> float:
+    if result.exit_code != 0:
+        raise GradeError(f"the grader ended with exit code {result.exit_code}{_said(result)}")
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    try:
+        value = float(lines[-1])
+    except (IndexError, ValueError):
+        raise GradeError(f"the last line that the grader printed is no number{_said(result)}") from None
+    if not math.isfinite(value):
+        raise GradeError(f"the grader printed {value}, which is no reward")
+    return value
+
+
+def _said(result: ExecResult) -> str:
+    said = (result.stderr.strip() or result.stdout.strip())[-300:]
+    return f"; it printed: {said!r}" if said else "; it printed nothing"

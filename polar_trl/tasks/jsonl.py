@@ -1,0 +1,86 @@
+"""A JSONL file to tasks, one object with `Task`'s fields per line, and back.
+
+It refuses a row that it would have to guess about, and names the file, the line, the task and the field.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import TaskError
+from polar_trl.types import Task
+
+_FIELDS = {field.name for field in dataclasses.fields(Task)}
+_TEXTS = ("id", "instruction", "image", "grader")
+_TEXT_MAPS = ("files", "env")
+_REQUIRED = ("id", "instruction")
+
+
+def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
+    """The file's tasks, the first `limit` of them if that is given. Raises `TaskError`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise TaskError(f"no task file at {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"cannot read {path}: {error}") from error
+    tasks: dict[str, Task] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        task = _parse_row(line, f"{path}:{number}")
+        if task.id in tasks:
+            raise TaskError(f"{path}:{number}: the id {task.id!r} is there twice; ids must be unique")
+        tasks[task.id] = task
+        if len(tasks) == limit:
+            break
+    if not tasks:
+        raise TaskError(f"{path} holds no task; write one JSON object per line")
+    return list(tasks.values())
+
+
+def save_tasks(path: Path, tasks: Sequence[Task]) -> None:
+    """Write the tasks, fields at their defaults left out."""
+    defaults = dataclasses.asdict(Task(id="", instruction=""))
+    with path.open("w", encoding="utf-8") as file:
+        for task in tasks:
+            row = {name: value for name, value in dataclasses.asdict(task).items() if value != defaults[name]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _parse_row(line: str, where: str) -> Task:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise TaskError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TaskError(f"{where}: a task is a JSON object, not {type(row).__name__}")
+    if isinstance(row.get("id"), str):
+        where = f"{where} (task {row['id']!r})"
+    for name in row.keys() - _FIELDS:
+        near = difflib.get_close_matches(name, _FIELDS, n=1)
+        raise TaskError(f"{where}: unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    for name in _REQUIRED:
+        if not row.get(name):
+            raise TaskError(f"{where}: {name!r} is missing or empty")
+    for name, value in row.items():
+        if complaint := _complain(name, value):
+            raise TaskError(f"{where}: {name!r} must be {complaint}, not {value!r}")
+    return Task(**row)
+
+
+def _complain(name: str, value: Any) -> str | None:
+    """What a field must be, if `value` is not that."""
+    if name in _TEXTS:
+        optional = name not in _REQUIRED and value is None
+        return None if isinstance(value, str) or optional else "text"
+    if name in _TEXT_MAPS:
+        is_map = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
+        return None if is_map else "an object of texts"
+    if name.endswith("_timeout_s"):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        return None if is_number else "a number of seconds above 0"
+    return None if isinstance(value, Mapping) else "an object"

@@ -1,0 +1,329 @@
+"""Chat Completions bodies to normal form and back; no body that is JSON may fail with anything but a `WireError`."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_trl.errors import ContextOverflowError, WireError
+from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Tool, ToolCall
+from polar_trl.wire.base import Incoming, ParsedRequest, ReplyHead
+from polar_trl.wire.openai_chat import OpenAIChat
+
+DIALECT = OpenAIChat()
+HELLO = {"role": "user", "content": "hello"}
+
+
+def parse(**body: object) -> ParsedRequest:
+    return DIALECT.parse(Incoming(body=orjson.dumps({"messages": [HELLO], **body})))
+
+
+def refusal(**body: object) -> str:
+    with pytest.raises(WireError) as caught:
+        parse(**body)
+    assert caught.value.status == 400
+    return str(caught.value)
+
+
+def call(message: Message, finish_reason: str = "stop") -> Call:
+    completion = Completion(token_ids=(1, 2, 3), logprobs=(-0.5,) * 3, finish_reason=finish_reason)  # type: ignore[arg-type]
+    request = ChatRequest(messages=(Message(role="user", text="hello"),))
+    return Call(
+        session_id="s",
+        index=4,
+        dialect="openai_chat",
+        request=request,
+        prompt_ids=tuple(range(10)),
+        completion=completion,
+        message=message,
+    )
+
+
+def head(*options: str) -> ReplyHead:
+    return ReplyHead(id="s-4", model="policy", created_s=1700000000.7, num_prompt_tokens=10, options=options)
+
+
+def events(*parts: bytes) -> list[object]:
+    """The payloads of a stream, "[DONE]" as text."""
+    payloads = []
+    for event in b"".join(parts).split(b"\n\n"):
+        if event:
+            assert event.startswith(b"data: ")
+            data = event.removeprefix(b"data: ")
+            payloads.append(data.decode() if data == b"[DONE]" else orjson.loads(data))
+    return payloads
+
+
+def test_a_whole_request_in_normal_form() -> None:
+    arguments = '{"cmd":  "ls"}'
+    parsed = parse(
+        model="gpt",
+        stream=True,
+        stream_options={"include_usage": True},
+        messages=[
+            {"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+            HELLO,
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "sh", "arguments": arguments}}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "a.txt"},
+            {"role": "developer", "content": "late"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:x"}}],
+            },
+        ],
+        tools=[{"type": "function", "function": {"name": "sh", "description": "run", "parameters": {"a": 1}}}],
+        tool_choice={"type": "function", "function": {"name": "sh"}},
+        max_tokens=9,
+        temperature=1,
+        top_p=0.5,
+        stop="END",
+    )
+    assert parsed.reply_options == ("include_usage",)
+    assert parsed.request == ChatRequest(
+        messages=(
+            Message(role="system", text="be brief"),
+            Message(role="user", text="hello"),
+            Message(role="assistant", reasoning="hm", tool_calls=(ToolCall(id="c1", name="sh", arguments=arguments),)),
+            Message(role="tool", text="a.txt", tool_call_id="c1"),
+            Message(role="developer", text="late"),
+            Message(role="user", text="see", images=("data:x",)),
+        ),
+        tools=(Tool(name="sh", description="run", parameters={"a": 1}),),
+        tool_choice="sh",
+        sampling=RequestedSampling(max_tokens=9, temperature=1, top_p=0.5, stop=("END",)),
+        stream=True,
+        model="gpt",
+    )
+
+
+def test_reasoning_is_read_under_either_name() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        messages = [HELLO, {"role": "assistant", "content": "x", name: "why"}, HELLO]
+        assert parse(messages=messages).request.messages[1].reasoning == "why"
+
+
+def test_what_is_not_understood_is_named_by_path() -> None:
+    parsed = parse(
+        logit_bias={"1": 2},
+        messages=[HELLO | {"name": "bob"}, HELLO | {"name": "eve"}],
+        tools=[{"type": "web_search"}, {"type": "function", "function": {"name": "sh"}}, {"type": "custom"}],
+    )
+    assert parsed.request.unread == ("logit_bias", "messages[0].name", "tools[0]", "tools[2]")
+    assert [tool.name for tool in parsed.request.tools] == ["sh"]
+
+
+def test_malformed_arguments_in_the_history_are_kept_and_marked() -> None:
+    broken = {"id": "c", "function": {"name": "sh", "arguments": '{"a":'}}
+    request = parse(messages=[HELLO, {"role": "assistant", "tool_calls": [broken]}]).request
+    assert request.messages[1].tool_calls == (
+        ToolCall(id="c", name="sh", arguments='{"a":', parse_status="malformed"),
+    )
+
+
+def test_the_smaller_token_limit_counts() -> None:
+    assert parse(max_tokens=7, max_completion_tokens=5).request.sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"messages": []}, "messages: must hold at least one message"),
+        ({"messages": None}, "messages: must hold at least one message"),
+        ({"messages": {}}, "messages: must be an array, not an object"),
+        ({"messages": ["hi"]}, "messages[0]: must be an object, not a string"),
+        ({"messages": [HELLO, {"role": "robot", "content": ""}]}, "messages[1].role: must be one of system, "),
+        ({"messages": [{"role": ["user"]}]}, "messages[0].role: must be one of system, "),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0].content: must be a string or an array of parts, not null",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages[0].content: must be a string or an array of parts, not a number",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: must be a"),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0].type: only text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function: must be an"),
+        ({"n": 2}, "n: only one choice per request is supported; send n=1 or leave it out"),
+        ({"n": 0}, "n: only one choice"),
+        ({"max_tokens": 0}, "max_tokens: must be at least 1"),
+        ({"max_tokens": True}, "max_tokens: must be a whole number, not a boolean"),
+        ({"temperature": "hot"}, "temperature: must be a number, not a string"),
+        ({"stop": [1]}, "stop: must be a string or an array of strings"),
+        ({"stream": "yes"}, "stream: must be a boolean, not a string"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage: must be a boolean, not a number"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function: must be an object with a name"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: must be a string, not null"),
+        ({"tool_choice": "sometimes"}, "tool_choice: must be auto, none, required or"),
+    ],
+)
+def test_a_bad_field_is_refused_by_its_path(body: dict[str, object], sentence: str) -> None:
+    assert refusal(**body).startswith(sentence)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"nope", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
+    with pytest.raises(WireError, match="the body is not valid JSON") as caught:
+        DIALECT.parse(Incoming(body=body))
+    assert caught.value.status == 400
+
+
+def test_half_an_emoji_is_replaced() -> None:
+    body = b'{"messages": [{"role": "user", "content": "cut \\ud83d here \\\\ud83d \\u00e9"}]}'
+    assert DIALECT.parse(Incoming(body=body)).request.messages[0].text == "cut ? here \\ud83d é"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+fields = [
+    "model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+    "stop", "stream", "stream_options", "n", "role", "content", "tool_calls", "tool_call_id", "reasoning", "type",
+    "text", "image_url", "url", "function", "name", "arguments", "parameters", "description", "include_usage", "id",
+]  # fmt: skip
+words = st.sampled_from(["user", "assistant", "tool", "text", "image_url", "function", "auto", "none", "refusal"])
+near_misses = st.recursive(
+    json_values | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(fields), inner, max_size=6),
+    max_leaves=20,
+)
+
+
+@given(json_values | near_misses | st.fixed_dictionaries({"messages": st.lists(near_misses, max_size=3)}))
+def test_any_json_is_read_or_refused(value: object) -> None:
+    try:
+        request = DIALECT.parse(Incoming(body=orjson.dumps(value))).request
+    except WireError as error:
+        assert error.status == 400
+        assert orjson.loads(DIALECT.render_error(error))["error"]["message"] == str(error)
+    else:
+        assert request.messages
+
+
+@given(st.binary(max_size=50))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    with pytest.raises(WireError):
+        DIALECT.parse(Incoming(body=body))
+
+
+TOOLS_REPLY = Message(
+    role="assistant",
+    reasoning="think",
+    tool_calls=(
+        ToolCall(id="call_4_0", name="sh", arguments='{"a": '),
+        ToolCall(id="call_4_1", name="ls", arguments="{}"),
+    ),
+)
+
+
+def test_a_plain_reply() -> None:
+    body = orjson.loads(DIALECT.render(head(), call(Message(role="assistant", text="hi"))))
+    assert body == {
+        "id": "chatcmpl-s-4",
+        "object": "chat.completion",
+        "created": 1700000000,
+        "model": "policy",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hi"},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13},
+    }
+
+
+def test_a_plain_reply_with_tools_and_reasoning() -> None:
+    choice = orjson.loads(DIALECT.render(head(), call(TOOLS_REPLY)))["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "think",
+        "tool_calls": [
+            {"id": "call_4_0", "type": "function", "function": {"name": "sh", "arguments": '{"a": '}},
+            {"id": "call_4_1", "type": "function", "function": {"name": "ls", "arguments": "{}"}},
+        ],
+    }
+
+
+def test_a_reply_cut_at_the_limit_says_so_even_with_tool_calls() -> None:
+    assert orjson.loads(DIALECT.render(head(), call(TOOLS_REPLY, "length")))["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "message", [TOOLS_REPLY, Message(role="assistant", text="one\ntwo"), Message(role="assistant")]
+)
+def test_a_stream_adds_up_to_the_plain_reply(message: Message) -> None:
+    *chunks, usage, done = events(
+        DIALECT.stream_start(head("include_usage")), *DIALECT.stream(head("include_usage"), call(message))
+    )
+    plain = orjson.loads(DIALECT.render(head(), call(message)))
+    total: dict[str, object] = {"role": None, "content": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in chunks:
+        for key, value in chunk["choices"][0]["delta"].items():  # type: ignore[index]
+            total[key] = value if key == "role" else total[key] + value  # type: ignore[operator]
+    whole = plain["choices"][0]["message"]
+    assert total["role"] == "assistant"
+    assert total["content"] == (whole["content"] or "")
+    assert total["reasoning_content"] == whole.get("reasoning_content", "")
+    indexed = [{"index": index, **item} for index, item in enumerate(whole.get("tool_calls", []))]
+    assert total["tool_calls"] == indexed
+    assert chunks[-1]["choices"][0]["finish_reason"] == plain["choices"][0]["finish_reason"]  # type: ignore[index]
+    assert usage["choices"] == [] and usage["usage"] == plain["usage"]  # type: ignore[index, call-overload]
+    assert {chunk["id"] for chunk in chunks} == {plain["id"]}  # type: ignore[index]
+    assert done == "[DONE]"
+
+
+def test_usage_is_streamed_only_when_asked_for() -> None:
+    chunks = events(*DIALECT.stream(head(), call(Message(role="assistant", text="hi"))))
+    assert all("usage" not in chunk for chunk in chunks[:-1])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (WireError("x", status=401, kind="authentication"), "invalid_api_key"),
+        (ContextOverflowError(20, 10), "context_length_exceeded"),
+        (WireError("x", status=503, kind="overloaded"), "overloaded"),
+        (WireError("x", status=500, kind="internal"), "internal_error"),
+        (WireError("x", status=404, kind="not_found"), "not_found"),
+        (WireError("x"), None),
+    ],
+)
+def test_an_error_body_has_the_code_that_clients_look_for(error: WireError, code: str | None) -> None:
+    assert orjson.loads(DIALECT.render_error(error))["error"]["code"] == code
+
+
+def test_an_error_body_names_the_field() -> None:
+    body = orjson.loads(DIALECT.render_error(WireError("messages[3].content: must be a string")))["error"]
+    assert body["param"] == "messages[3].content"
+    assert body["type"] == "invalid_request_error"
+
+
+def test_an_overflow_says_both_lengths() -> None:
+    text = orjson.loads(DIALECT.render_error(ContextOverflowError(20, 10)))["error"]["message"]
+    assert text.startswith("This model's maximum context length is 10 tokens.") and "20 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [("Bearer abc", "abc"), ("bearer  abc ", "abc"), ("Basic abc", None), ("Bearer ", None), ("", None)],
+)
+def test_the_key_is_the_bearer_token(header: str, key: str | None) -> None:
+    assert DIALECT.parse_key(Incoming(headers={"authorization": header})) == key
+
+
+def test_models() -> None:
+    assert orjson.loads(DIALECT.render_models(Incoming(), "policy"))["data"][0]["id"] == "policy"
+    asked = Incoming(path_params={"model": "org/x"})
+    assert orjson.loads(DIALECT.render_models(asked, "policy"))["id"] == "org/x"
