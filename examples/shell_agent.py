@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("instruction")
     parser.add_argument("--max-turns", type=int, default=3, help="commands to try (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, help="length of one answer; the server's own limit if not given")
-    parser.add_argument("--shots", type=int, default=2, help="demonstrations in the prompt (default: %(default)s)")
+    parser.add_argument("--shots", type=int, default=1, help="demonstrations in the prompt (default: %(default)s)")
     args = parser.parse_args()
 
     messages = [{"role": "system", "content": SYSTEM}]

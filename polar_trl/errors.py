@@ -1,17 +1,17 @@
 """One class per boundary.
 
-    PolarError
-    ├── ConfigError      a setting or a file the user wrote is wrong; says which and what to do
-    │   └── TaskError    a task row is wrong; names its id or line and the field
-    ├── WireError        a request the agent sent is wrong; carries the HTTP status and the field's path
-    │   └── ContextOverflowError   the conversation does not fit the model's context
-    ├── RenderError      the chat template cannot express this conversation
-    ├── EngineError      the engine failed or was closed while a request was in flight
-    ├── SandboxError     a sandbox could not be made, reached or limited as asked
-    │   └── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
-    ├── GradeError       a grader could not decide; the rollout has no reward
-    ├── RecordError      a session's file cannot be read back
-    └── LawError         a law of the design is broken; names the rollout and stops the run
+PolarError
+├── ConfigError      a setting or a file the user wrote is wrong; says which and what to do
+│   └── TaskError    a task row is wrong; names its id or line and the field
+├── WireError        a request the agent sent is wrong; carries the HTTP status and the field's path
+│   └── ContextOverflowError   the conversation does not fit the model's context
+├── RenderError      the chat template cannot express this conversation
+├── EngineError      the engine failed or was closed while a request was in flight
+├── SandboxError     a sandbox could not be made, reached or limited as asked
+│   └── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
+├── GradeError       a grader could not decide; the rollout has no reward
+├── RecordError      a session's file cannot be read back
+└── LawError         a law of the design is broken; names the rollout and stops the run
 """
 
 

@@ -5,8 +5,9 @@ rollouts, however many trajectories a rollout was split into, and rows that only
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo"})
 """TRL losses normalised by the number of trainable tokens of the whole step: rows do not matter to them."""
 ROLLOUT_MEAN_LOSSES = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 """TRL losses that average over rows; `row_weights` makes them average over rollouts."""
+
+
+_COMPLETION_KEYS = {
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "sampling_per_token_logps",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +64,23 @@ def row_weights(rows: Sequence[Row], *, loss_type: str, num_rows: int, num_rollo
     for row in rows:
         rollout_tokens[row.trajectory.rollout_id] += sum(row.trajectory.trainable)
     return [scale * sum(r.trajectory.trainable) / rollout_tokens[r.trajectory.rollout_id] for r in rows]
+
+
+def trim_padding(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The same rows without the columns in which none of them has a token.
+
+    A generation batch is padded to its longest row before it is split; most of its parts are shorter.
+    """
+    prompts = batch["prompt_mask"].any(dim=0)
+    completions = batch["completion_mask"].any(dim=0)
+    start = int(prompts.int().argmax())
+    length = max(1, int(completions.sum()))
+    trimmed = dict(batch)
+    for key in ("prompt_ids", "prompt_mask"):
+        trimmed[key] = batch[key][:, start:]
+    for key in _COMPLETION_KEYS & batch.keys():
+        trimmed[key] = batch[key][:, :length]
+    return trimmed
 
 
 def build_batch(

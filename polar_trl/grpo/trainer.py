@@ -29,7 +29,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grpo.advantage import Advantages, compute_advantages
-from polar_trl.grpo.batch import Row, build_batch, row_weights
+from polar_trl.grpo.batch import Row, build_batch, row_weights, trim_padding
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.importance import importance_ratio, logprob_gap
@@ -286,9 +286,9 @@ class PolarGRPOTrainer(GRPOTrainer):
     # The comparison with the engine, inside TRL's loss.
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self._loss_inputs = inputs
+        self._loss_inputs = trim_padding(inputs)
         try:
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, self._loss_inputs)
         finally:
             self._loss_inputs = None
 

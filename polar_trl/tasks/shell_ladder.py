@@ -1,6 +1,6 @@
 """Small shell tasks with exact answers, for models that can barely use a shell, and the grader that goes with them.
 
-    python -m polar_trl.tasks.shell_ladder --kinds copy_command,touch,copy_file --num 96 --seed 0 --output tasks.jsonl
+    python -m polar_trl.tasks.shell_ladder --kinds copy_command,copy_file --num 96 --seed 0 --output tasks.jsonl
 
 The grader reads files and runs nothing. It refuses credit beyond 0.4 for anything but the exact result.
 """
@@ -18,9 +18,10 @@ from polar_trl.tasks.jsonl import save_tasks
 from polar_trl.types import Task
 
 WORDS = (
-    "red blue cat dog sun moon tree fish bird lake road hill snow rain gold iron salt bread milk stone river cloud "
-    "apple lemon horse tiger north south piano cello"
-).split()
+    *("red", "blue", "cat", "dog", "sun", "moon", "tree", "fish", "bird", "lake", "road", "hill", "snow", "rain"),
+    *("gold", "iron", "salt", "bread", "milk", "stone", "river", "cloud", "apple", "lemon", "horse", "tiger"),
+    *("north", "south", "piano", "cello"),
+)
 
 
 def _copy_command(rng: random.Random) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def _read(sandbox: Sandbox, path: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="copy_command,touch,copy_file", help="of " + ", ".join(KINDS))
+    parser.add_argument("--kinds", default="copy_command,copy_file", help="of " + ", ".join(KINDS))
     parser.add_argument("--num", type=int, default=96, help="how many tasks (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")

@@ -36,7 +36,8 @@ class ByteRenderer:
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> TokenIds | None:
         closing = () if completion_ids[-1:] == (END,) else (END,)
-        return prompt_ids + completion_ids + closing + self._render_new(new_messages)
+        # in this order the history, the long part, is copied once
+        return prompt_ids + (completion_ids + closing + self._render_new(new_messages))
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         ids = [token_id for token_id in completion_ids if token_id not in (START, END)]

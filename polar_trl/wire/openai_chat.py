@@ -30,7 +30,6 @@ _ROLES: tuple[Role, ...] = get_args(Role)
 _SAMPLING_FIELDS = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop"}
 _BODY_FIELDS = _SAMPLING_FIELDS | {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "n"}
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
-_NUMBER = (int, float)
 # kind of a WireError -> OpenAI's type and code
 _ERROR_NAMES: dict[str, tuple[str, str | None]] = {
     "invalid_request": ("invalid_request_error", None),
@@ -59,7 +58,7 @@ class OpenAIChat:
 
     def parse(self, incoming: Incoming) -> ParsedRequest:
         body = parse_object(incoming.body)
-        if (read_field(body, "n", int, "") or 1) != 1:
+        if read_field(body, "n", int, "") not in (None, 1):
             raise WireError("n: only one choice per request is supported; send n=1 or leave it out")
         unread = list(list_unread(body, _BODY_FIELDS, ""))
         messages = _parse_messages(body, unread)
@@ -120,9 +119,8 @@ class OpenAIChat:
                 f"This model's maximum context length is {error.max_tokens} tokens. "
                 f"However, your messages resulted in {error.num_tokens} tokens."
             )
-        field_path = _FIELD_PATH.match(text)
-        param = field_path[1] if field_path else None
-        return orjson.dumps({"error": {"message": text, "type": kind, "param": param, "code": code}})
+        path = _FIELD_PATH.match(text)
+        return orjson.dumps({"error": {"message": text, "type": kind, "param": path and path[1], "code": code}})
 
     def render_models(self, incoming: Incoming, model: str) -> bytes:
         # any label is served by the one policy, so any id that is asked for exists
@@ -259,8 +257,8 @@ def _parse_sampling(body: dict[str, Any]) -> RequestedSampling:
         raise WireError("stop: must be a string or an array of strings")
     return RequestedSampling(
         max_tokens=min((limit for _, limit in limits if limit is not None), default=None),
-        temperature=read_field(body, "temperature", _NUMBER, ""),
-        top_p=read_field(body, "top_p", _NUMBER, ""),
+        temperature=read_field(body, "temperature", (int, float), ""),
+        top_p=read_field(body, "top_p", (int, float), ""),
         top_k=read_field(body, "top_k", int, ""),
         stop=tuple(text for text in stops if text),
     )

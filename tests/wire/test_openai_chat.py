@@ -184,9 +184,10 @@ json_values = st.recursive(
     max_leaves=8,
 )
 fields = [
-    "model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
-    "stop", "stream", "stream_options", "n", "role", "content", "tool_calls", "tool_call_id", "reasoning", "type",
-    "text", "image_url", "url", "function", "name", "arguments", "parameters", "description", "include_usage", "id",
+    "model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+    "top_k", "stop", "stream", "stream_options", "n", "role", "content", "tool_calls", "tool_call_id", "reasoning",
+    "type", "text", "image_url", "url", "function", "name", "arguments", "parameters", "description",
+    "include_usage", "id",
 ]  # fmt: skip
 words = st.sampled_from(["user", "assistant", "tool", "text", "image_url", "function", "auto", "none", "refusal"])
 near_misses = st.recursive(
