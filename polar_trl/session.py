@@ -22,7 +22,7 @@ from polar_trl.record import SessionLog
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message
-from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead
+from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest, ReplyHead
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -88,6 +88,7 @@ class Session:
         self._policy = policy
         self._log = log
         self._limits = limits
+        self._memo = ItemMemo()
         self._continuations = Continuations(policy.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
         self._lock = asyncio.Lock()
@@ -105,7 +106,7 @@ class Session:
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
         num_bytes = len(incoming.body)
-        parsed, digest = await self._policy.work(num_bytes, partial(_parse, dialect, incoming))
+        parsed, digest = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
             if self._closed:
                 raise session_ended()
@@ -288,12 +289,17 @@ def internal_error() -> WireError:
     return WireError("the proxy failed on this request; its log has the reason", status=500, kind="internal")
 
 
-def _parse(dialect: Dialect, incoming: Incoming) -> tuple[ParsedRequest, bytes]:
+def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[ParsedRequest, bytes]:
     """The request, and a digest that only a retry of it shares."""
-    parsed = dialect.parse(incoming)
+    parsed = dialect.parse(incoming, memo)
     # whether it streams is no part of the question: agents whose stream broke ask again without
     question = replace(parsed.request, stream=False)
-    return parsed, hashlib.sha256(orjson.dumps(question)).digest()
+    try:
+        return parsed, hashlib.sha256(orjson.dumps(question)).digest()
+    except orjson.JSONEncodeError as error:
+        raise WireError(
+            f"tools: cannot be written as JSON again ({error}); nest the parameters less deeply"
+        ) from error
 
 
 def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> Message:

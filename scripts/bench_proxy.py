@@ -90,7 +90,7 @@ class FourByteRenderer(ByteRenderer):
 
 
 def _pack(ids: TokenIds) -> TokenIds:
-    packed = []
+    packed: list[int] = []
     for start in range(0, len(ids), 4):
         group = ids[start : start + 4]
         # the marks are above 255 and stay as they are, and so does what shares their four places

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -31,17 +30,19 @@ from polar_trl.grade.command import CommandGrader
 from polar_trl.grpo.advantage import Advantages, compute_advantages
 from polar_trl.grpo.batch import Row, build_batch, row_weights, trim_padding
 from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.importance import importance_ratio, logprob_gap
+from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout import STAGES, Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout import Finished, Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.session import SessionLimits
 from polar_trl.tokens.load import load_renderer
-from polar_trl.types import Message, Task
+from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,8 @@ class PolarGRPOTrainer(GRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        if isinstance(model, str) and os.path.sep in model and not os.path.isdir(model) and model.count("/") != 1:
-            raise ConfigError(f"no model at {model!r}: give a folder with config.json and weights, or a hub id")
+        if isinstance(model, str):
+            _require_model(model)
         train_rows = build_dataset(train_dataset) if train_dataset is not None else None
         eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
         self.grader = grader or _default_grader(train_rows, eval_rows)
@@ -219,7 +220,7 @@ class PolarGRPOTrainer(GRPOTrainer):
     def _score(self, inputs: list[dict[str, Any]], finished: list[Finished], mode: str) -> Advantages:
         """Rewards of all ranks' rollouts, and their advantages (a collective)."""
         prompts = [row["prompt"] for row in inputs]
-        completions = [_conversation_after_instruction(result) for result in finished]
+        completions = [conversation_after_instruction(result.rollout) for result in finished]
         completion_ids = [
             [i for call in result.rollout.calls for i in call.completion.token_ids] for result in finished
         ]
@@ -342,10 +343,10 @@ class PolarGRPOTrainer(GRPOTrainer):
         metrics = self._metrics[mode]
         for name, column in zip(self.reward_func_names, rewards_RF.T, strict=True):
             metrics[f"rewards/{name}/mean"].append(torch.nanmean(column).item())
-            metrics[f"rewards/{name}/std"].append(_std(column))
+            metrics[f"rewards/{name}/std"].append(nan_std(column))
             self._logs["rewards"][name].extend(column.tolist())
         metrics["reward"].append(torch.nanmean(advantages.rewards_R).item())
-        metrics["reward_std"].append(_std(advantages.rewards_R))
+        metrics["reward_std"].append(nan_std(advantages.rewards_R))
         metrics["frac_reward_zero_std"].append(advantages.zero_variance_R.float().mean().item())
         self._logs["prompt"].extend(gather_object(prompts))
         self._logs["completion"].extend(gather_object(completions))
@@ -365,31 +366,16 @@ class PolarGRPOTrainer(GRPOTrainer):
 
     def _log_rollouts(self, finished: list[Finished], rows: list[Row], advantages: Advantages, mode: str) -> None:
         """Counts and times of a generation batch, over all ranks (a collective)."""
-        summaries: list[dict[str, float]] = gather_object([_summarise(result) for result in finished])
-        trained = gather_object([sum(row.trajectory.trainable) for row in rows])
-        forwarded = gather_object([len(row.trajectory.token_ids) for row in rows])
-        totals: Counter[str] = Counter()
-        for summary in summaries:
-            totals.update(summary)
-        metrics, num = self._metrics[mode], len(summaries)
-        lengths = [summary["sampled_tokens"] for summary in summaries]
-        metrics["completions/mean_length"].append(sum(lengths) / num)
-        metrics["completions/min_length"].append(min(lengths))
-        metrics["completions/max_length"].append(max(lengths))
-        metrics["completions/clipped_ratio"].append(totals["cut_by_length"] / num)
-        metrics["polar/sampled_tokens"].append(totals["sampled_tokens"])
-        metrics["polar/trained_tokens"].append(sum(trained))
-        metrics["polar/forwarded_tokens"].append(sum(forwarded))
-        metrics["polar/calls_per_rollout"].append(totals["calls"] / num)
-        metrics["polar/trajectories_per_rollout"].append(totals["trajectories"] / num)
+        summaries: list[dict[str, float]] = gather_object([summarise(result) for result in finished])
+        lengths: list[tuple[int, int]] = gather_object(
+            [(sum(row.trajectory.trainable), len(row.trajectory.token_ids)) for row in rows]
+        )
+        metrics = self._metrics[mode]
+        for name, value in build_rollout_metrics(summaries, lengths).items():
+            metrics[name].append(value)
         metrics["polar/rollouts_without_reward"].append(int((~advantages.scored_R).sum()))
-        for key, value in sorted(totals.items()):
-            if key.startswith(("counters/", "dropped/", "stopped/")):
-                metrics[f"polar/{key}"].append(value)
-            elif key.startswith("seconds/"):
-                metrics[f"polar/{key}"].append(value / num)
         if mode == "train":
-            self.state.num_input_tokens_seen += sum(forwarded)
+            self.state.num_input_tokens_seen += sum(num_tokens for _, num_tokens in lengths)
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _log_phase(self, mode: str, name: str, started: float) -> None:
@@ -409,56 +395,18 @@ grader_reward.__name__ = "grader"
 _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")
 
 
+def _require_model(model: str) -> None:
+    """Fail in one sentence, before anything is loaded, where `model` leads to no model."""
+    try:
+        AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        hint = "give a folder with config.json and weights, or a hub id that this machine can reach"
+        raise ConfigError(f"no model at {model!r}: {hint} ({str(error).splitlines()[0]})") from error
+
+
 def _default_grader(*datasets: Dataset | None) -> Grader | None:
     """The command grader if any task names a command."""
     for rows in datasets:
         if rows is not None and any(parse_task(row).grader for row in rows):
             return CommandGrader()
     return None
-
-
-def _conversation_after_instruction(result: Finished) -> list[dict[str, Any]]:
-    """The last call's conversation after its first user message, in TRL's conversational form."""
-    calls = result.rollout.calls
-    if not calls:
-        return [{"role": "assistant", "content": ""}]
-    messages = [*calls[-1].request.messages, calls[-1].message]
-    first_user = next((i for i, m in enumerate(messages) if m.role == "user"), -1)
-    return [_message_to_dict(m) for m in messages[first_user + 1 :]]
-
-
-def _message_to_dict(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": message.text}
-    if message.reasoning:
-        plain["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}}
-            for c in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
-
-
-def _summarise(result: Finished) -> dict[str, float]:
-    """Numbers of one rollout, all of which may be added up over rollouts."""
-    rollout, reconstruction = result.rollout, result.reconstruction
-    summary: dict[str, float] = {
-        "calls": len(rollout.calls),
-        "sampled_tokens": sum(len(call.completion.token_ids) for call in rollout.calls),
-        "trajectories": len(reconstruction.trajectories),
-        "cut_by_length": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
-        f"stopped/{rollout.stop_reason}": 1,
-    }
-    counters = {**rollout.counters, **reconstruction.counters}
-    summary |= {f"counters/{name}": count for name, count in counters.items()}
-    summary |= {f"dropped/{reason}": count for reason, count in reconstruction.dropped.items()}
-    summary |= {f"seconds/{phase}": rollout.seconds[phase] for phase in ("queue", *STAGES)}
-    return summary
-
-
-def _std(values: Tensor) -> float:
-    """Sample standard deviation of what is not NaN; NaN where fewer than two values are."""
-    kept = values[~torch.isnan(values)]
-    return kept.std().item() if kept.numel() > 1 else math.nan

@@ -14,6 +14,7 @@ from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.types import Call, ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
 from polar_trl.wire.base import (
     Incoming,
+    ItemMemo,
     ParsedRequest,
     ReplyHead,
     Route,
@@ -56,12 +57,12 @@ class OpenAIChat:
         scheme, _, key = incoming.headers.get("authorization", "").partition(" ")
         return key.strip() or None if scheme.lower() == "bearer" else None
 
-    def parse(self, incoming: Incoming) -> ParsedRequest:
+    def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
         body = parse_object(incoming.body)
         if read_field(body, "n", int, "") not in (None, 1):
             raise WireError("n: only one choice per request is supported; send n=1 or leave it out")
         unread = list(list_unread(body, _BODY_FIELDS, ""))
-        messages = _parse_messages(body, unread)
+        messages = _parse_messages(body, unread, memo)
         tools = _parse_tools(body, unread)
         stream_options = read_field(body, "stream_options", dict, "") or {}
         usage_wanted = read_field(stream_options, "include_usage", bool, "stream_options")
@@ -129,25 +130,24 @@ class OpenAIChat:
         return orjson.dumps(entry if asked else {"object": "list", "data": [entry]})
 
 
-def _parse_messages(body: dict[str, Any], unread: list[str]) -> tuple[Message, ...]:
+def _parse_messages(body: dict[str, Any], unread: list[str], memo: ItemMemo) -> tuple[Message, ...]:
     raw = read_field(body, "messages", list, "")
     if not raw:
         raise WireError("messages: must hold at least one message")
-    messages = []
-    unread_fields: set[str] = set()
+    messages = memo.parse_items(raw, _parse_message)
+    seen = set(_MESSAGE_FIELDS)
     for index, item in enumerate(raw):
-        path = f"messages[{index}]"
-        if not isinstance(item, dict):
-            raise WireError(f"{path}: must be an object, not {json_type(item)}")
-        messages.append(_parse_message(item, path))
         # histories repeat the same unknown field on every message; its first place is enough
-        for field_name in item.keys() - _MESSAGE_FIELDS - unread_fields:
-            unread_fields.add(field_name)
-            unread.append(f"{path}.{field_name}")
+        if not item.keys() <= seen:
+            unread += list_unread(item, seen, f"messages[{index}]")
+            seen |= item.keys()
     return tuple(messages)
 
 
-def _parse_message(item: dict[str, Any], path: str) -> Message:
+def _parse_message(item: Any, index: int) -> Message:
+    path = f"messages[{index}]"
+    if not isinstance(item, dict):
+        raise WireError(f"{path}: must be an object, not {json_type(item)}")
     role = item.get("role")
     if role not in _ROLES:
         raise WireError(f"{path}.role: must be one of {', '.join(_ROLES)}")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Tool, ToolCall
-from polar_trl.wire.base import Incoming, ParsedRequest, ReplyHead
+from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead
 from polar_trl.wire.openai_chat import OpenAIChat
 
 DIALECT = OpenAIChat()
@@ -15,7 +15,11 @@ HELLO = {"role": "user", "content": "hello"}
 
 
 def parse(**body: object) -> ParsedRequest:
-    return DIALECT.parse(Incoming(body=orjson.dumps({"messages": [HELLO], **body})))
+    return read(orjson.dumps({"messages": [HELLO], **body}))
+
+
+def read(body: bytes) -> ParsedRequest:
+    return DIALECT.parse(Incoming(body=body), ItemMemo())
 
 
 def refusal(**body: object) -> str:
@@ -125,6 +129,27 @@ def test_malformed_arguments_in_the_history_are_kept_and_marked() -> None:
     )
 
 
+def test_a_history_that_was_read_before_is_read_as_without_memory() -> None:
+    memo = ItemMemo()
+    calls = [{"id": "c", "type": "function", "function": {"name": "sh", "arguments": "{}"}}]
+    grown: list[dict[str, object]] = [
+        HELLO,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "x"},
+    ]
+    edited = [HELLO | {"content": "hello!"}, *grown[1:], HELLO | {"name": "bob"}]
+    before: tuple[Message, ...] = ()
+    for messages in (grown[:1], grown, edited, grown[:2]):
+        body = orjson.dumps({"messages": messages})
+        request = DIALECT.parse(Incoming(body=body), memo).request
+        assert request == read(body).request
+        before = before or request.messages
+        if messages is grown:
+            assert request.messages[0] is before[0]
+    with pytest.raises(WireError, match=r"messages\[1\]\.content"):
+        DIALECT.parse(Incoming(body=orjson.dumps({"messages": [HELLO, {"role": "user"}]})), memo)
+
+
 def test_the_smaller_token_limit_counts() -> None:
     assert parse(max_tokens=7, max_completion_tokens=5).request.sampling.max_tokens == 5
 
@@ -169,13 +194,13 @@ def test_a_bad_field_is_refused_by_its_path(body: dict[str, object], sentence: s
 @pytest.mark.parametrize("body", [b"", b"{", b"nope", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000])
 def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(WireError, match="the body is not valid JSON") as caught:
-        DIALECT.parse(Incoming(body=body))
+        read(body)
     assert caught.value.status == 400
 
 
 def test_half_an_emoji_is_replaced() -> None:
     body = b'{"messages": [{"role": "user", "content": "cut \\ud83d here \\\\ud83d \\u00e9"}]}'
-    assert DIALECT.parse(Incoming(body=body)).request.messages[0].text == "cut ? here \\ud83d é"
+    assert read(body).request.messages[0].text == "cut ? here \\ud83d é"
 
 
 json_values = st.recursive(
@@ -200,7 +225,7 @@ near_misses = st.recursive(
 @given(json_values | near_misses | st.fixed_dictionaries({"messages": st.lists(near_misses, max_size=3)}))
 def test_any_json_is_read_or_refused(value: object) -> None:
     try:
-        request = DIALECT.parse(Incoming(body=orjson.dumps(value))).request
+        request = read(orjson.dumps(value)).request
     except WireError as error:
         assert error.status == 400
         assert orjson.loads(DIALECT.render_error(error))["error"]["message"] == str(error)
@@ -211,7 +236,7 @@ def test_any_json_is_read_or_refused(value: object) -> None:
 @given(st.binary(max_size=50))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     with pytest.raises(WireError):
-        DIALECT.parse(Incoming(body=body))
+        read(body)
 
 
 TOOLS_REPLY = Message(
