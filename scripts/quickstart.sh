@@ -4,12 +4,12 @@
 #   bash scripts/quickstart.sh
 #   bash scripts/quickstart.sh --seed 7 --steps 12
 #
-# Options: --seed N (default 42), --steps N (default 24); anything else goes to scripts/train.py.
+# Options: --seed N (default 42), --steps N (default 20); anything else goes to scripts/train.py.
 # Installs into .venv, keeps the model in .cache, writes the run to runs/quickstart-seed<N>-<time>.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-seed=42 steps=24 rest=()
+seed=42 steps=20 rest=()
 while [ $# -gt 0 ]; do
   case $1 in
     --seed|--steps)

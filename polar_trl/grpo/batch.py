@@ -66,6 +66,26 @@ def row_weights(rows: Sequence[Row], *, loss_type: str, num_rows: int, num_rollo
     return [scale * sum(r.trajectory.trainable) / rollout_tokens[r.trajectory.rollout_id] for r in rows]
 
 
+def split_batch(batch: Mapping[str, Any], num_parts: int, *, by_length: bool) -> list[dict[str, Any]]:
+    """Equal parts of a batch's rows, for one forward pass each.
+
+    Args:
+        batch: Tensors whose first dimension is B; scalars (0-d) go to every part.
+        num_parts: Divides B.
+        by_length: Put rows of like length together, so that little is padded; else in random order, for parts that
+            go to different optimizer steps.
+    """
+    num_rows = batch["completion_mask"].size(0)
+    if by_length:
+        order = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).argsort()
+    else:
+        order = torch.randperm(num_rows).to(batch["completion_mask"].device)
+    return [
+        trim_padding({key: tensor[rows] if tensor.dim() else tensor for key, tensor in batch.items()})
+        for rows in order.chunk(num_parts)
+    ]
+
+
 def trim_padding(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The same rows without the columns in which none of them has a token.
 

@@ -28,7 +28,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grpo.advantage import Advantages, compute_advantages
-from polar_trl.grpo.batch import Row, build_batch, row_weights, trim_padding
+from polar_trl.grpo.batch import Row, build_batch, row_weights, split_batch
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
@@ -116,6 +116,7 @@ class PolarGRPOTrainer(GRPOTrainer):
         self.vllm_generation: ColocatedVllm
         self._engine_checked = False
         self._num_batches = 0
+        self._buffered_inputs: list[dict[str, Any]] | None  # TRL's: what is left of the last generation batch
         self._last_loaded_step: int  # TRL's: the step whose weights the engine has
         self._loss_inputs: dict[str, Any] | None = None
         self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
@@ -157,6 +158,21 @@ class PolarGRPOTrainer(GRPOTrainer):
         self.vllm_generation.engine.close()
 
     # From data rows to tensors.
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """Roll out once per generation batch, and hand out its rows part by part.
+
+        TRL deals rows out in random order. Where all parts go into one optimizer step, order has no meaning, and rows
+        of like length are put together instead.
+        """
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        steps = self.args.steps_per_generation
+        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            one_update = self.args.gradient_accumulation_steps % steps == 0 and self.num_iterations == 1
+            self._buffered_inputs = split_batch(batch, steps, by_length=one_update)
+        return self._buffered_inputs[self._step % steps]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Roll out, grade and turn into tensors one generation batch of this rank (R local rollouts)."""
@@ -287,9 +303,9 @@ class PolarGRPOTrainer(GRPOTrainer):
     # The comparison with the engine, inside TRL's loss.
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self._loss_inputs = trim_padding(inputs)
+        self._loss_inputs = inputs
         try:
-            return super()._compute_loss(model, self._loss_inputs)
+            return super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs = None
 

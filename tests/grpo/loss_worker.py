@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
-from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 from worker_common import build_trainer
 
-from polar_trl.grpo.batch import Row
+from polar_trl.grpo.batch import Row, split_batch
 from polar_trl.reconstruct.cut import cut_trajectory
 from polar_trl.reconstruct.merge import build_prefix_merged
 from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout
@@ -63,11 +62,10 @@ for loss_type in LOSS_TYPES:
             rollout = build_rollout(number)
             (whole,) = build_prefix_merged(rollout).trajectories
             rows += [Row(trajectory=t, advantage=advantages[number]) for t in cut_trajectory(whole, rollout, parts)]
-        # An uneven spread: the last rank also leaves one filler row behind.
-        batch = shuffle_sequence_dict(trainer._build_batch(rows, "train"))
+        batch = trainer._build_batch(rows, "train")
         trainer.model.zero_grad()
         total = 0.0
-        for inputs in split_tensor_dict(batch, trainer.args.steps_per_generation):
+        for inputs in split_batch(batch, trainer.args.steps_per_generation, by_length=parts != 2):
             loss = trainer._compute_loss(trainer.model, inputs)
             loss.backward()
             total += loss.item()

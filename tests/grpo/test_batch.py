@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polar_trl.errors import LawError
-from polar_trl.grpo.batch import Row, build_batch, row_weights
+from polar_trl.grpo.batch import Row, build_batch, row_weights, split_batch
 from polar_trl.grpo.importance import importance_ratio, logprob_gap
 from polar_trl.types import Trajectory
 
@@ -76,3 +76,26 @@ def test_importance_ratios(mode: str, expected: list[list[float]]) -> None:
 def test_the_gap_counts_trained_tokens_only() -> None:
     gap = logprob_gap(torch.tensor([[0.0, -1.0, -9.0]]), torch.tensor([[-0.5, -1.25, 0.0]]), torch.tensor([[1, 1, 0]]))
     assert (gap.total.item(), gap.count.item(), gap.largest.item()) == (0.75, 2.0, 0.5)
+
+
+@pytest.mark.parametrize("by_length", [True, False])
+def test_parts_hold_every_token_once(by_length: bool) -> None:
+    masks = ["..x", ".....xx.xx", ".x", "...xxx"]
+    rows = [Row(trajectory=trajectory(m, m, first_id=100 * i), advantage=i) for i, m in enumerate(masks)]
+    batch = build_batch(rows, [1.0] * 4, num_rows=4, pad_token_id=0, device=torch.device("cpu"))
+    batch["num_items_in_batch"] = torch.tensor(8)
+    parts = split_batch(batch, 2, by_length=by_length)
+    seen = []
+    for part in parts:
+        assert part["num_items_in_batch"] == 8
+        # no column is padding only
+        assert part["prompt_mask"].any(dim=0).all()
+        assert part["completion_mask"].any(dim=0).all()
+        for b in range(2):
+            ids = part["prompt_ids"][b][part["prompt_mask"][b] == 1].tolist()
+            ids += part["completion_ids"][b][part["completion_mask"][b] == 1].tolist()
+            seen.append((ids, part["advantages"][b].item(), part["tool_mask"][b].sum().item()))
+    expected = [(list(r.trajectory.token_ids), r.advantage, sum(r.trajectory.trainable)) for r in rows]
+    assert sorted(seen) == sorted(expected)
+    if by_length:
+        assert parts[0]["prompt_ids"].size(1) + parts[0]["completion_ids"].size(1) == 3
