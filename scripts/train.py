@@ -18,16 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polar_trl.grade.command import CommandGrader
-from polar_trl.grade.function import FunctionGrader
-from polar_trl.harness.shell import ShellHarness
-from polar_trl.tasks.jsonl import load_tasks
 from trl import ModelConfig, TrlParser, get_peft_config
+from yaml import YAMLError
 
 from polar_trl.errors import PolarError
 from polar_trl.grade.base import Grader
+from polar_trl.grade.command import CommandGrader
+from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.tasks.jsonl import load_tasks
 
 
 @dataclass
@@ -69,6 +70,8 @@ def parse_arguments() -> tuple[RunArguments, PolarGRPOConfig, ModelConfig]:
     parser = TrlParser((RunArguments, PolarGRPOConfig, ModelConfig), description=__doc__)
     try:
         run, args, model = parser.parse_args_and_config()
+    except (OSError, YAMLError, PolarError) as error:
+        sys.exit(f"train: {error}")
     except ValueError as error:
         known = [name for group in parser.dataclass_types for name in group.__dataclass_fields__]
         words = [word.strip("-'\"[],.=") for word in str(error).split()]
@@ -82,7 +85,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         trainer = build_trainer(run, args, model_config)
-    except PolarError as error:
+    except (PolarError, OSError) as error:
         sys.exit(f"train: {error}")
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
