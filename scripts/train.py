@@ -3,7 +3,9 @@
 
   accelerate launch scripts/train.py --config configs/quickstart.yaml
   accelerate launch scripts/train.py --config configs/quickstart.yaml --max_steps 3 --seed 7
-  accelerate launch --num_processes 2 scripts/train.py --config configs/quickstart.yaml
+  accelerate launch --multi_gpu --num_processes 2 scripts/train.py --config configs/quickstart.yaml
+
+The last form is for two CPU processes too: without --multi_gpu, accelerate starts one process on a CPU.
 
 The keys are those of `RunArguments` below, of `PolarGRPOConfig` (which holds all of TRL's `GRPOConfig`) and of TRL's
 `ModelConfig` (model_name_or_path, use_peft, lora_r, ...). Unknown keys are refused.

@@ -4,7 +4,9 @@ Refuses what the package does not promise: a continuation that does not begin wi
 calls are read from their own text, so that arguments stay as sampled and none is lost.
 """
 
+import difflib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,8 +15,17 @@ from renderers.configs import config_from_name
 
 from polar_trl.errors import ConfigError, RenderError
 from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
-from polar_trl.tokens.tool_calls import UNNAMED, ParsedCall, build_tool_calls, parse_json_call, parse_xml_call
+from polar_trl.tokens.tool_calls import (
+    UNNAMED,
+    ParsedCall,
+    build_tool_calls,
+    parse_json_call,
+    parse_xml_call,
+    split_tagged_calls,
+)
 from polar_trl.types import Message, TokenIds, Tool
+
+logger = logging.getLogger(__name__)
 
 FAMILIES = tuple(sorted(set(MODEL_RENDERER_MAP.values())))
 """Names of the families, such as "qwen3" and "qwen3.5"."""
@@ -45,9 +56,7 @@ class FamilyRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if family not in FAMILIES:
-            raise ConfigError(
-                f"no model family {family!r}; known are {', '.join(FAMILIES)}, and 'template' for others"
-            )
+            raise ConfigError(_describe_unknown(family))
         config = config_from_name(family)
         assert config is not None
         if thinking == "keep":
@@ -101,15 +110,34 @@ class FamilyRenderer:
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """The message that the sampled ids spell; text after a tool call is kept too."""
-        parsed = self._renderer.parse_response(
-            list(completion_ids), tools=_build_tools(tools), prompt_ids=list(prompt_ids)
-        )
+        try:
+            parsed = self._renderer.parse_response(
+                list(completion_ids), tools=_build_tools(tools), prompt_ids=list(prompt_ids)
+            )
+        except (ValueError, RecursionError) as error:
+            # renderers expects JSON to fail by its syntax only; a number of 5000 digits or 1000 nested brackets, which
+            # a policy stuck in a loop does sample, fails otherwise
+            logger.warning("%s cannot read a reply of %d tokens: %s", self.family, len(completion_ids), error)
+            return self._parse_tags(prompt_ids, completion_ids)
         calls = [_read_call(call, tools) for call in parsed.tool_calls]
         texts = [parsed.content, *self._texts_after_calls(parsed, completion_ids)]
         return Message(
             role="assistant",
             text="\n".join(text for text in texts if text),
             reasoning=(parsed.reasoning_content or "").strip() or None,
+            tool_calls=tuple(build_tool_calls(calls, prompt_ids, completion_ids)),
+        )
+
+    def _parse_tags(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> Message:
+        """The message by its tags alone; a call in it that cannot be read is marked."""
+        end = next((i for i, token in enumerate(completion_ids) if token in self.stop_token_ids), len(completion_ids))
+        text = self._tokenizer.decode(list(completion_ids[:end]), skip_special_tokens=False)
+        reasoning, closed, rest = text.partition("</think>")
+        text, calls = split_tagged_calls(rest if closed else text)
+        return Message(
+            role="assistant",
+            text=text.strip("\n"),
+            reasoning=(reasoning.strip().removeprefix("<think>").strip() or None) if closed else None,
             tool_calls=tuple(build_tool_calls(calls, prompt_ids, completion_ids)),
         )
 
@@ -142,6 +170,12 @@ class FamilyRenderer:
         except RenderError:
             return False
         return _PROBE_INSTRUCTION.text in self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _describe_unknown(family: str) -> str:
+    near = difflib.get_close_matches(family.lower(), (*FAMILIES, "auto", "template"), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return f"no model family {family!r}; {hint}known are {', '.join(FAMILIES)}; 'template' is for all others"
 
 
 def _read_call(call: ParsedToolCall, tools: Sequence[Tool]) -> ParsedCall:

@@ -67,7 +67,7 @@ def load_renderer(
         tokenizer: Its `transformers` tokenizer.
         model_name_or_path: Hub name or local folder.
         family: Chosen by hand: one of `families.FAMILIES`, taken without comparison, or "template" for the
-            tokenizer's own chat template. None finds out.
+            tokenizer's own chat template. None or "auto" finds out.
         thinking: What becomes of reasoning in earlier turns; see `FamilyRenderer`.
         template_kwargs: Switches of the chat template, such as `enable_thinking`.
         strict: With the tokenizer's own template, raise `RenderError` where replies cannot be continued exactly.
@@ -75,9 +75,12 @@ def load_renderer(
     Raises `ConfigError` for an unknown family or a switch that it does not have.
     """
     kwargs = dict(template_kwargs or {})
+    if family == "auto":
+        family = None
     if family is not None and family != "template":
+        renderer = FamilyRenderer(tokenizer, family, thinking=thinking, template_kwargs=kwargs)
         logger.info("renderer: %s, as asked", family)
-        return FamilyRenderer(tokenizer, family, thinking=thinking, template_kwargs=kwargs)
+        return renderer
     if family is None:
         for candidate in _list_candidates(tokenizer, model_name_or_path):
             found = _try_family(tokenizer, candidate, thinking=thinking, kwargs=kwargs)

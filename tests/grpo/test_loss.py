@@ -16,7 +16,8 @@ def run_worker(script: str, *arguments: str, processes: int = 1) -> None:
     launch = [sys.executable]
     if processes > 1:
         launch = [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)),
+            # accelerate starts one process on a CPU, whatever --num_processes says, unless it is given --multi_gpu
+            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)),
             *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
         ]
     done = subprocess.run(

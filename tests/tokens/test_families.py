@@ -136,6 +136,30 @@ def test_bad_calls_are_kept_with_their_text_and_marked(family, text, name):
     assert call.arguments not in ("", "{}")
 
 
+NESTED = '{"a": ' * 3000
+DIGITS = "1" * 6000
+
+
+@pytest.mark.parametrize(
+    ("family", "body", "kept"),
+    [
+        ("qwen3", f'{{"name": "read_file", "arguments": {{"limit": {DIGITS}}}}}', DIGITS),
+        ("qwen3", f'{{"name": "read_file", "arguments": {NESTED}', NESTED.strip()),
+        ("qwen3.5", f"<function=read_file>\n<parameter=x>\n{'[' * 3000}\n</parameter>\n</function>", "[" * 3000),
+        ("qwen3.5", f"<function=read_file>\n<parameter=limit>\n{DIGITS}\n</parameter>\n</function>", DIGITS),
+    ],
+)
+def test_calls_that_break_the_json_reader_are_kept_and_marked(family, body, kept):
+    tokenizer, renderer = build(family)
+    prompt = renderer.render(HEAD, TOOLS)
+    text = write_thought(family, "hm") + f"I look.\n<tool_call>\n{body}\n</tool_call><|im_end|>"
+    message = renderer.parse(prompt, encode(tokenizer, text), TOOLS)
+    assert (message.text.strip(), message.reasoning) == ("I look.", "hm")
+    (call,) = message.tool_calls
+    assert kept in call.arguments
+    assert call.parse_status == "malformed"
+
+
 def test_qwen35_arguments_keep_indentation():
     tokenizer, renderer = build("qwen3.5")
     prompt = renderer.render(HEAD, TOOLS)
@@ -185,10 +209,24 @@ def test_the_family_can_be_chosen_by_hand_and_unknown_ones_are_refused():
     tokenizer = build_tokenizer(read_trl_template("qwen3"))
     assert isinstance(load_renderer(tokenizer, "x", family="template"), TemplateRenderer)
     assert load_renderer(tokenizer, "x", family="qwen3.5").family == "qwen3.5"
-    with pytest.raises(ConfigError, match="no model family 'qwen9'"):
-        load_renderer(tokenizer, "x", family="qwen9")
+    assert load_renderer(tokenizer, "x", family="auto").family == "qwen3"
+    with pytest.raises(ConfigError, match="no model family 'Qwen-3'; did you mean 'qwen3'"):
+        load_renderer(tokenizer, "x", family="Qwen-3")
+    with pytest.raises(ConfigError, match="no model family 'zzzzzz'; known are deepseek-r1"):
+        load_renderer(tokenizer, "x", family="zzzzzz")
     with pytest.raises(ConfigError, match="colour"):
         load_renderer(tokenizer, "x", family="qwen3", template_kwargs={"colour": "red"})
+
+
+def test_the_choice_and_its_reason_are_logged(caplog):
+    caplog.set_level("INFO", logger="polar_trl.tokens.load")
+    load_renderer(build_tokenizer(read_trl_template("qwen3")), "x")
+    load_renderer(build_tokenizer(CHATML), "Qwen/Qwen3-8B")
+    assert caplog.messages[0] == "renderer: qwen3, which writes what the tokenizer's chat template writes"
+    assert any(
+        "not qwen3" in message and "differs from the chat template on" in message for message in caplog.messages
+    )
+    assert caplog.messages[-1] == "renderer: the tokenizer's own chat template"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
