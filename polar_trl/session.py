@@ -81,6 +81,9 @@ class Turn:
         raise internal_error() from error
 
 
+_Answer = Callable[[Turn], Coroutine[Any, Any, Call]]
+
+
 class Session:
     """One session's calls, from a request to a recorded call. Used on the event loop only."""
 
@@ -115,13 +118,12 @@ class Session:
                 self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
             elif self._is_over_budget():
                 self._log.count("budget_messages")
-                turn = self._new_turn(digest, 0, num_bytes)
-                self._run(turn, self._answer_over_budget(turn, dialect.name, parsed.request))
+                answer = partial(self._answer_over_budget, dialect.name, parsed.request)
+                turn = self._start(answer, digest, 0, num_bytes)
             else:
                 prompt = await self._policy.work(num_bytes, partial(self._build_prompt, parsed.request))
-                params = self._build_params(prompt)
-                turn = self._new_turn(digest, len(prompt.ids), num_bytes)
-                self._run(turn, self._answer(turn, dialect.name, prompt, params))
+                answer = partial(self._answer, dialect.name, prompt, self._build_params(prompt))
+                turn = self._start(answer, digest, len(prompt.ids), num_bytes)
             turn.num_waiting += 1
         return turn, parsed
 
@@ -158,7 +160,7 @@ class Session:
             options=parsed.reply_options,
         )
 
-    def _new_turn(self, digest: bytes, num_prompt_tokens: int, num_body_bytes: int) -> Turn:
+    def _start(self, answer: _Answer, digest: bytes, num_prompt_tokens: int, num_body_bytes: int) -> Turn:
         turn = Turn(
             number=self._num_turns,
             digest=digest,
@@ -167,13 +169,11 @@ class Session:
             num_body_bytes=num_body_bytes,
         )
         self._num_turns += 1
-        return turn
-
-    def _run(self, turn: Turn, answer: Coroutine[Any, Any, Call]) -> None:
-        turn.task = asyncio.create_task(answer)
-        self._turns[turn.digest] = turn
+        self._turns[digest] = turn
         self._running.add(turn)
+        turn.task = asyncio.create_task(answer(turn))
         turn.task.add_done_callback(partial(self._end, turn))
+        return turn
 
     def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
         self._running.discard(turn)
@@ -229,7 +229,7 @@ class Session:
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._policy.renderer.stop_token_ids))),
         )
 
-    async def _answer(self, turn: Turn, dialect_name: str, prompt: Prompt, params: GenerationParams) -> Call:
+    async def _answer(self, dialect_name: str, prompt: Prompt, params: GenerationParams, turn: Turn) -> Call:
         try:
             completion = await self._policy.engine.generate(prompt.ids, params)
         except EngineError as error:
@@ -249,7 +249,7 @@ class Session:
         self._num_sampled += len(completion.token_ids)
         return call
 
-    async def _answer_over_budget(self, turn: Turn, dialect_name: str, request: ChatRequest) -> Call:
+    async def _answer_over_budget(self, dialect_name: str, request: ChatRequest, turn: Turn) -> Call:
         turn.sampled = True
         prompt = Prompt(ids=(), parent=None, forked=False, request=request)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop")
@@ -297,9 +297,7 @@ def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[Parsed
     try:
         return parsed, hashlib.sha256(orjson.dumps(question)).digest()
     except orjson.JSONEncodeError as error:
-        raise WireError(
-            f"tools: cannot be written as JSON again ({error}); nest the parameters less deeply"
-        ) from error
+        raise WireError(f"tools: {error}; nest the parameters less deeply") from error
 
 
 def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> Message:

@@ -1,6 +1,7 @@
 """The proxy over real sockets: what agents get, what is recorded, and that both are one."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -272,6 +273,15 @@ def test_a_bad_request_is_refused_with_a_status_even_when_streaming() -> None:
     assert log.calls == ()
 
 
+def test_tools_that_cannot_be_written_again_are_refused() -> None:
+    deep = '{"a":' * 300 + "1" + "}" * 300
+    body = '{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": '
+    with serve(ScriptedEngine([])) as proxy, http(proxy.open_session(new_log())) as agent:
+        refused = agent.post(CHAT, content=f'{body}{{"name": "sh", "parameters": {deep}}}}}]}}')
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].endswith("nest the parameters less deeply")
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     value=st.recursive(
@@ -281,7 +291,7 @@ def test_a_bad_request_is_refused_with_a_status_even_when_streaming() -> None:
     )
 )
 def test_no_json_value_makes_the_proxy_fail(fuzzed: httpx.Client, value: object) -> None:
-    refused = fuzzed.post(CHAT, json=value) if value == value else fuzzed.post(CHAT, content=b"NaN")
+    refused = fuzzed.post(CHAT, content=json.dumps(value))  # NaN and Infinity too, which are no JSON
     assert refused.status_code == 400
     assert refused.json()["error"]["type"] == "invalid_request_error"
 

@@ -1,10 +1,11 @@
 """A task becomes a temporary folder of this machine, and commands become processes of this user in it.
 
 This is no security boundary. The agent runs as the trainer's own user: it can read what the user can read, reach the
-network, fill the disk and the process table, and signal the trainer. What it gets is a folder of its own, an environment without the
-trainer's secrets, a deadline, and an end: after each `run` nothing that it started is left, however it was detached
-(see `supervise.py`; only an agent that sends SIGKILL to its own supervisor escapes). For agents and models that are
-not trusted use the bubblewrap or docker backend.
+network, fill the disk and the process table, and signal the trainer. What it gets is a folder of its own, an
+environment without the trainer's secrets, a deadline, and an end: after each `run` nothing that it started is left,
+however it was detached (see `supervise.py`; only an agent that sends SIGKILL to its own supervisor escapes). A fork
+bomb is ended at the deadline, but until then it starves the machine unless the user has a process limit (`ulimit -u`;
+it does not bind root). For agents and models that are not trusted use the bubblewrap or docker backend.
 
 It refuses tasks that name a container image.
 """

@@ -14,7 +14,6 @@ drained here, so a flood costs the trainer neither memory nor its interpreter lo
 It refuses to grow: no import beyond what 12 ms of CPU buy, since a training step starts dozens of these.
 """
 
-import contextlib
 import ctypes
 import os
 import select
@@ -112,13 +111,19 @@ def send(pids: set[int], number: int) -> None:
             continue  # gone, or of another user: then `kill_descendants` reports that something is left
 
 
+def raise_priority() -> None:
+    """Run before all descendants: thousands of runnable ones would starve us. Others than root have `ulimit -u`."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        return
+
+
 def kill_descendants(command: Command) -> bool:
     """Kill everything below this process; False if something is still there after `KILL_LIMIT_S`."""
     limit = time.monotonic() + KILL_LIMIT_S
     if command.reap():
-        # Thousands of runnable processes would starve us; only root may do this, others rely on the user's ulimit -u.
-        with contextlib.suppress(PermissionError):
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        raise_priority()
     while command.reap():
         if time.monotonic() > limit:
             return False

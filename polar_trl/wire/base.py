@@ -97,7 +97,7 @@ class Dialect(Protocol):
         ...
 
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
-        """The request in normal form; `memo` is the session's. Raises `WireError` naming the offending field's path."""
+        """The request in normal form; `memo` is the session's. Raises `WireError` naming the field that is wrong."""
         ...
 
     def render(self, head: ReplyHead, call: Call) -> bytes:

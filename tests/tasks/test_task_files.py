@@ -1,0 +1,80 @@
+"""Task files: bad rows are named, and every ladder task is solvable and not solved by doing nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from polar_trl.errors import ConfigError, TaskError
+from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.tasks.jsonl import load_tasks, save_tasks
+from polar_trl.tasks.shell_ladder import KINDS, build_tasks, grade
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    tasks = build_tasks(list(KINDS), 10, seed=3)
+    save_tasks(tmp_path / "t.jsonl", tasks)
+    assert load_tasks(tmp_path / "t.jsonl") == tasks
+    assert load_tasks(tmp_path / "t.jsonl", limit=2) == tasks[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no task"),
+        ("{", r":1: not valid JSON"),
+        ("[]", r":1: a task is a JSON object, not list"),
+        ('{"id": "a"}', r"\(task 'a'\): 'instruction' is missing or empty"),
+        ('{"instruction": "x"}', r":1: 'id' is missing or empty"),
+        ('{"id": "a", "instruction": "x", "instructoin": "y"}', "did you mean 'instruction'"),
+        ('{"id": "a", "instruction": 3}', "'instruction' must be text, not 3"),
+        ('{"id": "a", "instruction": "x", "files": {"p": 1}}', "'files' must be an object of texts"),
+        ('{"id": "a", "instruction": "x", "agent_timeout_s": -1}', "'agent_timeout_s' must be a number of seconds"),
+        ('{"id": "a", "instruction": "x"}\n\n{"id": "a", "instruction": "y"}', r":3: the id 'a' is there twice"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(TaskError, match=message):
+        load_tasks(path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="no task file at"):
+        load_tasks(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_gold_solves_and_nothing_does_not(tmp_path: Path, kind: str) -> None:
+    for task in build_tasks([kind], 3, seed=1):
+        sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
+        assert grade(task, sandbox) <= 0.0
+        assert sandbox.run(task.metadata["gold"], env={}, timeout_s=20).exit_code == 0
+        assert grade(task, sandbox) == 1.0
+        # deleting or changing an input is not part of any solution
+        if task.files:
+            sandbox.run("for f in *.txt; do echo more >> $f; done", env={}, timeout_s=20)
+            assert grade(task, sandbox) < 0.5
+        sandbox.destroy()
+
+
+def test_partial_credit_stays_below_half(tmp_path: Path) -> None:
+    (task,) = build_tasks(["write_word"], 1, seed=1)
+    sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
+    ((path, word),) = task.metadata["expected"].items()
+    sandbox.put(path, b"")
+    empty = grade(task, sandbox)
+    sandbox.put(path, word[:-1].encode())
+    near = grade(task, sandbox)
+    assert 0 < empty < near <= 0.4
+    sandbox.destroy()
+
+
+def test_an_unknown_kind() -> None:
+    with pytest.raises(ConfigError, match="no task kind 'dance'"):
+        build_tasks(["dance"], 1, seed=0)
+
+
+def test_the_committed_set_is_what_its_generator_makes() -> None:
+    path = Path(__file__).resolve().parents[2] / "configs" / "tasks" / "shell_ladder.jsonl"
+    assert load_tasks(path) == build_tasks(["copy_command", "copy_file"], 96, seed=0)

@@ -1,0 +1,73 @@
+"""The quickstart's agent, as a process of its own, against the real proxy with scripted replies."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.proxy import Proxy
+from polar_trl.record import SessionLog
+from polar_trl.tokens.bytes import ByteRenderer
+from polar_trl.types import Message
+
+AGENT = Path(__file__).resolve().parent.parent / "examples" / "shell_agent.py"
+
+
+def run_agent(tmp_path: Path, replies: list[str], *options: str, key: str | None = None) -> tuple[object, SessionLog]:
+    renderer = ByteRenderer()
+    engine = ScriptedEngine([renderer.spell(Message(role="assistant", text=reply)) for reply in replies])
+    log = SessionLog(session_id="s", task_id="t", group_id="g")
+    with Proxy(engine, renderer, params=GenerationParams(max_tokens=200)) as proxy:
+        endpoint = proxy.open_session(log)
+        env = {
+            "PATH": "/usr/bin:/bin",
+            "OPENAI_BASE_URL": f"{endpoint.origin}/v1",
+            "OPENAI_API_KEY": key or endpoint.api_key,
+            "OPENAI_MODEL": endpoint.model,
+        }
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(AGENT), *options, "make out.txt"],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    return done, log
+
+
+def test_one_command_is_enough(tmp_path: Path) -> None:
+    done, log = run_agent(tmp_path, ["```bash\necho hi > out.txt\n```"])
+    assert done.returncode == 0
+    assert (tmp_path / "out.txt").read_text() == "hi\n"
+    assert log.calls[0].request.messages[-1].text == "make out.txt"
+
+
+def test_a_missing_closing_fence_is_forgiven(tmp_path: Path) -> None:
+    done, _ = run_agent(tmp_path, ["Sure:\n```sh\ntouch out.txt"])
+    assert done.returncode == 0
+    assert (tmp_path / "out.txt").exists()
+
+
+def test_it_asks_again_after_a_failure_and_continues_the_conversation(tmp_path: Path) -> None:
+    done, log = run_agent(tmp_path, ["no code here", "```bash\ncat nothing\n```", "```bash\ntrue\n```"])
+    assert done.returncode == 0
+    assert [call.parent for call in log.calls] == [None, 0, 1]
+    assert "no bash code block" in log.calls[1].request.messages[-1].text
+    assert "Exit code 1" in log.calls[2].request.messages[-1].text
+
+
+def test_it_gives_up(tmp_path: Path) -> None:
+    done, log = run_agent(tmp_path, ["```bash\nfalse\n```"] * 2, "--max-turns", "2")
+    assert done.returncode == 1
+    assert len(log.calls) == 2
+
+
+@pytest.mark.parametrize(("key", "message"), [("wrong", "401: unknown API key")])
+def test_a_refusal_is_passed_on(tmp_path: Path, key: str, message: str) -> None:
+    done, _ = run_agent(tmp_path, [], key=key)
+    assert done.returncode == 2
+    assert message in done.stderr
