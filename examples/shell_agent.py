@@ -66,12 +66,19 @@ def ask(messages, max_tokens):
         connection = connect(url.netloc, timeout=600)
         connection.request("POST", f"{url.path.rstrip('/')}/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
-        answer = json.loads(response.read())
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        content = response.read()
+    except (OSError, http.client.HTTPException) as error:
         fail(f"no answer from {url.netloc}: {error}")
+    keys = ("choices", 0, "message", "content") if response.status == 200 else ("error", "message")
+    try:
+        answer = json.loads(content)
+        for key in keys:
+            answer = answer[key]
+    except (ValueError, LookupError, TypeError):
+        fail(f"{url.netloc} answered {response.status}: {content[:300].decode('utf-8', 'replace')}")
     if response.status != 200:
-        fail(f"{url.netloc} answered {response.status}: {answer.get('error', {}).get('message', answer)}")
-    return answer["choices"][0]["message"]["content"] or ""
+        fail(f"{url.netloc} answered {response.status}: {answer}")
+    return answer or ""
 
 
 def read_command(reply):

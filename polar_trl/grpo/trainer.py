@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
@@ -294,8 +295,7 @@ class PolarGRPOTrainer(GRPOTrainer):
     def _reference_logps(self, scored: tuple[Any, ...]) -> Tensor:
         if self.ref_model is not None:
             return self._get_per_token_logps_and_entropies(self.ref_model, *scored)[0]
-        from trl.models.utils import use_adapter  # the adapter-free base model is the reference
-
+        # a new adapter switched off is the reference; one that training began with was kept as "ref"
         peft_model = self.accelerator.unwrap_model(self.model)
         with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
             return self._get_per_token_logps_and_entropies(self.model, *scored)[0]

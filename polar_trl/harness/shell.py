@@ -1,8 +1,10 @@
 """Any program that finds its model through environment variables, started by one shell command.
 
-It refuses an instruction that no process can be given (one with a NUL byte).
+It refuses an instruction that no process can be given (one with a NUL byte), and {instruction} inside quotes, where
+the shell would read the task's text as code.
 """
 
+import difflib
 import re
 import shlex
 from collections.abc import Mapping
@@ -13,7 +15,16 @@ from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Endpoint, Task
 
 PLACEHOLDERS = ("instruction", "model", "base_url", "api_key")
-_PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
+# What other tools call these. Left alone, the agent would be handed "{prompt}" as its task.
+MISNOMERS = {
+    "prompt": "instruction",
+    "task": "instruction",
+    "problem_statement": "instruction",
+    "url": "base_url",
+    "endpoint": "base_url",
+    "key": "api_key",
+}
+_WORD = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")  # ${model} is a variable of the shell
 
 
 class ShellHarness:
@@ -21,10 +32,12 @@ class ShellHarness:
 
     Args:
         command: For bash. `{instruction}` is replaced, quoted as one word; `{model}`, `{base_url}` (OpenAI's, ending
-            in /v1) and `{api_key}` likewise. Other braces are the shell's own.
+            in /v1) and `{api_key}` likewise. Other braces are the shell's own: `${VAR}`, `awk '{print}'`.
         name: What records and metrics call this agent.
         env: Extra variables.
         files: Path relative to HOME -> text, laid before the command starts.
+
+    Raises `ConfigError` for a command that is empty, or has a placeholder misspelled or {instruction} in quotes.
     """
 
     def __init__(
@@ -37,6 +50,7 @@ class ShellHarness:
     ) -> None:
         if not command.strip():
             raise ConfigError("the agent's command is empty; give a shell command, such as 'my-agent {instruction}'")
+        _check_placeholders(command)
         self.name = name
         self._command = command
         self._env = dict(env or {})
@@ -45,17 +59,20 @@ class ShellHarness:
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """The command for this task, and where its agent finds the policy."""
         if "\0" in task.instruction:
-            raise ConfigError(f"task {task.id}: the instruction holds a NUL byte, which no process can be given")
+            raise ConfigError(
+                f"task {task.id}: the instruction holds a NUL byte, which no process can be given; remove it"
+            )
         values = {
             "instruction": task.instruction,
             "model": endpoint.model,
             "base_url": f"{endpoint.origin}/v1",
             "api_key": endpoint.api_key,
         }
-        command = _PLACEHOLDER.sub(lambda match: shlex.quote(values[match[1]]), self._command)
-        return Launch(
-            command=command, env={**build_provider_env(endpoint), **_task_env(task), **self._env}, files=self._files
+        command = _WORD.sub(
+            lambda match: shlex.quote(values[match[1]]) if match[1] in values else match[0], self._command
         )
+        env = {**build_provider_env(endpoint), "POLAR_INSTRUCTION": task.instruction, **self._env}
+        return Launch(command=command, env=env, files=self._files)
 
     def judge_exit(self, result: ExecResult) -> bool:
         """Exit code 0."""
@@ -82,5 +99,32 @@ def build_provider_env(endpoint: Endpoint) -> dict[str, str]:
     }
 
 
-def _task_env(task: Task) -> dict[str, str]:
-    return {"POLAR_INSTRUCTION": task.instruction}
+def _check_placeholders(command: str) -> None:
+    for match in _WORD.finditer(command):
+        word = match[1]
+        if word == "instruction" and _is_quoted(command[: match.start()]):
+            raise ConfigError(
+                "the agent's command has {instruction} inside quotes; it is quoted already, so write it bare, "
+                'or write "$POLAR_INSTRUCTION"'
+            )
+        if word not in PLACEHOLDERS:
+            near = difflib.get_close_matches(word.lower(), PLACEHOLDERS, n=1, cutoff=0.75)
+            if meant := near[0] if near else MISNOMERS.get(word.lower()):
+                allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+                raise ConfigError(
+                    f"the agent's command has {{{word}}}; did you mean {{{meant}}}? The placeholders are {allowed}"
+                )
+
+
+def _is_quoted(text: str) -> bool:
+    """Whether the shell is inside quotes after `text`. Knows quotes and backslashes, not here-documents."""
+    quote = ""
+    characters = iter(text)
+    for character in characters:
+        if character == "\\" and quote != "'":
+            next(characters, None)
+        elif quote:
+            quote = "" if character == quote else quote
+        elif character in ("'", '"'):
+            quote = character
+    return bool(quote)

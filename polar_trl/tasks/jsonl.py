@@ -6,11 +6,12 @@ It refuses a row that it would have to guess about, and names the file, the line
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polar_trl.errors import TaskError
+from polar_trl.errors import ConfigError, TaskError
 from polar_trl.types import Task
 
 _FIELDS = {field.name for field in dataclasses.fields(Task)}
@@ -21,8 +22,11 @@ _REQUIRED = ("id", "instruction")
 
 def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
     """The file's tasks, the first `limit` of them if that is given. Raises `TaskError`."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit is {limit}; it must be at least 1")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # only a newline ends a line: JSON text may hold U+2028 and others that `splitlines` cuts at
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise TaskError(f"no task file at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -45,10 +49,10 @@ def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
 def save_tasks(path: Path, tasks: Sequence[Task]) -> None:
     """Write the tasks, fields at their defaults left out."""
     defaults = dataclasses.asdict(Task(id="", instruction=""))
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
         for task in tasks:
             row = {name: value for name, value in dataclasses.asdict(task).items() if value != defaults[name]}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _parse_row(line: str, where: str) -> Task:
@@ -81,6 +85,6 @@ def _complain(name: str, value: Any) -> str | None:
         is_map = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
         return None if is_map else "an object of texts"
     if name.endswith("_timeout_s"):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        return None if is_number else "a number of seconds above 0"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return None if is_number and math.isfinite(value) and value > 0 else "a number of seconds above 0"
     return None if isinstance(value, Mapping) else "an object"

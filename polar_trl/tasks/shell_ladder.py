@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from polar_trl.errors import ConfigError
+from polar_trl.errors import ConfigError, FileTooLargeError
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.tasks.jsonl import save_tasks
 from polar_trl.types import Task
@@ -120,7 +120,10 @@ def grade(task: Task, sandbox: Sandbox) -> float:
 
 
 def _read(sandbox: Sandbox, path: str) -> str | None:
-    content = sandbox.get(path, max_bytes=1 << 20)
+    try:
+        content = sandbox.get(path, max_bytes=4096)
+    except FileTooLargeError:
+        return ""  # there and wrong, since no answer is that long: the agent's failure, not the grader's
     return None if content is None else content.decode("utf-8", "replace")
 
 

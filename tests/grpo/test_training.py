@@ -137,3 +137,34 @@ def test_two_processes_with_different_numbers_of_rows(tiny_model: Path, tmp_path
     other = json.loads((tmp_path / "rank1.json").read_text())
     assert other["weights_sum"] == pytest.approx(load(tmp_path)["weights_sum"], rel=1e-9)
     assert load(tmp_path)["greedy_gap_max"] < 1e-4
+
+
+def test_lora_evaluation_reward_functions_and_a_kl_penalty(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {
+        "everything": True,
+        "beta": 0.05,
+        "num_iterations": 2,
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 5e-2,
+        "log_completions": True,
+    }
+    run_worker("train_worker.py", str(tiny_model), str(tmp_path), "ok,ok", json.dumps(settings))
+    result = load(tmp_path)
+    trained = steps(tmp_path)
+    # four updates from two generation batches: what the second update of each sees is off-policy
+    assert [entry["step"] for entry in trained] == [1, 3]
+    assert all(entry["rewards/brevity/mean"] < 0 for entry in trained)
+    assert trained[0]["reward"] == pytest.approx(
+        trained[0]["rewards/grader/mean"] + trained[0]["rewards/brevity/mean"]
+    )
+    evaluated = [entry for entry in result["log"] if "eval_reward" in entry]
+    assert [entry["step"] for entry in evaluated] == [2, 4]
+    assert all(entry["eval_polar/calls_per_rollout"] == 3 for entry in evaluated)
+    assert any(entry.get("kl", 0) > 0 for entry in result["log"])
+    # the engine has the merged adapter's weights
+    assert result["moved"] > 1e-3
+    assert result["greedy_gap_max"] < 1e-4
+    assert list(tmp_path.glob("completions/*.parquet"))

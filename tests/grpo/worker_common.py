@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from peft import LoraConfig
+
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trainer import PolarGRPOTrainer
@@ -33,7 +35,19 @@ def build_tasks(behaviours: list[str]) -> list[Task]:
     ]
 
 
-def build_trainer(model: str, output: Path, behaviours: list[str], **settings: Any) -> PolarGRPOTrainer:
+def brevity(completions: list[Any], rollouts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A TRL reward function beside the grader: fewer distinct tokens are better."""
+    assert all(completion[-1]["role"] in ("assistant", "user") for completion in completions)
+    assert [len(ids) for ids in completion_ids] == [
+        sum(len(call.completion.token_ids) for call in rollout.calls) for rollout in rollouts
+    ]
+    return [-len(set(ids)) / 100 for ids in completion_ids]
+
+
+def build_trainer(
+    model: str, output: Path, behaviours: list[str], *, everything: bool = False, **settings: Any
+) -> PolarGRPOTrainer:
+    """A trainer on the tiny model; `everything` adds LoRA, evaluation and a TRL reward function."""
     defaults: dict[str, Any] = {
         "output_dir": str(output),
         "per_device_train_batch_size": 4,
@@ -59,4 +73,7 @@ def build_trainer(model: str, output: Path, behaviours: list[str], **settings: A
         train_dataset=build_tasks(behaviours),
         harness=ShellHarness("python3 -I -S ~/agent.py {instruction}", files={"agent.py": AGENT.read_text()}),
         grader=FunctionGrader(grade),
+        eval_dataset=build_tasks(["ok", "fork"]) if everything else None,
+        reward_funcs=[brevity] if everything else [],
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if everything else None,
     )
