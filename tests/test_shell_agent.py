@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,48 @@ def test_a_refusal_is_passed_on(tmp_path: Path, key: str, message: str) -> None:
     done, _ = run_agent(tmp_path, [], key=key)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+class _Canned(BaseHTTPRequestHandler):
+    """Answers every request with the server's `canned` status and body."""
+
+    def do_POST(self) -> None:
+        status, body = self.server.canned  # type: ignore[attr-defined]
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (502, b"<html>bad gateway</html>", "answered 502: <html>bad gateway"),
+        (500, b'{"error": {"message": "engine died"}}', "answered 500: engine died"),
+        (200, b"[1]", "answered 200: [1]"),
+        (200, b'{"choices": []}', "answered 200: {"),
+    ],
+)
+def test_an_endpoint_that_fails_is_named(tmp_path: Path, status: int, body: bytes, message: str) -> None:
+    server = HTTPServer(("127.0.0.1", 0), _Canned)
+    server.canned = (status, body)  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    env = {"PATH": "/usr/bin:/bin", "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1"}
+    command = [sys.executable, "-I", "-S", str(AGENT), "x"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    thread.join()
+    server.server_close()
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+def test_an_endpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    env = {"PATH": "/usr/bin:/bin", "OPENAI_BASE_URL": "http://127.0.0.1:1/v1"}
+    command = [sys.executable, "-I", "-S", str(AGENT), "x"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no answer from 127.0.0.1:1" in done.stderr

@@ -6,7 +6,7 @@ It refuses to guess: a command that fails in any way but "1, the work is wrong" 
 import math
 from typing import Literal
 
-from polar_trl.errors import ConfigError, GradeError
+from polar_trl.errors import GradeError
 from polar_trl.sandbox.base import ExecResult, Sandbox
 from polar_trl.types import Task
 
@@ -18,7 +18,8 @@ class CommandGrader:
         command: For bash; a task's own `grader` comes before it.
         reward: "exit_code": 0 is reward 1, 1 is reward 0, and any other exit (127, a signal) means that the grader
             itself failed. Many test runners exit with 2 where the agent's code cannot even be imported (pytest does):
-            write `pytest ... || exit 1` if that is to count as wrong. "stdout": it exits with 0, and the last line that it prints is the reward.
+            write `pytest ... || exit 1` if that is to count as wrong. "stdout": it exits with 0, and the last line
+            that it prints is the reward.
     """
 
     def __init__(self, command: str | None = None, *, reward: Literal["exit_code", "stdout"] = "exit_code") -> None:
@@ -26,10 +27,10 @@ class CommandGrader:
         self._reward = reward
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> float:
-        """The reward. Raises `GradeError` where the command decided nothing, `ConfigError` where there is none."""
+        """The reward. Raises `GradeError` where the command decided nothing."""
         command = task.grader or self._command
         if command is None:
-            raise ConfigError(f"task {task.id} names no grader command and the run has none; set one of them")
+            raise GradeError(f"task {task.id} names no grader command and the run has none; set one of them")
         result = sandbox.run(command, env=task.env, timeout_s=timeout_s)
         if result.timed_out:
             raise GradeError(f"the grader ran longer than {timeout_s:g} s")

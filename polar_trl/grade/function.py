@@ -1,6 +1,7 @@
 """A Python function as a grader: its number is the reward, and anything else is no reward."""
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,6 @@ class FunctionGrader:
             value = self._function(task, sandbox)
         except Exception as error:
             raise GradeError(f"{type(error).__name__}: {error}") from error
-        if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise GradeError(f"the grading function returned {value!r}; it must return a finite number")
         return float(value)

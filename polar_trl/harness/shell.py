@@ -59,9 +59,7 @@ class ShellHarness:
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """The command for this task, and where its agent finds the policy."""
         if "\0" in task.instruction:
-            raise ConfigError(
-                f"task {task.id}: the instruction holds a NUL byte, which no process can be given; remove it"
-            )
+            raise ConfigError(f"task {task.id}: the instruction holds a NUL byte, which no process can be given")
         values = {
             "instruction": task.instruction,
             "model": endpoint.model,

@@ -43,6 +43,11 @@ class Continuations:
         self._renderer = renderer
         self._calls: dict[bytes, Call] = {}
         """Digest of a call's messages and reply -> the call."""
+        self._digests: dict[int, bytes] = {}
+        """Index of a call -> that digest."""
+        self._walked: list[tuple[bytes, Message, bytes]] = []
+        """The messages of the last request, each between the digests before and after it. A dialect gives a history
+        that was read before as the same objects, whose digests are then known."""
         self._malformed: dict[bytes, bytes] = {}
         """For replies with malformed arguments: the digest without any arguments -> the digest with them."""
 
@@ -50,9 +55,10 @@ class Continuations:
         """Make a finished call known. One that sampled nothing (a budget message) is never continued."""
         if not call.completion.token_ids:
             return
-        before = digest_conversation(call.request.messages, call.request.tools)
+        before = self._digest_request(call)
         key = extend_digest(before, call.message)
         self._calls[key] = call
+        self._digests[call.index] = key
         if any(tool_call.parse_status == "malformed" for tool_call in call.message.tool_calls):
             self._malformed[extend_digest(before, call.message, with_arguments=False)] = key
 
@@ -78,13 +84,28 @@ class Continuations:
         ids = self._renderer.render(request.messages, request.tools)
         return Prompt(ids=ids, parent=None, forked=True, request=request)
 
+    def _digest_request(self, call: Call) -> bytes:
+        if call.parent is None:
+            return digest_conversation(call.request.messages, call.request.tools)
+        digest = self._digests[call.parent]
+        parent = self._calls[digest]
+        for message in call.request.messages[len(parent.request.messages) + 1 :]:
+            digest = extend_digest(digest, message)
+        return digest
+
     def _find_parent(self, request: ChatRequest) -> tuple[Call | None, int]:
         parent, num_matched = None, 0
         if not self._calls:
             return parent, num_matched
         digest = digest_tools(request.tools)
+        known, self._walked = self._walked, []
         for position, message in enumerate(request.messages, start=1):
-            before, digest = digest, extend_digest(digest, message)
+            before = digest
+            if position <= len(known) and known[position - 1][0] == before and known[position - 1][1] is message:
+                digest = known[position - 1][2]
+            else:
+                digest = extend_digest(before, message)
+            self._walked.append((before, message, digest))
             if self._malformed and message.tool_calls and digest not in self._calls:
                 loose = extend_digest(before, message, with_arguments=False)
                 digest = self._malformed.get(loose, digest)

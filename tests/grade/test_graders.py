@@ -65,6 +65,11 @@ def test_a_slow_command_is_no_reward(sandbox: Sandbox) -> None:
         CommandGrader("sleep 30").grade(TASK, sandbox, timeout_s=0.3)
 
 
+def test_a_killed_command_is_no_reward(sandbox: Sandbox) -> None:
+    with pytest.raises(GradeError, match="was killed"):
+        CommandGrader("kill $PPID; sleep 30").grade(TASK, sandbox, timeout_s=20)
+
+
 def test_a_tasks_own_command_comes_first(sandbox: Sandbox) -> None:
     task = Task(id="t2", instruction="x", grader="exit 1")
     assert CommandGrader("exit 0").grade(task, sandbox, timeout_s=20) == 0.0

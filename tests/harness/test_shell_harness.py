@@ -55,6 +55,35 @@ def test_braces_of_the_shell_are_left_alone() -> None:
     assert plan.command == "echo ${HOME} {a,b} | awk '{print $1}'"
 
 
+def test_only_whole_known_words_are_placeholders() -> None:
+    command = "echo ${model} {x} \\'{model} | awk '{print}' | jq '{\"api_key\": .key}'"
+    plan = ShellHarness(command).build_launch(Task(id="t", instruction="x"), ENDPOINT)
+    assert plan.command == command.replace(" \\'{model}", " \\'policy")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("agent {instructions}", r"has \{instructions\}; did you mean \{instruction\}\? .* \{base_url\}, \{api_key\}"),
+        ("agent {prompt}", r"did you mean \{instruction\}"),
+        ("agent --url {BASE_URL} {instruction}", r"did you mean \{base_url\}"),
+        ('agent "{instruction}"', "inside quotes"),
+        ("agent 'Task: {instruction}'", "inside quotes"),
+        ('agent "it\'s {instruction}"', "inside quotes"),
+    ],
+)
+def test_commands_that_would_not_do_what_they_say(command: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ShellHarness(command)
+
+
+@pytest.mark.parametrize("before", ["'a b'", '"a\'b"', "a\\'b", '"a\\"b"'])
+def test_quotes_before_the_instruction_are_fine(tmp_path: Path, before: str) -> None:
+    harness = ShellHarness(f"python3 -I ~/show.py {before} {{instruction}}", files={"show.py": PRINT})
+    arguments, _ = launch(tmp_path, harness, Task(id="t", instruction="$(id) 'x'"))
+    assert arguments[1:] == ["$(id) 'x'"]
+
+
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="command is empty"):
         ShellHarness("  ")

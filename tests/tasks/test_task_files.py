@@ -8,6 +8,7 @@ from polar_trl.errors import ConfigError, TaskError
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tasks.jsonl import load_tasks, save_tasks
 from polar_trl.tasks.shell_ladder import KINDS, build_tasks, grade
+from polar_trl.types import Task
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -15,6 +16,20 @@ def test_round_trip(tmp_path: Path) -> None:
     save_tasks(tmp_path / "t.jsonl", tasks)
     assert load_tasks(tmp_path / "t.jsonl") == tasks
     assert load_tasks(tmp_path / "t.jsonl", limit=2) == tasks[:2]
+
+
+def test_separators_of_unicode_and_windows_files_keep_their_rows(tmp_path: Path) -> None:
+    tasks = [Task(id="a", instruction="one\u2028two\x85three\r\n", files={"é": "\u2029"}, agent_timeout_s=2.5)]
+    save_tasks(tmp_path / "t.jsonl", tasks)
+    assert load_tasks(tmp_path / "t.jsonl") == tasks
+    (tmp_path / "w.jsonl").write_bytes(b'\xef\xbb\xbf{"id": "a", "instruction": "x"}\r\n\r\n')
+    assert load_tasks(tmp_path / "w.jsonl") == [Task(id="a", instruction="x")]
+
+
+def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
+    save_tasks(tmp_path / "t.jsonl", [Task(id="a", instruction="x")])
+    with pytest.raises(ConfigError, match="limit is 0; it must be at least 1"):
+        load_tasks(tmp_path / "t.jsonl", limit=0)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +44,10 @@ def test_round_trip(tmp_path: Path) -> None:
         ('{"id": "a", "instruction": 3}', "'instruction' must be text, not 3"),
         ('{"id": "a", "instruction": "x", "files": {"p": 1}}', "'files' must be an object of texts"),
         ('{"id": "a", "instruction": "x", "agent_timeout_s": -1}', "'agent_timeout_s' must be a number of seconds"),
+        (
+            '{"id": "a", "instruction": "x", "agent_timeout_s": Infinity}',
+            "'agent_timeout_s' must be a number of seconds",
+        ),
         ('{"id": "a", "instruction": "x"}\n\n{"id": "a", "instruction": "y"}', r":3: the id 'a' is there twice"),
     ],
 )
@@ -67,6 +86,15 @@ def test_partial_credit_stays_below_half(tmp_path: Path) -> None:
     sandbox.put(path, word[:-1].encode())
     near = grade(task, sandbox)
     assert 0 < empty < near <= 0.4
+    sandbox.destroy()
+
+
+def test_a_flood_in_the_answer_is_a_wrong_answer(tmp_path: Path) -> None:
+    """An agent must not be able to escape its reward by writing too much: no reward is not 0."""
+    (task,) = build_tasks(["count_lines"], 1, seed=1)
+    sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
+    assert sandbox.run("yes 7 | head -c 3000000 > answer.txt", env={}, timeout_s=20).exit_code == 0
+    assert 0 < grade(task, sandbox) <= 0.4
     sandbox.destroy()
 
 
