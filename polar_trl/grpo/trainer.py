@@ -179,8 +179,9 @@ class PolarGRPOTrainer(GRPOTrainer):
         """Roll out, grade and turn into tensors one generation batch of this rank (R local rollouts)."""
         mode = "train" if self.model.training else "eval"
         self._sync_engine(mode)
-        started = time.monotonic()
         self.vllm_generation.wake()
+        self._check_engine_once(mode)
+        started = time.monotonic()
         finished = self.runner.run(self._build_jobs(inputs, mode), show_progress=self._shows_progress())
         self.vllm_generation.sleep()
         self._log_phase(mode, "rollouts", started)
@@ -201,19 +202,22 @@ class PolarGRPOTrainer(GRPOTrainer):
         return batch
 
     def _sync_engine(self, mode: str) -> None:
-        """Give the engine the trainer's weights if they have changed since; check once that it uses them right."""
+        """Give the engine the trainer's weights if they have changed since (a collective)."""
         generation = self.vllm_generation
         if self.state.global_step != self._last_loaded_step or generation._llm_weights_sleeping:
             started = time.monotonic()
             generation.sync_weights()
             self._last_loaded_step = self.state.global_step
             self._log_phase(mode, "weight_sync", started)
-        if not self._engine_checked:
-            generation.wake()
-            prompts = [self._tokenizer(text)["input_ids"] for text in _PROBES]
-            gap = check_engine(generation.engine, self.model, [ids for ids in prompts if ids])
-            self._metrics[mode]["polar/engine_check_gap"].append(gap)
-            self._engine_checked = True
+
+    def _check_engine_once(self, mode: str) -> None:
+        """Before the first rollout: does the engine compute what the trainer computes?"""
+        if self._engine_checked:
+            return
+        prompts = [self._tokenizer(text)["input_ids"] for text in _PROBES]
+        gap = check_engine(self.vllm_generation.engine, self.model, prompts)
+        self._metrics[mode]["polar/engine_check_gap"].append(gap)
+        self._engine_checked = True
 
     def _build_jobs(self, inputs: list[dict[str, Any]], mode: str) -> list[Job]:
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
@@ -243,9 +247,9 @@ class PolarGRPOTrainer(GRPOTrainer):
         ]
         rows = [{**row, "rollouts": result.rollout} for row, result in zip(inputs, finished, strict=True)]
         rewards_RF = self._calculate_rewards(rows, prompts, completions, completion_ids)
-        if self.grader is not None:
-            # What the grader could not decide, no other function may decide in its place.
-            rewards_RF[torch.isnan(rewards_RF[:, 0])] = torch.nan
+        # Law 4: where the infrastructure failed or the grader could not decide, no reward function may do so instead.
+        failed = torch.tensor([result.rollout.error is not None for result in finished], device=rewards_RF.device)
+        rewards_RF[self.accelerator.gather(failed)] = torch.nan
         advantages = compute_advantages(
             rewards_RF,
             self.reward_weights.to(rewards_RF.device),
