@@ -83,6 +83,7 @@ def plot(rewards: dict[str, list[float]], path: Path) -> None:
     for name, values in rewards.items():
         axes.plot(range(1, len(values) + 1), values, "o-", markersize=3, label=name.rsplit("-", 2)[0])
     axes.set(xlabel="step", ylabel="mean reward", title="SmolLM2-135M in a shell agent, two CPU cores", ylim=(0, 1.05))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()

@@ -60,6 +60,7 @@ def plot_rewards(rewards: Sequence[float], path: Path, *, title: str) -> None:
     axes.plot(steps, rewards, "o-", color="0.7", markersize=3, linewidth=1, label="mean reward of the step")
     axes.plot(steps, running, color="tab:blue", linewidth=2, label="mean of the last five")
     axes.set(xlabel="step", ylabel="reward", title=title, ylim=(min(0.0, *rewards), max(1.05, *rewards)))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()
