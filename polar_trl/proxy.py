@@ -22,7 +22,7 @@ from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.errors import ConfigError, WireError
+from polar_trl.errors import ConfigError, LawError, WireError
 from polar_trl.record import SessionLog
 from polar_trl.session import Policy, Session, SessionLimits, Turn, internal_error
 from polar_trl.tokens.base import Renderer
@@ -98,13 +98,17 @@ class Proxy:
 
     def stop(self) -> None:
         """Close every session, then end the thread. Raises the first `LawError` that a session broke."""
-        try:
-            for api_key in list(self._sessions):
+        broken: list[LawError] = []
+        for api_key in list(self._sessions):
+            try:
                 self.close_session(api_key)
-        finally:
-            self._server.should_exit = True
-            self._thread.join()
-            self._policy.workers.shutdown()
+            except LawError as error:  # the other sessions' calls still have to end
+                broken.append(error)
+        self._server.should_exit = True
+        self._thread.join()
+        self._policy.workers.shutdown()
+        if broken:
+            raise broken[0]
 
     def __enter__(self) -> Self:
         self.start()

@@ -98,15 +98,17 @@ class RolloutRunner:
         board = _Board(len(jobs), show=show_progress)
         sessions = [_Session(self, job, board) for job in jobs]
         executor = ThreadPoolExecutor(max_workers=max(1, len(jobs)), thread_name_prefix="polar-session")
+        futures = [executor.submit(session.run) for session in sessions]
         try:
-            futures = [executor.submit(session.run) for session in sessions]
             wait(futures, return_when=FIRST_EXCEPTION)
             return [future.result() for future in futures]
         finally:
-            # Only an exception leaves sessions running here.
-            for session in sessions:
-                session.cancel()
-            executor.shutdown(wait=True, cancel_futures=True)
+            # Only an exception leaves sessions running here. Killed until they end: a command may be about to start.
+            while wait(futures, timeout=0).not_done:
+                for session in sessions:
+                    session.cancel()
+                wait(futures, timeout=0.2)
+            executor.shutdown()
             board.close()
 
 

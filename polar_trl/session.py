@@ -5,7 +5,6 @@ that is not on record.
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -26,6 +25,8 @@ from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest, Repl
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Question = tuple[ChatRequest, bytes]
+"""What only a retry of a request shares with it: the request, its tools apart since they do not hash."""
 
 INLINE_BODY_BYTES = 64 << 10
 """Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
@@ -62,10 +63,9 @@ class Turn:
     """One distinct request of a session: the task that answers it, and how many connections wait for it."""
 
     number: int
-    digest: bytes
+    question: _Question
     started_s: float
     num_prompt_tokens: int
-    num_body_bytes: int
     task: "asyncio.Task[Call]" = field(init=False)
     num_waiting: int = 0
     sampled: bool = False
@@ -95,8 +95,8 @@ class Session:
         self._continuations = Continuations(policy.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
         self._lock = asyncio.Lock()
-        self._turns: dict[bytes, Turn] = {}
-        """Digest of a request -> the turn that answers or answered it."""
+        self._turns: dict[_Question, Turn] = {}
+        """The turn that answers or answered a question."""
         self._running: set[Turn] = set()
         self._num_turns = 0
         self._num_sampled = 0
@@ -109,21 +109,21 @@ class Session:
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
         num_bytes = len(incoming.body)
-        parsed, digest = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
+        parsed, question = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
             if self._closed:
                 raise session_ended()
-            turn = self._turns.get(digest)
+            turn = self._turns.get(question)
             if turn is not None:
                 self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
             elif self._is_over_budget():
                 self._log.count("budget_messages")
                 answer = partial(self._answer_over_budget, dialect.name, parsed.request)
-                turn = self._start(answer, digest, 0, num_bytes)
+                turn = self._start(answer, question, 0)
             else:
                 prompt = await self._policy.work(num_bytes, partial(self._build_prompt, parsed.request))
-                answer = partial(self._answer, dialect.name, prompt, self._build_params(prompt))
-                turn = self._start(answer, digest, len(prompt.ids), num_bytes)
+                answer = partial(self._answer, dialect.name, prompt, self._build_params(prompt), num_bytes)
+                turn = self._start(answer, question, len(prompt.ids))
             turn.num_waiting += 1
         return turn, parsed
 
@@ -137,11 +137,10 @@ class Session:
         """Abort what is in flight and wait until all of it has ended."""
         async with self._lock:
             self._closed = True
-        running = set(self._running)
+        running = list(self._running)
         for turn in running:
             self._abort(turn)
-        if running:
-            await asyncio.wait({turn.task for turn in running})
+        await asyncio.gather(*(turn.task for turn in running), return_exceptions=True)
 
     def note_fault(self, error: BaseException) -> None:
         """Put a fault of ours into the log and on the session's record; a broken law is kept for whoever closes it."""
@@ -160,16 +159,11 @@ class Session:
             options=parsed.reply_options,
         )
 
-    def _start(self, answer: _Answer, digest: bytes, num_prompt_tokens: int, num_body_bytes: int) -> Turn:
-        turn = Turn(
-            number=self._num_turns,
-            digest=digest,
-            started_s=time.time(),
-            num_prompt_tokens=num_prompt_tokens,
-            num_body_bytes=num_body_bytes,
-        )
+    def _start(self, answer: _Answer, question: _Question, num_prompt_tokens: int) -> Turn:
+        number, now_s = self._num_turns, time.time()
+        turn = Turn(number=number, question=question, started_s=now_s, num_prompt_tokens=num_prompt_tokens)
         self._num_turns += 1
-        self._turns[digest] = turn
+        self._turns[question] = turn
         self._running.add(turn)
         turn.task = asyncio.create_task(answer(turn))
         turn.task.add_done_callback(partial(self._end, turn))
@@ -191,8 +185,8 @@ class Session:
         turn.task.cancel()
 
     def _forget(self, turn: Turn) -> None:
-        if self._turns.get(turn.digest) is turn:
-            del self._turns[turn.digest]
+        if self._turns.get(turn.question) is turn:
+            del self._turns[turn.question]
 
     def _is_over_budget(self) -> bool:
         limit = self._limits.max_sampled_tokens
@@ -229,7 +223,9 @@ class Session:
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._policy.renderer.stop_token_ids))),
         )
 
-    async def _answer(self, dialect_name: str, prompt: Prompt, params: GenerationParams, turn: Turn) -> Call:
+    async def _answer(
+        self, dialect_name: str, prompt: Prompt, params: GenerationParams, num_body_bytes: int, turn: Turn
+    ) -> Call:
         try:
             completion = await self._policy.engine.generate(prompt.ids, params)
         except EngineError as error:
@@ -238,7 +234,7 @@ class Session:
         turn.sampled = True
         finish = partial(self._finish, turn, dialect_name, prompt, completion, params.stop)
         async with self._lock:
-            return await self._policy.work(turn.num_body_bytes, finish)
+            return await self._policy.work(num_body_bytes, finish)
 
     def _finish(
         self, turn: Turn, dialect_name: str, prompt: Prompt, completion: Completion, stops: tuple[str, ...]
@@ -289,15 +285,14 @@ def internal_error() -> WireError:
     return WireError("the proxy failed on this request; its log has the reason", status=500, kind="internal")
 
 
-def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[ParsedRequest, bytes]:
-    """The request, and a digest that only a retry of it shares."""
+def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[ParsedRequest, _Question]:
     parsed = dialect.parse(incoming, memo)
-    # whether it streams is no part of the question: agents whose stream broke ask again without
-    question = replace(parsed.request, stream=False)
     try:
-        return parsed, hashlib.sha256(orjson.dumps(question)).digest()
+        tools = orjson.dumps(parsed.request.tools)
     except orjson.JSONEncodeError as error:
         raise WireError(f"tools: {error}; nest the parameters less deeply") from error
+    # whether it streams is no part of the question: agents whose stream broke ask again without
+    return parsed, (replace(parsed.request, stream=False, tools=()), tools)
 
 
 def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> Message:

@@ -3,8 +3,9 @@
 
 Each request is an agent's: the whole conversation again, a tool call and its result longer than the one before. The
 last fifth of each session is measured, from a client in a process of its own. "direct" is the same prompt ids given
-to the same engine in-process. No model runs: the engine is scripted, and the renderer makes a token of every four
-bytes of a turn, about what real tokenizers make of code. It refuses to report a failed request.
+to the same engine in-process. No model runs: the engine is scripted. Turns are encoded by a real tokenizer and its
+chat template, or without one by a renderer that makes a token of every four bytes. Calls are recorded on disk. It
+refuses to report a failed request, or a prompt that continued no earlier call.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -29,6 +31,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.proxy import Proxy, SessionLimits
 from polar_trl.record import SessionLog
+from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
 
@@ -36,13 +39,17 @@ EXAMPLES = """examples:
   python scripts/bench_proxy.py
   python scripts/bench_proxy.py --requests 500 --concurrency 8 --json proxy.json
   python scripts/bench_proxy.py --body-kb 100 --requests 50
+  python scripts/bench_proxy.py --tokenizer none
 """
+DEFAULT_TOKENIZER = Path(".cache/models/SmolLM2-135M-Instruct")
 ARGUMENTS = '{"command":"sed -n 1,40p module.py"}'
 REPLY = Message(
     role="assistant",
     text="I will look at the next part of the file.",
     tool_calls=(ToolCall(id="", name="bash", arguments=ARGUMENTS),),
 )
+REPLY_TEXT = f'{REPLY.text}\n<tool_call>\n{{"name": "bash", "arguments": {ARGUMENTS}}}\n</tool_call>'
+"""The same reply as models spell it."""
 PARAMS = GenerationParams(max_tokens=512)
 MEASURED_FROM = 0.8
 """Requests are measured from this share of the body size on."""
@@ -172,16 +179,15 @@ def run_client() -> None:
 class Bench:
     """A proxy, a client process, and the sessions that one job opens."""
 
-    def __init__(self, proxy: Proxy, client: "subprocess.Popen[str]") -> None:
+    def __init__(self, proxy: Proxy, client: "subprocess.Popen[str]", folder: Path) -> None:
         self._proxy = proxy
         self._client = client
+        self._folder = folder
+        self._num_sessions = 0
 
     def run_job(self, body_kb: int, num_threads: int, sessions_per_thread: int) -> tuple[dict[str, Any], SessionLog]:
         """What the client measured, and the record of one session."""
-        logs = [
-            SessionLog(session_id=f"session-{number}", task_id="bench", group_id="bench")
-            for number in range(num_threads * sessions_per_thread)
-        ]
+        logs = [self._open_log() for _ in range(num_threads * sessions_per_thread)]
         keys = [self._proxy.open_session(log, SessionLimits(max_calls=1 << 30)).api_key for log in logs]
         threads = [keys[start::num_threads] for start in range(num_threads)]
         job = {"origin": self._proxy.origin, "body_kb": body_kb, "threads": threads}
@@ -194,6 +200,12 @@ class Bench:
         if not answer:
             raise SystemExit("the client failed; its message is above")
         return json.loads(answer), logs[0]
+
+    def _open_log(self) -> SessionLog:
+        self._num_sessions += 1
+        session_id = f"session-{self._num_sessions}"
+        path = self._folder / f"{session_id}.jsonl"
+        return SessionLog(session_id=session_id, task_id="bench", group_id="bench", path=path)
 
 
 async def time_direct(engine: ScriptedEngine, prompts: list[TokenIds]) -> list[float]:
@@ -241,6 +253,23 @@ def measure(bench: Bench, engine: ScriptedEngine, body_kb: int, num_requests: in
     return row
 
 
+def load_policy(tokenizer: str) -> tuple[Renderer, TokenIds, str]:
+    """A renderer, the ids of the scripted reply, and what to call the renderer."""
+    if tokenizer == "none":
+        renderer = FourByteRenderer()
+        return renderer, renderer.spell(REPLY), "a token per four bytes"
+    # slow to import, and of no use to the client's process
+    from transformers import AutoTokenizer
+
+    from polar_trl.tokens.load import load_renderer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    model_renderer = load_renderer(loaded, tokenizer)
+    ids = loaded.encode(REPLY_TEXT, add_special_tokens=False)
+    name = f"{type(model_renderer).__name__} of {Path(tokenizer).name}"
+    return model_renderer, (*ids, model_renderer.stop_token_ids[0]), name
+
+
 def describe_machine() -> dict[str, Any]:
     names = [line.split(": ")[1] for line in _read_cpuinfo() if line.startswith("model name")]
     return {"system": platform.platform(), "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count()}
@@ -251,7 +280,7 @@ def _read_cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,48 +290,62 @@ def main() -> None:
     parser.add_argument(
         "--body-kb", type=int, nargs="+", default=[1, 300], help="sizes of the last request (default 1 300)"
     )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        default=str(DEFAULT_TOKENIZER) if DEFAULT_TOKENIZER.is_dir() else "none",
+        help=f"a model's folder, or none (default {DEFAULT_TOKENIZER} where it is there)",
+    )
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if min([options.requests, options.concurrency, *options.body_kb]) < 1:
         parser.error("--requests, --concurrency and --body-kb must be at least 1")
+    if options.tokenizer != "none" and not Path(options.tokenizer).is_dir():
+        parser.error(f"--tokenizer: {options.tokenizer} is no folder; name a model's folder, or none")
+    return options
+
+
+def print_row(row: dict[str, Any]) -> None:
+    pairs = [f"{row[f'{who}_p50_ms']:.2f}/{row[f'{who}_p95_ms']:.2f} ms" for who in ("direct", "proxy", "added")]
+    print(
+        f"{row['body_kb']:>4} KB {row['prompt_tokens']:>8} {pairs[0]:>16} {pairs[1]:>16} {pairs[2]:>16}  "
+        f"{row['requests_per_s']} with {row['concurrency']} sessions at once"
+    )
+
+
+def main() -> None:
+    options = read_options()
     if options.client:
         run_client()
         return
-    renderer = FourByteRenderer()
-    reply_ids = renderer.spell(REPLY)
+    renderer, reply_ids, renderer_name = load_policy(options.tokenizer)
     engine = ScriptedEngine(lambda _: reply_ids, max_model_len=1 << 30)
     command = [sys.executable, __file__, "--client"]
+    rows = []
     with (
+        tempfile.TemporaryDirectory() as folder,
         Proxy(engine, renderer, params=PARAMS) as proxy,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client,
     ):
-        bench = Bench(proxy, client)
+        bench = Bench(proxy, client, Path(folder))
         print(
             f"{'body':>7} {'tokens':>8} {'direct p50/p95':>16} {'proxy p50/p95':>16} {'added p50/p95':>16}  requests/s"
         )
-        rows = []
         for body_kb in options.body_kb:
-            row = measure(bench, engine, body_kb, options.requests, options.concurrency)
-            rows.append(row)
-            pairs = [
-                f"{row[f'{who}_p50_ms']:.2f}/{row[f'{who}_p95_ms']:.2f} ms" for who in ("direct", "proxy", "added")
-            ]
-            print(
-                f"{body_kb:>4} KB {row['prompt_tokens']:>8} {pairs[0]:>16} {pairs[1]:>16} {pairs[2]:>16}  "
-                f"{row['requests_per_s']} with {options.concurrency} sessions at once"
-            )
+            rows.append(measure(bench, engine, body_kb, options.requests, options.concurrency))
+            print_row(rows[-1])
         assert client.stdin is not None
         client.stdin.close()
-    packages = ("polar-trl", "uvicorn", "uvloop", "httptools", "starlette", "orjson")
-    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
+    packages = ["polar-trl", "uvicorn", "uvloop", "httptools", "starlette", "orjson"]
+    packages += ["tokenizers", "transformers"] if options.tokenizer != "none" else []
     result = {
         "rows": rows,
-        "engine": "ScriptedEngine",
-        "renderer": "FourByteRenderer, a token per four bytes",
+        "engine": "scripted",
+        "renderer": renderer_name,
         "machine": describe_machine(),
-        "versions": versions,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
     }
-    print(f"engine: {result['engine']}; renderer: {result['renderer']}; {json.dumps(result['machine'])}")
+    print("\n".join(f"{name}: {result[name]}" for name in ("engine", "renderer", "machine", "versions")))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,0 +1,70 @@
+"""The start-up check: an engine that computes something else stops the run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.errors import EngineError
+from polar_trl.grpo.selfcheck import NUM_TOKENS, check_engine
+from polar_trl.grpo.summary import build_summary, write_summary
+from polar_trl.types import Completion
+
+PROMPTS = [[10, 11, 12], [200, 300, 400, 500]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+
+
+def greedy(model: Any, prompt: tuple[int, ...], *, off_by: float = 0.0) -> Completion:
+    """What a right engine answers, its logprobs shifted by `off_by` nats."""
+    import torch
+
+    ids, logprobs = list(prompt), []
+    for _ in range(NUM_TOKENS):
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        ids.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()) - off_by)
+    return Completion(token_ids=tuple(ids[len(prompt) :]), logprobs=tuple(logprobs), finish_reason="length")
+
+
+def test_the_right_engine_passes(model: Any) -> None:
+    engine = ScriptedEngine(lambda prompt: greedy(model, prompt))
+    assert check_engine(engine, model, PROMPTS) < 1e-4
+
+
+def test_a_small_shift_is_noticed_in_float32(model: Any) -> None:
+    engine = ScriptedEngine(lambda prompt: greedy(model, prompt, off_by=0.01))
+    with pytest.raises(EngineError, match=r"mean gap 0\.01 nats .* Nothing was trained"):
+        check_engine(engine, model, PROMPTS)
+
+
+def test_logprobs_that_are_no_numbers_are_noticed(model: Any) -> None:
+    engine = ScriptedEngine(lambda prompt: greedy(model, prompt, off_by=float("nan")))
+    with pytest.raises(EngineError, match="does not compute what the trainer computes"):
+        check_engine(engine, model, PROMPTS)
+
+
+def test_a_summary_of_a_log(tmp_path: Path) -> None:
+    log: list[dict[str, Any]] = [
+        {"reward": r, "polar/sampled_tokens": 10, "polar/trained_tokens": 9, "polar/trajectories_per_rollout": 1.5}
+        for r in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0)
+    ]
+    log.insert(3, {"reward": None, "step": 4})  # a step in which nothing had a reward
+    log.append({"train_runtime": 3.0})
+    summary = build_summary(log, seconds=12.34)
+    assert (summary["steps"], summary["seconds"]) == (8, 12.3)
+    assert summary["reward_first_quarter"] == pytest.approx(0.1)
+    assert summary["reward_last_quarter"] == pytest.approx(1.0)
+    assert (summary["sampled_tokens"], summary["trained_tokens"]) == (80, 72)
+    assert summary["trajectories_per_rollout"] == 1.5
+    write_summary(tmp_path, summary)
+    assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="logged no reward"):
+        build_summary([{"train_runtime": 3.0}], seconds=1.0)

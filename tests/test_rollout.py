@@ -1,0 +1,139 @@
+"""Sessions through the stages, with the real proxy, sandbox and shell harness, and a scripted engine."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.errors import EngineError, LawError
+from polar_trl.grade.function import FunctionGrader
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.proxy import Proxy
+from polar_trl.record import read_session
+from polar_trl.rollout import Job, RolloutConfig, RolloutRunner
+from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.tokens.bytes import ByteRenderer
+from polar_trl.types import Message, Task
+
+RENDERER = ByteRenderer()
+REPLY = RENDERER.spell(Message(role="assistant", text="done"))
+CALL = (
+    'python3 -I -S -c \'import http.client, os; c = http.client.HTTPConnection(os.environ["OPENAI_BASE_URL"]'
+    '.split("/")[2]); c.request("POST", "/v1/chat/completions", "{\\"messages\\": [{\\"role\\": \\"user\\", '
+    '\\"content\\": \\"hi\\"}]}", {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}); '
+    "print(c.getresponse().status)'"
+)
+
+
+@contextmanager
+def runner(
+    tmp_path: Path,
+    grade: Callable[..., Any] = lambda task, box: 1.0,
+    *,
+    command: str = CALL,
+    reply: Callable[..., Any] = lambda prompt: REPLY,
+    **config: Any,
+) -> Iterator[RolloutRunner]:
+    engine = ScriptedEngine(reply)
+    with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=50)) as proxy:
+        yield RolloutRunner(
+            proxy=proxy,
+            backend=LocalSandboxBackend(tmp_path / "boxes"),
+            harness=ShellHarness(command),
+            grader=FunctionGrader(grade),
+            config=RolloutConfig(**config),
+        )
+    assert list((tmp_path / "boxes").glob("*")) == [], "a sandbox was left behind"
+
+
+def jobs(tmp_path: Path, count: int, **task: Any) -> list[Job]:
+    return [
+        Job(
+            rollout_id=f"r{i}",
+            group_id="g",
+            task=Task(id="t", instruction="x", **task),
+            record_path=tmp_path / f"r{i}.jsonl",
+        )
+        for i in range(count)
+    ]
+
+
+def test_results_come_in_order_and_are_on_record(tmp_path: Path) -> None:
+    with runner(tmp_path) as rollouts:
+        finished = rollouts.run(jobs(tmp_path, 3))
+    assert [f.rollout.id for f in finished] == ["r0", "r1", "r2"]
+    for number, result in enumerate(finished):
+        assert result.rollout.reward == 1.0
+        assert len(result.reconstruction.trajectories) == 1
+        assert read_session(tmp_path / f"r{number}.jsonl") == result.rollout
+
+
+def test_a_slow_grader_holds_no_agents_place(tmp_path: Path) -> None:
+    second_agent_called = threading.Event()
+    seen: list[int] = []
+
+    def reply(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        seen.append(1)
+        if len(seen) == 2:
+            second_agent_called.set()
+        return REPLY
+
+    def grade(task: Task, box: Any) -> float:
+        # with one place for agents, this returns only if grading has let go of it
+        return 1.0 if second_agent_called.wait(timeout=30) else 0.0
+
+    with runner(tmp_path, grade, reply=reply, max_agents=1, max_grading=2) as rollouts:
+        finished = rollouts.run(jobs(tmp_path, 2))
+    assert [f.rollout.reward for f in finished] == [1.0, 1.0]
+
+
+def test_a_fault_of_the_engine_is_no_zero(tmp_path: Path) -> None:
+    def reply(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        raise EngineError("it broke")
+
+    with runner(tmp_path, reply=reply) as rollouts:
+        (result,) = rollouts.run(jobs(tmp_path, 1))
+    assert result.rollout.reward is None
+    assert "failed on our side" in result.rollout.error
+
+
+def test_an_agent_that_does_not_exist(tmp_path: Path) -> None:
+    with runner(tmp_path, command="no-such-agent {instruction}") as rollouts:
+        (result,) = rollouts.run(jobs(tmp_path, 1))
+    assert result.rollout.stop_reason == "no_calls"
+    assert result.rollout.reward is None
+    assert "exit code 127" in result.rollout.error
+    assert "not found" in result.rollout.error
+
+
+def test_a_sandbox_that_cannot_be_made(tmp_path: Path) -> None:
+    with runner(tmp_path) as rollouts:
+        (result,) = rollouts.run(jobs(tmp_path, 1, image="python:3.12"))
+    assert result.rollout.stop_reason == "prepare_failed"
+    assert "no images" in result.rollout.error
+
+
+def test_a_timeout_keeps_what_was_captured(tmp_path: Path) -> None:
+    with runner(tmp_path, command=f"{CALL}; sleep 60") as rollouts:
+        (result,) = rollouts.run(jobs(tmp_path, 1, agent_timeout_s=4.0))
+    assert result.rollout.stop_reason == "agent_timeout"
+    assert result.rollout.reward == 1.0
+    assert sum(result.reconstruction.trajectories[0].trainable) == len(REPLY)
+
+
+def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polar_trl import rollout
+
+    def broken(*_: Any) -> None:
+        raise LawError("r0: broken for this test")
+
+    monkeypatch.setattr(rollout, "check_laws", broken)
+    batch = jobs(tmp_path, 1, env={"NAP_S": "0"}) + jobs(tmp_path, 4, env={"NAP_S": "600"})[1:]
+    with runner(tmp_path, command=f"{CALL}; sleep $NAP_S") as rollouts, pytest.raises(LawError, match="broken for"):
+        # returns long before the other agents would have ended by themselves
+        rollouts.run(batch)
