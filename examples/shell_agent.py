@@ -12,8 +12,11 @@ import http.client
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
+import time
 from urllib.parse import urlsplit
 
 SYSTEM = "You control a Linux shell. Answer with one command in a bash code block."
@@ -24,6 +27,8 @@ DEMONSTRATIONS = (
     ("Write the word pear into the file list.txt", "echo pear > list.txt"),
 )
 OUTPUT_LIMIT = 400
+KEPT_BYTES = 64 * 1024
+TIME_LIMIT_S = 10.0
 
 
 def main() -> int:
@@ -88,18 +93,29 @@ def read_command(reply):
 
 
 def run(command):
-    """Exit code and the end of the output."""
+    """Exit code and the end of the output. Nothing more of it is held: a model may well answer `cat /dev/zero`."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # so that at the deadline its children go with it
+    )
+    output = b""
+    with process.stdout as pipe:
+        while (left_s := deadline - time.monotonic()) > 0 and select.select([pipe], [], [], left_s)[0]:
+            block = os.read(pipe.fileno(), KEPT_BYTES)
+            if not block:
+                break
+            output = (output + block)[-KEPT_BYTES:]
     try:
-        done = subprocess.run(
-            ["bash", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=10,
-        )
+        exit_code = process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return 124, "it ran longer than 10 seconds"
-    return done.returncode, done.stdout.decode("utf-8", "replace").strip()[-OUTPUT_LIMIT:]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return 124, f"it ran longer than {TIME_LIMIT_S:g} seconds"
+    return exit_code, output.decode("utf-8", "replace").strip()[-OUTPUT_LIMIT:]
 
 
 def fail(message):

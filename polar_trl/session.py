@@ -160,8 +160,9 @@ class Session:
         )
 
     def _start(self, answer: _Answer, question: _Question, num_prompt_tokens: int) -> Turn:
-        number, now_s = self._num_turns, time.time()
-        turn = Turn(number=number, question=question, started_s=now_s, num_prompt_tokens=num_prompt_tokens)
+        turn = Turn(
+            number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
+        )
         self._num_turns += 1
         self._turns[question] = turn
         self._running.add(turn)
@@ -212,10 +213,8 @@ class Session:
         params, limit = self._policy.params, self._limits.max_sampled_tokens
         asked = prompt.request.sampling
         room = [params.max_tokens, self._policy.engine.max_model_len - len(prompt.ids)]
-        if asked.max_tokens is not None:
-            room.append(asked.max_tokens)
-        if limit is not None:
-            room.append(limit - self._num_sampled)
+        room += [] if asked.max_tokens is None else [asked.max_tokens]
+        room += [] if limit is None else [limit - self._num_sampled]
         return replace(
             params,
             max_tokens=min(room),

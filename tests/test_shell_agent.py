@@ -1,8 +1,11 @@
 """The quickstart's agent, as a process of its own, against the real proxy with scripted replies."""
 
+import runpy
 import subprocess
 import sys
 import threading
+import time
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -73,6 +76,34 @@ def test_a_refusal_is_passed_on(tmp_path: Path, key: str, message: str) -> None:
     done, _ = run_agent(tmp_path, [], key=key)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_flood_costs_no_memory_and_keeps_its_end() -> None:
+    run = runpy.run_path(str(AGENT))["run"]
+    tracemalloc.start()
+    exit_code, output = run("head -c 2000000 /dev/zero | tr '\\0' a; echo; echo ünd; exit 3")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (exit_code, output) == (3, "a" * 396 + "\nünd")
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("command", ["echo a; sleep 3011; true", "exec >&- 2>&-; sleep 3012; true"])
+def test_a_slow_command_ends_at_its_limit(command: str) -> None:
+    run = runpy.run_path(str(AGENT))["run"]
+    run.__globals__["TIME_LIMIT_S"] = 0.3
+    assert run(command) == (124, "it ran longer than 0.3 seconds")
+    child = f"sleep\0{command.split()[-2].rstrip(';')}\0".encode()
+    # killed, it may be there a moment longer; one that was not killed fails by pytest's own timeout
+    while any(_read(path) == child for path in Path("/proc").glob("[0-9]*/cmdline")):
+        time.sleep(0.01)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended while we looked
+        return b""
 
 
 class _Canned(BaseHTTPRequestHandler):

@@ -29,7 +29,8 @@ class CommandGrader:
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> float:
         """The reward. Raises `GradeError` where the command decided nothing."""
         command = task.grader or self._command
-        if command is None:
+        # a blank one would exit with 0 and reward everything
+        if command is None or not command.strip():
             raise GradeError(f"task {task.id} names no grader command and the run has none; set one of them")
         result = sandbox.run(command, env=task.env, timeout_s=timeout_s)
         if result.timed_out:

@@ -24,6 +24,10 @@ WORDS = (
 )
 
 
+TOO_LONG = "\ufffd"
+"""Stands for a file longer than any answer. Not "", which is what an empty file should hold."""
+
+
 def _copy_command(rng: random.Random) -> dict[str, Any]:
     word, name = rng.sample(WORDS, 2)
     command = f"echo {word} > {name}.txt"
@@ -81,6 +85,8 @@ KINDS: Mapping[str, tuple[int, Callable[[random.Random], dict[str, Any]]]] = {
 
 def build_tasks(kinds: Sequence[str], num_tasks: int, seed: int) -> list[Task]:
     """`num_tasks` tasks, the kinds in turn. `metadata` holds kind, level, the expected files and a solving command."""
+    if not kinds:
+        raise ConfigError(f"no task kinds given; there are {', '.join(KINDS)}")
     for kind in kinds:
         if kind not in KINDS:
             raise ConfigError(f"no task kind {kind!r}; there are {', '.join(KINDS)}")
@@ -123,7 +129,8 @@ def _read(sandbox: Sandbox, path: str) -> str | None:
     try:
         content = sandbox.get(path, max_bytes=4096)
     except FileTooLargeError:
-        return ""  # there and wrong, since no answer is that long: the agent's failure, not the grader's
+        # there and wrong, since no answer is that long: the agent's failure, not the grader's
+        return TOO_LONG
     return None if content is None else content.decode("utf-8", "replace")
 
 
@@ -134,8 +141,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     args = parser.parse_args()
+    try:
+        tasks = build_tasks(args.kinds.split(","), args.num, args.seed)
+    except ConfigError as error:
+        parser.error(str(error))
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    save_tasks(args.output, build_tasks(args.kinds.split(","), args.num, args.seed))
+    save_tasks(args.output, tasks)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def test_rewards(sandbox: Sandbox, grader: Any, reward: float) -> None:
         (CommandGrader("exit 2"), "exit code 2, neither 0 nor 1"),
         (CommandGrader("kill -9 $$"), "neither 0 nor 1"),
         (CommandGrader(), "task t1 names no grader"),
+        (CommandGrader(" \n"), "task t1 names no grader"),
         (CommandGrader("echo 1; exit 1", reward="stdout"), "exit code 1"),
         (CommandGrader("echo ok", reward="stdout"), "is no number"),
         (CommandGrader("true", reward="stdout"), "is no number"),

@@ -7,7 +7,7 @@ import pytest
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tasks.jsonl import load_tasks, save_tasks
-from polar_trl.tasks.shell_ladder import KINDS, build_tasks, grade
+from polar_trl.tasks.shell_ladder import KINDS, build_tasks, grade, main
 from polar_trl.types import Task
 
 
@@ -89,11 +89,13 @@ def test_partial_credit_stays_below_half(tmp_path: Path) -> None:
     sandbox.destroy()
 
 
-def test_a_flood_in_the_answer_is_a_wrong_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_flood_in_the_answer_is_a_wrong_answer(tmp_path: Path, kind: str) -> None:
     """An agent must not be able to escape its reward by writing too much: no reward is not 0."""
-    (task,) = build_tasks(["count_lines"], 1, seed=1)
+    (task,) = build_tasks([kind], 1, seed=1)
     sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
-    assert sandbox.run("yes 7 | head -c 3000000 > answer.txt", env={}, timeout_s=20).exit_code == 0
+    (path,) = task.metadata["expected"]
+    assert sandbox.run(f"head -c 2000000 /dev/zero > {path}", env={}, timeout_s=20).exit_code == 0
     assert 0 < grade(task, sandbox) <= 0.4
     sandbox.destroy()
 
@@ -101,6 +103,22 @@ def test_a_flood_in_the_answer_is_a_wrong_answer(tmp_path: Path) -> None:
 def test_an_unknown_kind() -> None:
     with pytest.raises(ConfigError, match="no task kind 'dance'"):
         build_tasks(["dance"], 1, seed=0)
+    with pytest.raises(ConfigError, match="no task kinds given; there are copy_command, touch"):
+        build_tasks([], 1, seed=0)
+
+
+def test_the_generator_as_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "t.jsonl"
+    options = ["--num", "5", "--seed", "4", "--output", str(output)]
+    monkeypatch.setattr("sys.argv", ["shell_ladder", "--kinds", "touch,count_lines", *options])
+    main()
+    assert load_tasks(output) == build_tasks(["touch", "count_lines"], 5, seed=4)
+    monkeypatch.setattr("sys.argv", ["shell_ladder", "--kinds", "dance", *options])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "error: no task kind 'dance'; there are copy_command" in capsys.readouterr().err
 
 
 def test_the_committed_set_is_what_its_generator_makes() -> None:
