@@ -1,7 +1,6 @@
 """One session's requests to recorded calls: recognise a retry, build the prompt, sample, record.
 
-Everything here runs on the proxy's event loop. It refuses to sample twice for one request, and to answer anything
-that is not on record.
+Runs on the proxy's event loop. Refuses to sample twice for one request, and to answer what is not on record.
 """
 
 import asyncio

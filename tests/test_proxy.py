@@ -491,6 +491,29 @@ def test_stop_ends_open_streams_with_an_error_event() -> None:
     assert engine.num_aborted == 1
 
 
+def test_stop_ends_every_session_though_one_broke_a_law() -> None:
+    class Lawless(ByteRenderer):
+        def render(self, messages: Any, tools: Any) -> TokenIds:
+            if messages[0].text == "break":
+                raise LawError("law 2 is broken")
+            return super().render(messages, tools)
+
+    engine = GatedEngine()
+    proxy = Proxy(engine, Lawless(), params=PARAMS)
+    proxy.start()
+    broken, running = proxy.open_session(new_log("s1")), proxy.open_session(log := new_log("s2"))
+    with http(broken) as agent, http(running) as other, ThreadPoolExecutor(1) as threads:
+        assert agent.post(CHAT, json={"messages": [{"role": "user", "content": "break"}]}).status_code == 500
+        reply = threads.submit(other.post, CHAT, json={"messages": HELLO})
+        engine.entered.acquire()
+        with pytest.raises(LawError, match="law 2"):
+            proxy.stop()
+        assert reply.result().status_code == 401
+        with pytest.raises(httpx.ConnectError):
+            agent.head("/")
+    assert engine.num_aborted == 1 and log.counters == {"calls_aborted": 1}
+
+
 def test_a_session_out_of_calls_gets_a_final_message() -> None:
     engine = ScriptedEngine([say("one"), say("two")])
     with serve(engine) as proxy:
