@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from polar_trl.errors import PolarError
+from polar_trl.errors import LawError, PolarError
 from polar_trl.grade.base import Grader
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
@@ -133,21 +133,23 @@ class _Session:
             self._sandbox.kill()
 
     def run(self) -> Finished:
-        """Prepare, run the agent, grade, and rebuild trajectories. Raises only `LawError`."""
+        """Prepare, run the agent, grade, and rebuild trajectories. Failures of the world end up in the rollout."""
         stop_reason: StopReason = "prepare_failed"
         reward = error = None
         try:
             self._sandbox = self._prepare()
+            stop_reason = "agent_failed"
             stop_reason, error = self._run_agent(self._sandbox)
             if error is None:
                 reward, error = self._grade(self._sandbox)
         except _Cancelled:
             stop_reason, error = "cancelled", "the run was stopped"
+        except LawError:
+            raise
         except (PolarError, OSError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         finally:
-            if self._sandbox is not None:
-                self._sandbox.destroy()
+            self._destroy_sandbox()
         rollout = Rollout(
             id=self._job.rollout_id,
             task_id=self._job.task.id,
@@ -168,6 +170,16 @@ class _Session:
         )
         self._board.finish()
         return Finished(rollout=rollout, reconstruction=reconstruction)
+
+    def _destroy_sandbox(self) -> None:
+        if self._sandbox is None:
+            return
+        try:
+            self._sandbox.destroy()
+        except (PolarError, OSError) as failure:
+            # what the session produced is not worth less for it
+            self._log.count("sandboxes_left_behind")
+            logger.warning("rollout %s: its sandbox could not be removed: %s", self._job.rollout_id, failure)
 
     def _prepare(self) -> Sandbox:
         with self._stage("prepare"):
@@ -191,7 +203,8 @@ class _Session:
         if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
             return "agent_failed", f"{faults} model calls failed on our side; the agent's result says nothing"
         if sampled == 0:
-            return "no_calls", f"the agent made no model call ({_describe_exit(result)})"
+            counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
+            return "no_calls", f"the agent got no answer of the model ({counts or _describe_exit(result)})"
         if result.timed_out:
             return "agent_timeout", None
         return ("completed" if runner.harness.judge_exit(result) else "agent_failed"), None

@@ -245,6 +245,8 @@ class Session:
 
     async def _answer_over_budget(self, dialect_name: str, request: ChatRequest, turn: Turn) -> Call:
         turn.sampled = True
+        # an agent that never stops asking must not fill the disk with its history
+        request = replace(request, messages=request.messages[-1:], tools=())
         prompt = Prompt(ids=(), parent=None, forked=False, request=request)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop")
         async with self._lock:

@@ -11,6 +11,7 @@ The keys are those of `RunArguments` below, of `PolarGRPOConfig` (which holds al
 `ModelConfig` (model_name_or_path, use_peft, lora_r, ...). Unknown keys are refused.
 """
 
+import dataclasses
 import difflib
 import importlib
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 from trl import ModelConfig, TrlParser, get_peft_config
 from yaml import YAMLError
 
-from polar_trl.errors import PolarError
+from polar_trl.errors import ConfigError, PolarError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
@@ -62,7 +63,10 @@ def load_grader(spec: str | None) -> Grader | None:
         return None
     module, colon, name = spec.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), name)):
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        try:
+            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"grader {spec!r} cannot be imported: {error}") from error
         return FunctionGrader(function)
     return CommandGrader(spec)
 
@@ -100,18 +104,47 @@ def main() -> None:
     finally:
         trainer.close()
     if trainer.accelerator.is_main_process:
-        summary = build_summary(trainer.state.log_history, seconds=time.monotonic() - started)
+        try:
+            summary = build_summary(trainer.state.log_history, seconds=time.monotonic() - started)
+        except PolarError as error:
+            sys.exit(f"train: {error}")
         folder = Path(args.output_dir)
         write_summary(folder, summary)
         print_summary(summary)
         print(f"run folder: {folder}\npicture:    {folder / 'rewards.png'}\nlook back:  polar-trl replay {folder}")
 
 
+def read_agent_files(names: list[str]) -> dict[str, str]:
+    """Their texts, by the names that they get in HOME."""
+    if isinstance(names, str):
+        raise ConfigError(f"agent_files must be a list, such as [{names}]")
+    files: dict[str, str] = {}
+    for path in map(Path, names):
+        if path.name in files:
+            raise ConfigError(f"agent_files has two files named {path.name!r}; they would overwrite each other")
+        try:
+            files[path.name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"agent_files: {path} is not a text file") from error
+    return files
+
+
+def _refuse_unread(model_config: ModelConfig) -> None:
+    """Keys of TRL's `ModelConfig` that this script does not pass on must not look as if it did."""
+    for item in dataclasses.fields(ModelConfig):
+        name, value = item.name, getattr(model_config, item.name)
+        if name == "model_name_or_path" or name == "use_peft" or name.startswith(("lora_", "use_rslora", "use_dora")):
+            continue
+        if value != getattr(ModelConfig(), name):
+            raise ConfigError(f"{name} is not read here; give it through model_init_kwargs instead")
+
+
 def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelConfig) -> Any:
     """Everything that a run needs, from its settings."""
     from polar_trl.grpo.trainer import PolarGRPOTrainer
 
-    files = {Path(name).name: Path(name).read_text() for name in run.agent_files}
+    _refuse_unread(model_config)
+    files = read_agent_files(run.agent_files)
     return PolarGRPOTrainer(
         model=model_config.model_name_or_path,
         args=args,

@@ -10,7 +10,7 @@ import pytest
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.errors import EngineError, LawError
+from polar_trl.errors import EngineError, LawError, SandboxError
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
@@ -137,3 +137,32 @@ def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.Monke
     with runner(tmp_path, command=f"{CALL}; sleep $NAP_S") as rollouts, pytest.raises(LawError, match="broken for"):
         # returns long before the other agents would have ended by themselves
         rollouts.run(batch)
+
+
+def test_a_law_that_the_proxy_found_broken_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Proxy.close_session
+
+    def close_and_raise(proxy: Proxy, api_key: str) -> None:
+        close(proxy, api_key)
+        raise LawError("r0: broken in the proxy")
+
+    with runner(tmp_path) as rollouts, pytest.raises(LawError, match="broken in the proxy"):
+        monkeypatch.setattr(Proxy, "close_session", close_and_raise)
+        rollouts.run(jobs(tmp_path, 2))
+    monkeypatch.undo()
+
+
+def test_a_sandbox_that_cannot_be_removed_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polar_trl.sandbox.local import LocalSandbox
+
+    destroy = LocalSandbox.destroy
+
+    def destroy_and_complain(sandbox: LocalSandbox) -> None:
+        destroy(sandbox)
+        raise SandboxError("cannot remove it")
+
+    monkeypatch.setattr(LocalSandbox, "destroy", destroy_and_complain)
+    with runner(tmp_path) as rollouts:
+        (result,) = rollouts.run(jobs(tmp_path, 1))
+    assert result.rollout.reward == 1.0
+    assert result.rollout.counters["sandboxes_left_behind"] == 1

@@ -21,6 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
             "no model at 'no/such/model'",
         ),
         (["--config", "configs/quickstart.yaml", "--agent_files", "nope.py"], "nope.py"),
+        (
+            ["--config", "configs/quickstart.yaml", "--grader", "polar_trl.tasks.shell_ladder:nope"],
+            "cannot be imported",
+        ),
+        (
+            ["--config", "configs/quickstart.yaml", "--attn_implementation", "odd"],
+            "attn_implementation is not read here",
+        ),
     ],
 )
 def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -2,7 +2,9 @@
 
 import math
 import numbers
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from polar_trl.errors import GradeError
@@ -13,7 +15,8 @@ from polar_trl.types import Task
 class FunctionGrader:
     """Grades by calling `function(task, sandbox)`, which returns a finite number or a bool.
 
-    It runs in the trainer's process on the session's thread: nothing stops it at `timeout_s`.
+    It runs in the trainer's process. At `timeout_s` its answer is given up on; the thread that it runs on cannot be
+    ended, so a function that never returns costs a thread each time.
     """
 
     def __init__(self, function: Callable[[Task, Sandbox], Any]) -> None:
@@ -21,10 +24,22 @@ class FunctionGrader:
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> float:
         """The function's number. Raises `GradeError` if it raises or returns anything else."""
+        outcome: Future[Any] = Future()
+        threading.Thread(target=self._call, args=(outcome, task, sandbox), daemon=True, name="polar-grader").start()
         try:
-            value = self._function(task, sandbox)
+            value = outcome.result(timeout=timeout_s)
+        except TimeoutError as error:
+            if not outcome.done():
+                raise GradeError(f"the grading function ran longer than {timeout_s:g} s") from None
+            raise GradeError(f"TimeoutError: {error}") from error
         except Exception as error:
             raise GradeError(f"{type(error).__name__}: {error}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise GradeError(f"the grading function returned {value!r}; it must return a finite number")
         return float(value)
+
+    def _call(self, outcome: "Future[Any]", task: Task, sandbox: Sandbox) -> None:
+        try:
+            outcome.set_result(self._function(task, sandbox))
+        except BaseException as error:  # noqa: BLE001 - handed to the session's thread, which waits for it
+            outcome.set_exception(error)

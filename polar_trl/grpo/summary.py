@@ -5,20 +5,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polar_trl.errors import ConfigError
+
 
 def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
     """Figures of a run from TRL's log history (`trainer.state.log_history`, one entry per logged step).
 
-    `reward_first_quarter` and `reward_last_quarter` are means over the first and last quarter of the logged steps
-    (at least one step each); token counts are sums, the other figures means over all logged steps.
+    `reward_first_quarter` and `reward_last_quarter` are means over the first and last quarter of the steps that
+    have a reward (at least one each); token counts are sums, the other figures means over all logged steps.
     """
-    steps = [entry for entry in log_history if entry.get("reward") is not None]
-    if not steps:
-        raise ValueError("the run logged no reward; was any step made, with logging_steps set?")
-    quarter = max(1, len(steps) // 4)
+    steps = [entry for entry in log_history if "polar/sampled_tokens" in entry]
+    rewards = [entry["reward"] for entry in steps if entry.get("reward") is not None]
+    if not rewards:
+        raise ConfigError("the run logged no reward: no step was made, or logging_steps is larger than the run")
+    quarter = max(1, len(rewards) // 4)
 
-    def mean(key: str, entries: Sequence[Mapping[str, Any]] = steps) -> float | None:
-        values = [entry[key] for entry in entries if entry.get(key) is not None]
+    def mean(key: str) -> float | None:
+        values = [entry[key] for entry in steps if entry.get(key) is not None]
         return sum(values) / len(values) if values else None
 
     def total(key: str) -> int:
@@ -27,9 +30,9 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
     return {
         "steps": len(steps),
         "seconds": round(seconds, 1),
-        "reward_first_quarter": mean("reward", steps[:quarter]),
-        "reward_last_quarter": mean("reward", steps[-quarter:]),
-        "rewards": [entry["reward"] for entry in steps],
+        "reward_first_quarter": sum(rewards[:quarter]) / quarter,
+        "reward_last_quarter": sum(rewards[-quarter:]) / quarter,
+        "rewards": rewards,
         "sampled_tokens": total("polar/sampled_tokens"),
         "trained_tokens": total("polar/trained_tokens"),
         "trajectories_per_rollout": mean("polar/trajectories_per_rollout"),

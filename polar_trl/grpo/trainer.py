@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,9 @@ class PolarGRPOTrainer(GRPOTrainer):
             scale_rewards=self.scale_rewards,
             aggregation=self.multi_objective_aggregation,
         )
+        if not advantages.scored_R.any() and self.state.global_step == 0:
+            reasons = Counter(result.rollout.error for result in finished).most_common(1)
+            raise ConfigError(f"no rollout of the first batch has a reward; most often: {reasons[0][0]}")
         self._log_rewards(prompts, completions, rewards_RF, advantages, mode)
         return advantages
 
@@ -425,8 +429,11 @@ def _require_model(model: str) -> None:
 
 
 def _default_grader(*datasets: Dataset | None) -> Grader | None:
-    """The command grader if any task names a command."""
-    for rows in datasets:
-        if rows is not None and any(parse_task(row).grader for row in rows):
-            return CommandGrader()
-    return None
+    """The command grader if the tasks name commands; either all of them do, or none."""
+    tasks = [parse_task(row) for rows in datasets if rows is not None for row in rows]
+    missing = [task.id for task in tasks if not task.grader]
+    if len(missing) == len(tasks):
+        return None
+    if missing:
+        raise ConfigError(f"task {missing[0]!r} names no 'grader' command while others do; add one, or pass grader=")
+    return CommandGrader()

@@ -1,6 +1,7 @@
 """Graders: a reward, or an error that says why there is none. Never a zero that nobody decided."""
 
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,11 @@ def test_a_killed_command_is_no_reward(sandbox: Sandbox) -> None:
 def test_a_tasks_own_command_comes_first(sandbox: Sandbox) -> None:
     task = Task(id="t2", instruction="x", grader="exit 1")
     assert CommandGrader("exit 0").grade(task, sandbox, timeout_s=20) == 0.0
+
+
+def test_a_slow_function_is_no_reward(sandbox: Sandbox) -> None:
+    release = threading.Event()
+    grader = FunctionGrader(lambda task, box: release.wait(60))
+    with pytest.raises(GradeError, match=r"longer than 0\.3 s"):
+        grader.grade(TASK, sandbox, timeout_s=0.3)
+    release.set()

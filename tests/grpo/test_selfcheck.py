@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.errors import EngineError
+from polar_trl.errors import ConfigError, EngineError
 from polar_trl.grpo.selfcheck import NUM_TOKENS, check_engine
 from polar_trl.grpo.summary import build_summary, write_summary
 from polar_trl.types import Completion
@@ -56,15 +56,16 @@ def test_a_summary_of_a_log(tmp_path: Path) -> None:
         {"reward": r, "polar/sampled_tokens": 10, "polar/trained_tokens": 9, "polar/trajectories_per_rollout": 1.5}
         for r in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0)
     ]
-    log.insert(3, {"reward": None, "step": 4})  # a step in which nothing had a reward
+    # a step in which nothing had a reward still cost its tokens
+    log.insert(3, {"reward": None, "polar/sampled_tokens": 10, "polar/trained_tokens": 0})
     log.append({"train_runtime": 3.0})
     summary = build_summary(log, seconds=12.34)
-    assert (summary["steps"], summary["seconds"]) == (8, 12.3)
+    assert (summary["steps"], summary["seconds"]) == (9, 12.3)
     assert summary["reward_first_quarter"] == pytest.approx(0.1)
     assert summary["reward_last_quarter"] == pytest.approx(1.0)
-    assert (summary["sampled_tokens"], summary["trained_tokens"]) == (80, 72)
+    assert (summary["sampled_tokens"], summary["trained_tokens"]) == (90, 72)
     assert summary["trajectories_per_rollout"] == 1.5
     write_summary(tmp_path, summary)
     assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="logged no reward"):
+    with pytest.raises(ConfigError, match="logged no reward"):
         build_summary([{"train_runtime": 3.0}], seconds=1.0)
