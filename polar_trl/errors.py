@@ -7,12 +7,17 @@ PolarError
 │   └── ContextOverflowError   the conversation does not fit the model's context
 ├── RenderError      the chat template cannot express this conversation
 ├── EngineError      the engine failed or was closed while a request was in flight
+│   └── EngineBusyError   the engine takes no requests for now; says when to ask again
 ├── SandboxError     a sandbox could not be made, reached or limited as asked
 │   └── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
 ├── GradeError       a grader could not decide; the rollout has no reward
 ├── RecordError      a session's file cannot be read back
 └── LawError         a law of the design is broken; names the rollout and stops the run
 """
+
+from typing import Literal
+
+ErrorKind = Literal["invalid_request", "authentication", "not_found", "context_overflow", "overloaded", "internal"]
 
 
 class PolarError(Exception):
@@ -35,12 +40,21 @@ class WireError(PolarError):
         status: HTTP status.
         kind: The error's kind in no dialect's words: "invalid_request", "authentication", "not_found",
             "context_overflow", "overloaded" or "internal"; each dialect has its own name for it.
+        retry_after_s: When the same request may be sent again; None: it is hopeless, or nobody knows.
     """
 
-    def __init__(self, message: str, *, status: int = 400, kind: str = "invalid_request") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: ErrorKind = "invalid_request",
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
+        self.retry_after_s = retry_after_s
 
 
 class ContextOverflowError(WireError):
@@ -67,6 +81,19 @@ class RenderError(PolarError):
 
 class EngineError(PolarError):
     """The engine failed, or was closed, while a request was in flight."""
+
+
+class EngineBusyError(EngineError):
+    """The engine takes no requests for now.
+
+    Args:
+        message: One sentence.
+        retry_after_s: When to ask again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class SandboxError(PolarError):

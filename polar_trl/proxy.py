@@ -6,9 +6,11 @@ without a session's key, and sends no reply that is not on record.
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -18,17 +20,19 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.errors import ConfigError, LawError, WireError
 from polar_trl.record import SessionLog
-from polar_trl.session import Policy, Session, SessionLimits, Turn, internal_error
+from polar_trl.session import Classify, Policy, Session, SessionLimits, Turn, always_policy, internal_error
 from polar_trl.tokens.base import Renderer
 from polar_trl.types import Endpoint
 from polar_trl.wire import DIALECTS
-from polar_trl.wire.base import Dialect, Incoming, ReplyHead, Route
+from polar_trl.wire.base import Dialect, Incoming, ReplyHead, Route, parse_key
+from polar_trl.wire.compression import decode_body
 
 __all__ = ["Proxy", "SessionLimits"]
 
@@ -119,11 +123,19 @@ class Proxy:
     ) -> None:
         self.stop()
 
-    def open_session(self, log: SessionLog, limits: SessionLimits = SessionLimits()) -> Endpoint:
-        """A key whose calls are recorded in `log`."""
+    def open_session(
+        self, log: SessionLog, limits: SessionLimits = SessionLimits(), classify: Classify = always_policy
+    ) -> Endpoint:
+        """A key whose calls are recorded in `log`. `classify` tells an agent's side requests from the policy's own."""
         api_key = secrets.token_urlsafe(24)
-        self._sessions[api_key] = Session(self._policy, log, limits)
-        return Endpoint(origin=self.origin, api_key=api_key, model=self._policy.model)
+        self._sessions[api_key] = Session(self._policy, log, limits, classify)
+        return Endpoint(
+            origin=self.origin,
+            api_key=api_key,
+            model=self._policy.model,
+            max_model_len=self._policy.engine.max_model_len,
+            max_tokens=self._policy.params.max_tokens,
+        )
 
     def close_session(self, api_key: str) -> None:
         """Abort what is in flight and wait for it to end; later requests get 401. Closing twice does nothing.
@@ -147,12 +159,26 @@ class Proxy:
 
     def _build_app(self) -> Starlette:
         routes = [HTTPRoute("/", _reply_alive, methods=["HEAD"])]
-        for dialect in DIALECTS:
-            for route in dialect.routes:
-                endpoint = _DialectEndpoint(self._sessions, dialect, route, self._policy.model, self._ping_interval_s)
-                # an object and not a function: starlette then passes the bare ASGI call on
-                routes.append(HTTPRoute(route.path, endpoint, methods=[route.method]))
+        served = [(dialect, route) for dialect in DIALECTS for route in dialect.routes]
+        # those that ask for a header first: the same path without it is somebody else's
+        for dialect, route in sorted(served, key=lambda pair: pair[1].header is None):
+            endpoint = _DialectEndpoint(self._sessions, dialect, route, self._policy.model, self._ping_interval_s)
+            routes.append(_HeaderRoute(route, endpoint))
         return Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
+
+
+class _HeaderRoute(HTTPRoute):
+    """A route that can ask for a header."""
+
+    def __init__(self, route: Route, endpoint: "_DialectEndpoint") -> None:
+        # an object and not a function: starlette then passes the bare ASGI call on
+        super().__init__(route.path, endpoint, methods=[route.method])
+        self._header = route.header.encode() if route.header else None
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if self._header is not None and all(name != self._header for name, _ in scope.get("headers", ())):
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 class _DialectEndpoint:
@@ -173,7 +199,12 @@ class _DialectEndpoint:
             incoming = await _read_incoming(Request(scope, receive))
             if self._kind == "alive":
                 return await _send_whole(send, b"")
+            if self._kind == "no_upgrade":
+                raise WireError("this path is served over plain HTTP only; send a POST", status=426)
             session = self._identify(incoming)
+            if self._kind == "count":
+                num_tokens = await session.count_prompt_tokens(self._dialect, incoming)
+                return await _send_whole(send, self._dialect.render_count(num_tokens))
             if self._kind == "models":
                 return await _send_whole(send, self._dialect.render_models(incoming, self._model))
             await self._reply(session, incoming, receive, send)
@@ -181,10 +212,10 @@ class _DialectEndpoint:
             return
         except Exception as failure:  # noqa: BLE001 - one request's boundary: the agent gets an answer, the log the cause
             error = _explain(failure, session)
-            await _send_whole(send, self._dialect.render_error(error), status=error.status)
+            await _send_error(send, self._dialect, error)
 
     def _identify(self, incoming: Incoming) -> Session:
-        session = self._sessions.get(self._dialect.parse_key(incoming) or "")
+        session = self._sessions.get(parse_key(incoming) or "")
         if session is None:
             raise WireError("unknown API key: use the key of a running session", status=401, kind="authentication")
         return session
@@ -234,11 +265,18 @@ def _explain(failure: Exception, session: Session | None) -> WireError:
     return internal_error()
 
 
-async def _send_whole(send: Send, body: bytes, status: int = 200) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status >= 400 and status != 503:
-        # the providers' own client libraries obey this; repeating a hopeless request costs an agent minutes
-        headers.append((b"x-should-retry", b"false"))
+async def _send_error(send: Send, dialect: Dialect, error: WireError) -> None:
+    # the providers' own client libraries obey the first; repeating a hopeless request costs an agent minutes
+    headers = [(b"x-should-retry", b"true" if error.kind == "overloaded" else b"false")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
+    await _send_whole(send, dialect.render_error(error), dialect.error_status(error), headers)
+
+
+async def _send_whole(
+    send: Send, body: bytes, status: int = 200, extra_headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *extra_headers]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -265,8 +303,10 @@ async def _read_incoming(request: Request) -> Incoming:
         if size > MAX_BODY_BYTES:
             raise WireError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
         blocks.append(block)
+    encoding = request.headers.get("content-encoding")
+    body = b"".join(blocks)
     return Incoming(
-        body=b"".join(blocks),
+        body=decode_body(body, encoding, MAX_BODY_BYTES) if encoding else body,
         path=request.url.path,
         path_params=request.path_params,
         query=request.query_params,

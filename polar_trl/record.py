@@ -280,6 +280,7 @@ def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) 
             | {"token_ids": _parse_ids(completion["token_ids"]), "logprobs": tuple(completion["logprobs"])}
         ),
         message=_parse_message(line["message"]),
+        stop_text=line.get("stop_text"),  # records of the first format lack it
         **scalars,
     )
 

@@ -189,7 +189,7 @@ class _Session:
         """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
         runner, task = self._runner, self._job.task
         with self._stage("agent"):
-            endpoint = runner.proxy.open_session(self._log, runner.config.limits)
+            endpoint = runner.proxy.open_session(self._log, runner.config.limits, runner.harness.classify)
             try:
                 launch = runner.harness.build_launch(task, endpoint)
                 for path, text in launch.files.items():
@@ -207,7 +207,7 @@ class _Session:
             return "no_calls", f"the agent got no answer of the model ({counts or _describe_exit(result)})"
         if result.timed_out:
             return "agent_timeout", None
-        return ("completed" if runner.harness.judge_exit(result) else "agent_failed"), None
+        return ("completed" if runner.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
 
     def _grade(self, sandbox: Sandbox) -> tuple[float | None, str | None]:
         grader = self._runner.grader

@@ -15,11 +15,18 @@ from typing import Any, TypeVar
 import orjson
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.errors import ContextOverflowError, EngineError, LawError, RenderError, WireError
+from polar_trl.errors import (
+    ContextOverflowError,
+    EngineBusyError,
+    EngineError,
+    LawError,
+    RenderError,
+    WireError,
+)
 from polar_trl.record import SessionLog
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
-from polar_trl.types import Call, ChatRequest, Completion, Message
+from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
 from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest, ReplyHead
 
 _log = logging.getLogger(__name__)
@@ -27,9 +34,17 @@ _T = TypeVar("_T")
 _Question = tuple[ChatRequest, bytes]
 """What only a retry of a request shares with it: the request, its tools apart since they do not hash."""
 
+Classify = Callable[[ChatRequest], Purpose]
+"""Whether a request is the policy at its task, or an agent's side business such as a title for its window."""
+
 INLINE_BODY_BYTES = 64 << 10
 """Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
 BUDGET_TEXT = "The budget of this session is used up. Stop here: no further work will be counted."
+
+
+def always_policy(request: ChatRequest) -> Purpose:
+    """Every request is the policy's."""
+    return "policy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,14 +95,27 @@ class Turn:
         raise internal_error() from error
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TurnSettings:
+    """What is known of a turn before its prompt is sampled from."""
+
+    dialect_name: str
+    purpose: Purpose
+    params: GenerationParams
+    num_body_bytes: int
+
+
 _Answer = Callable[[Turn], Coroutine[Any, Any, Call]]
 
 
 class Session:
     """One session's calls, from a request to a recorded call. Used on the event loop only."""
 
-    def __init__(self, policy: Policy, log: SessionLog, limits: SessionLimits) -> None:
+    def __init__(
+        self, policy: Policy, log: SessionLog, limits: SessionLimits, classify: Classify = always_policy
+    ) -> None:
         self._policy = policy
+        self._classify = classify
         self._log = log
         self._limits = limits
         self._memo = ItemMemo()
@@ -121,10 +149,26 @@ class Session:
                 turn = self._start(answer, question, 0)
             else:
                 prompt = await self._policy.work(num_bytes, partial(self._build_prompt, parsed.request))
-                answer = partial(self._answer, dialect.name, prompt, self._build_params(prompt), num_bytes)
+                self._check_length(prompt)
+                purpose = self._classify(parsed.request) if parsed.purpose == "policy" else parsed.purpose
+                settings = _TurnSettings(
+                    dialect_name=dialect.name,
+                    purpose=purpose,
+                    params=self._build_params(prompt),
+                    num_body_bytes=num_bytes,
+                )
+                answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, len(prompt.ids))
             turn.num_waiting += 1
         return turn, parsed
+
+    async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
+        """How long the prompt of this request would be. Samples nothing and records nothing."""
+        num_bytes = len(incoming.body)
+        parsed, _ = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
+        async with self._lock:
+            prompt = await self._policy.work(num_bytes, partial(self._build_prompt, parsed.request))
+        return len(prompt.ids)
 
     def leave(self, turn: Turn) -> None:
         """A connection has its answer, or has hung up. The last one to hang up aborts the generation."""
@@ -198,15 +242,16 @@ class Session:
             # the only way to keep a model from calling tools is not to show it any
             request = replace(request, tools=(), unread=(*request.unread, "tools"))
         try:
-            prompt = self._continuations.build_prompt(request)
+            return self._continuations.build_prompt(request)
         except RenderError as error:
             raise WireError(str(error)) from error
+
+    def _check_length(self, prompt: Prompt) -> None:
         if len(prompt.ids) >= self._policy.engine.max_model_len:
             self._log.count("context_overflows")
             raise ContextOverflowError(len(prompt.ids), self._policy.engine.max_model_len)
         if prompt.forked:
             self._log.count("prompts_forked")
-        return prompt
 
     def _build_params(self, prompt: Prompt) -> GenerationParams:
         params, limit = self._policy.params, self._limits.max_sampled_tokens
@@ -221,24 +266,27 @@ class Session:
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._policy.renderer.stop_token_ids))),
         )
 
-    async def _answer(
-        self, dialect_name: str, prompt: Prompt, params: GenerationParams, num_body_bytes: int, turn: Turn
-    ) -> Call:
+    async def _answer(self, prompt: Prompt, settings: "_TurnSettings", turn: Turn) -> Call:
         try:
-            completion = await self._policy.engine.generate(prompt.ids, params)
+            completion = await self._policy.engine.generate(prompt.ids, settings.params)
+        except EngineBusyError as error:
+            self._log.count("calls_sent_back")
+            raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error
         except EngineError as error:
             self._log.count("engine_errors")
             raise WireError(str(error), status=503, kind="overloaded") from error
         turn.sampled = True
-        finish = partial(self._finish, turn, dialect_name, prompt, completion, params.stop)
         async with self._lock:
-            return await self._policy.work(num_body_bytes, finish)
+            return await self._policy.work(
+                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, completion)
+            )
 
-    def _finish(
-        self, turn: Turn, dialect_name: str, prompt: Prompt, completion: Completion, stops: tuple[str, ...]
-    ) -> Call:
+    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, completion: Completion) -> Call:
         message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
-        call = self._record(turn, dialect_name, prompt, completion, _cut_at_stop(message, stops))
+        message, stop_text = _cut_at_stop(message, settings.params.stop)
+        call = self._record(
+            turn, settings.dialect_name, prompt, completion, message, purpose=settings.purpose, stop_text=stop_text
+        )
         self._continuations.add(call)
         self._num_sampled += len(completion.token_ids)
         return call
@@ -252,7 +300,17 @@ class Session:
         async with self._lock:
             return self._record(turn, dialect_name, prompt, completion, Message(role="assistant", text=BUDGET_TEXT))
 
-    def _record(self, turn: Turn, dialect_name: str, prompt: Prompt, completion: Completion, message: Message) -> Call:
+    def _record(
+        self,
+        turn: Turn,
+        dialect_name: str,
+        prompt: Prompt,
+        completion: Completion,
+        message: Message,
+        *,
+        purpose: Purpose = "policy",
+        stop_text: str | None = None,
+    ) -> Call:
         index = len(self._log.calls)
         # a renderer knows no session: tool calls that the model gave no id get one that is unique in it
         tool_calls = [
@@ -267,7 +325,9 @@ class Session:
             prompt_ids=prompt.ids,
             completion=completion,
             message=replace(message, tool_calls=tuple(tool_calls)),
+            stop_text=stop_text,
             parent=prompt.parent,
+            purpose=purpose,
             started_s=turn.started_s,
             duration_s=time.time() - turn.started_s,
         )
@@ -295,7 +355,10 @@ def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[Parsed
     return parsed, (replace(parsed.request, stream=False, tools=()), tools)
 
 
-def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> Message:
-    """The message without the stop text that ended it, and what follows: what clients expect to see."""
-    found = [position for stop in stops if (position := message.text.find(stop)) >= 0]
-    return replace(message, text=message.text[: min(found)]) if found else message
+def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> tuple[Message, str | None]:
+    """The message without the stop text that ended it and what follows, as clients expect it, and that stop text."""
+    found = [(position, stop) for stop in stops if (position := message.text.find(stop)) >= 0]
+    if not found:
+        return message, None
+    position, stop = min(found)
+    return replace(message, text=message.text[:position]), stop

@@ -12,6 +12,7 @@ TokenIds = tuple[int, ...]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Purpose = Literal["policy", "auxiliary"]
 FinishReason = Literal["stop", "length", "tool_calls"]
+ToolKind = Literal["function", "freeform", "local_shell"]
 StopReason = Literal["completed", "agent_failed", "agent_timeout", "no_calls", "prepare_failed", "cancelled"]
 
 
@@ -66,9 +67,13 @@ class Tool:
     """A function the model may call."""
 
     name: str
+    """As the model sees it; with a namespace, "namespace__name"."""
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """JSON schema of the arguments."""
+    kind: ToolKind = "function"
+    """How its dialect declared it. The model sees a function in any case; the reply calls what was declared."""
+    namespace: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +136,8 @@ class Call:
     completion: Completion
     message: Message
     """The completion, parsed; what the reply was rendered from."""
+    stop_text: str | None = None
+    """The requested stop text that ended it; sampled, and cut from `message`."""
     parent: int | None = None
     """Index of the call whose prompt and sampled ids begin this prompt; None where it was rendered anew."""
     purpose: Purpose = "policy"
@@ -182,3 +189,7 @@ class Endpoint:
     """Scheme, host and port, such as "http://127.0.0.1:41123"; dialects add their own path."""
     api_key: str
     model: str
+    max_model_len: int = 32768
+    """Tokens of a prompt and its answer together: what an agent should take for its context window."""
+    max_tokens: int = 8192
+    """The most tokens of one answer."""

@@ -1,0 +1,21 @@
+"""Agents. `AGENTS` is every one that is known by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from polar_trl.errors import ConfigError
+from polar_trl.harness.base import AgentHarness
+
+AGENTS: Mapping[str, type[AgentHarness]] = {}
+
+
+def build_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentHarness:
+    """The agent of that name. `options` are its class's arguments. Raises `ConfigError` for what it does not know."""
+    if name not in AGENTS:
+        raise ConfigError(f"agent {name!r} is not known; known are {', '.join(AGENTS)}")
+    try:
+        return AGENTS[name](**(options or {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"agent {name!r}: {str(error).removeprefix(f'{AGENTS[name].__name__}.__init__() ')}"
+        ) from error

@@ -1,11 +1,11 @@
-"""How one agent is launched. Knows command lines and settings files, no model and no tokens."""
+"""How one agent is installed and launched. Knows command lines and settings files, no model and no tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Endpoint, Task
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +23,57 @@ class Harness(Protocol):
 
     name: str
 
+    def install(self) -> None:
+        """Put onto this machine what the agent needs, unless it is there. Called once, before the first session.
+
+        Raises `ConfigError` with the reason and what to do.
+        """
+        ...
+
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Pure: the command, environment and settings files for this task and endpoint."""
         ...
 
-    def judge_exit(self, result: ExecResult) -> bool:
-        """Whether the agent ran as it should (its work is graded either way)."""
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """Whether the agent came to its end as it should (its work is graded either way)."""
         ...
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """ "auxiliary" for what the agent asks beside its task: a title, a summary, a quota."""
+        ...
+
+
+class AgentHarness(Harness, Protocol):
+    """One of the known command-line agents, whose behaviour was verified at one version."""
+
+    verified_version: str
+    parallel_tool_calls: bool
+    """Whether it runs several tool calls of one reply."""
+
+    def find_installed_version(self) -> str | None:
+        """The version that `build_launch` would run; None where it is not installed."""
+        ...
+
+    def build_shell_call(self, command: str) -> ToolCall:
+        """A call of the agent's own tool for shell commands: what a scripted model says in `polar-trl doctor`."""
+        ...
+
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """Text and tool calls with which a model ends the agent's task."""
+        ...
+
+
+def judge_by_answer(calls: Sequence[Call]) -> bool:
+    """Whether the policy's last reply was a whole answer: text, no tool call left to run, not cut for its length.
+
+    Exit codes of agents lie in both directions: 0 after an empty reply, 1 after a run that recovered.
+    """
+    last = next((call for call in reversed(calls) if call.purpose == "policy"), None)
+    if last is None or last.completion.finish_reason == "length":
+        return False
+    return bool(last.message.text.strip()) and not last.message.tool_calls
+
+
+def without_tools_is_auxiliary(request: ChatRequest) -> Purpose:
+    """For agents whose own turns always declare tools: titles, topics, summaries and quota probes declare none."""
+    return "policy" if request.tools else "auxiliary"

@@ -7,12 +7,12 @@ the shell would read the task's text as code.
 import difflib
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Launch
 from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Endpoint, Task
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task
 
 PLACEHOLDERS = ("instruction", "model", "base_url", "api_key")
 # What other tools call these. Left alone, the agent would be handed "{prompt}" as its task.
@@ -72,9 +72,16 @@ class ShellHarness:
         env = {**build_provider_env(endpoint), "POLAR_INSTRUCTION": task.instruction, **self._env}
         return Launch(command=command, env=env, files=self._files)
 
-    def judge_exit(self, result: ExecResult) -> bool:
+    def install(self) -> None:
+        """Nothing: the command is the user's."""
+
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
         """Exit code 0."""
         return result.exit_code == 0
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """All of it is the policy's: nothing is known of this agent."""
+        return "policy"
 
 
 def build_provider_env(endpoint: Endpoint) -> dict[str, str]:

@@ -12,10 +12,11 @@ from typing import Any, Literal, Protocol, TypeVar
 import orjson
 
 from polar_trl.errors import WireError
-from polar_trl.types import Call, ChatRequest
+from polar_trl.types import Call, ChatRequest, Purpose, Tool
 
 _T = TypeVar("_T")
-RouteKind = Literal["chat", "models", "alive"]
+UNPARSED_ARGUMENTS = "unparsed_arguments"
+RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,10 @@ class Route:
     path: str
     """Starlette's pattern, such as "/v1/models/{model:path}"."""
     kind: RouteKind
-    """"chat" asks the policy, "models" lists or describes it, "alive" is answered with an empty 200."""
+    """"chat" asks the policy, "count" asks how long a prompt is, "models" lists or describes the policy, "alive" is
+    answered with an empty 200, "no_upgrade" with 426: a client that opens a WebSocket goes on over HTTP."""
+    header: str | None = None
+    """Only requests that carry this header (name in lower case): two dialects may share a path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,8 @@ class ParsedRequest:
     request: ChatRequest
     reply_options: tuple[str, ...] = ()
     """What it asks of the reply's form only, in its dialect's words, such as "include_usage"."""
+    purpose: Purpose = "policy"
+    """"auxiliary" where the request itself says so: a compaction endpoint, a search of a server tool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +98,6 @@ class Dialect(Protocol):
     name: str
     routes: tuple[Route, ...]
 
-    def parse_key(self, incoming: Incoming) -> str | None:
-        """The session key, wherever this format carries it; None where there is none."""
-        ...
-
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
         """The request in normal form; `memo` is the session's. Raises `WireError` naming the field that is wrong."""
         ...
@@ -121,12 +123,53 @@ class Dialect(Protocol):
         ...
 
     def render_error(self, error: WireError) -> bytes:
-        """The body of an error reply; the status is `error.status`."""
+        """The body of an error reply."""
+        ...
+
+    def error_status(self, error: WireError) -> int:
+        """The HTTP status of an error reply: `error.status`, or what this format's clients understand better."""
+        ...
+
+    def render_count(self, num_prompt_tokens: int) -> bytes:
+        """The body for a route of kind "count"."""
         ...
 
     def render_models(self, incoming: Incoming, model: str) -> bytes:
         """The body for a route of kind "models"."""
         ...
+
+
+def parse_key(incoming: Incoming) -> str | None:
+    """The session key, wherever any provider's clients put it; None where there is none."""
+    headers = incoming.headers
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and bearer.strip():
+        return bearer.strip()
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or incoming.query.get("key")
+
+
+def find_tool(request: ChatRequest, name: str) -> Tool | None:
+    """The declared tool that a tool call names; None where the model made it up."""
+    return next((tool for tool in request.tools if tool.name == name), None)
+
+
+def read_arguments(arguments: str) -> dict[str, Any]:
+    """Tool arguments for formats that carry an object. What is no JSON object is passed on under one key, as text:
+    the tool then complains to the model about what the model wrote."""
+    if not arguments.strip():
+        return {}
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        value = None
+    return value if isinstance(value, dict) else {UNPARSED_ARGUMENTS: arguments}
+
+
+def render_arguments(value: Mapping[str, Any]) -> str:
+    """The inverse of `read_arguments`: the arguments' text as close to what the model wrote as can be known."""
+    if value.keys() == {UNPARSED_ARGUMENTS} and isinstance(value[UNPARSED_ARGUMENTS], str):
+        return str(value[UNPARSED_ARGUMENTS])
+    return orjson.dumps(value).decode()
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

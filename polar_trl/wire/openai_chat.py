@@ -53,10 +53,6 @@ class OpenAIChat:
         Route(method="GET", path="/v1/models/{model:path}", kind="models"),
     )
 
-    def parse_key(self, incoming: Incoming) -> str | None:
-        scheme, _, key = incoming.headers.get("authorization", "").partition(" ")
-        return key.strip() or None if scheme.lower() == "bearer" else None
-
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
         body = parse_object(incoming.body)
         if read_field(body, "n", int, "") not in (None, 1):
@@ -122,6 +118,12 @@ class OpenAIChat:
             )
         path = _FIELD_PATH.match(text)
         return orjson.dumps({"error": {"message": text, "type": kind, "param": path and path[1], "code": code}})
+
+    def error_status(self, error: WireError) -> int:
+        return error.status
+
+    def render_count(self, num_prompt_tokens: int) -> bytes:
+        raise NotImplementedError("Chat Completions has no route that counts tokens")
 
     def render_models(self, incoming: Incoming, model: str) -> bytes:
         # any label is served by the one policy, so any id that is asked for exists

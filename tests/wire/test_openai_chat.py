@@ -341,14 +341,6 @@ def test_an_overflow_says_both_lengths() -> None:
     assert text.startswith("This model's maximum context length is 10 tokens.") and "20 tokens" in text
 
 
-@pytest.mark.parametrize(
-    ("header", "key"),
-    [("Bearer abc", "abc"), ("bearer  abc ", "abc"), ("Basic abc", None), ("Bearer ", None), ("", None)],
-)
-def test_the_key_is_the_bearer_token(header: str, key: str | None) -> None:
-    assert DIALECT.parse_key(Incoming(headers={"authorization": header})) == key
-
-
 def test_models() -> None:
     assert orjson.loads(DIALECT.render_models(Incoming(), "policy"))["data"][0]["id"] == "policy"
     asked = Incoming(path_params={"model": "org/x"})

@@ -1,0 +1,43 @@
+"""A compressed request body to its bytes, never more of them than a limit: a small body can unpack to gigabytes.
+
+Refuses content codings that no client of ours was seen to use (RFC 9110, section 8.4; zstd is RFC 8878).
+"""
+
+import io
+import zlib
+
+import zstandard
+
+from polar_trl.errors import WireError
+
+_ZLIB_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+
+
+def decode_body(body: bytes, content_encoding: str, max_bytes: int) -> bytes:
+    """The body as it was before its codings, given in the header's order. Raises `WireError` 400, 413 or 415."""
+    codings = [coding.strip().lower() for coding in content_encoding.split(",")]
+    for coding in reversed(codings):
+        if coding in ("", "identity"):
+            continue
+        if coding not in _ZLIB_BITS and coding != "zstd":
+            raise WireError(f"content-encoding: {coding!r} is not read here; use gzip, deflate or zstd", status=415)
+        try:
+            body = _decode_zstd(body, max_bytes) if coding == "zstd" else _decode_zlib(body, coding, max_bytes)
+        except (zlib.error, zstandard.ZstdError, EOFError) as error:
+            raise WireError(f"content-encoding: the body is not valid {coding} ({error})") from error
+        if len(body) > max_bytes:
+            raise WireError(f"the body is larger than {max_bytes >> 20} MiB once it is unpacked", status=413)
+    return body
+
+
+def _decode_zlib(body: bytes, coding: str, max_bytes: int) -> bytes:
+    decoder = zlib.decompressobj(_ZLIB_BITS[coding])
+    unpacked = decoder.decompress(body, max_bytes + 1)
+    if not decoder.eof and len(unpacked) <= max_bytes:
+        raise EOFError("it ends too early")
+    return unpacked
+
+
+def _decode_zstd(body: bytes, max_bytes: int) -> bytes:
+    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+        return reader.read(max_bytes + 1)

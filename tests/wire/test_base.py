@@ -1,0 +1,34 @@
+"""What all dialects share: the key, and tool arguments as objects."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_trl.wire.base import Incoming, parse_key, read_arguments, render_arguments
+
+
+@pytest.mark.parametrize(
+    ("headers", "query", "key"),
+    [
+        ({"authorization": "Bearer abc"}, {}, "abc"),
+        ({"authorization": "bearer  abc "}, {}, "abc"),
+        ({"x-api-key": "abc"}, {}, "abc"),
+        ({"x-goog-api-key": "abc"}, {}, "abc"),
+        ({}, {"key": "abc"}, "abc"),
+        ({"authorization": "Basic abc"}, {}, None),
+        ({"authorization": "Bearer "}, {}, None),
+        ({"authorization": ""}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_the_key_is_found_where_any_client_puts_it(
+    headers: dict[str, str], query: dict[str, str], key: str | None
+) -> None:
+    assert parse_key(Incoming(headers=headers, query=query)) == key
+
+
+@given(text=st.text() | st.sampled_from(["{}", '{"a": 1}', "[1]", "null", '{"a": ', ""]))
+def test_arguments_that_are_no_object_survive_a_format_that_carries_objects(text: str) -> None:
+    value = read_arguments(text)
+    assert isinstance(value, dict)
+    assert read_arguments(render_arguments(value)) == value
