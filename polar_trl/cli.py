@@ -1,4 +1,4 @@
-"""The command line: `polar-trl SUBCOMMAND`. Reads and reports; nothing here changes a run.
+"""The command line: `polar-trl SUBCOMMAND`. Looks and reports; nothing here changes a run.
 
 Exit status: 0 all is well, 1 the answer is bad news, 2 the question was wrong. What is wrong is said in one sentence
 on standard error.
@@ -9,13 +9,17 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polar_trl.errors import ConfigError, LawError, PolarError, RecordError
-from polar_trl.reconstruct import BUILDERS, check_laws, digest
+from polar_trl.harness import AGENTS, build_agent
+from polar_trl.reconstruct import BUILDERS, check_laws, count_as_policy, digest
 from polar_trl.record import SessionRecord, read_record
+
+if TYPE_CHECKING:
+    from polar_trl.doctor import Checkup
 
 REPLAY_EPILOG = """\
 examples:
@@ -24,6 +28,17 @@ examples:
   polar-trl replay runs/first --builder per_request --json
 
 Exits with 1 if a session cannot be read, breaks a law, or no longer gives the trajectories it was trained on.
+"""
+
+
+DOCTOR_EPILOG = """\
+examples:
+  polar-trl doctor                         every agent that is installed
+  polar-trl doctor codex pi --install      these two, installed first where they are missing
+  polar-trl doctor --json
+
+An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
+its own shell tool, and its calls continue each other token for token. Exits with 1 if one that was asked for does not.
 """
 
 
@@ -45,12 +60,58 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polar-trl",
         description="GRPO for any unmodified coding agent: look at runs and check them.",
-        epilog="examples:\n  polar-trl replay runs/first\n  polar-trl replay --help\n",
+        epilog="examples:\n  polar-trl doctor\n  polar-trl replay runs/first\n  polar-trl replay --help\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(metavar="SUBCOMMAND", required=True)
+    _add_doctor(subparsers)
     _add_replay(subparsers)
     return parser
+
+
+def _add_doctor(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="which agents are installed, and whether each works here",
+        description="Run each agent through a short scripted session on this machine. Needs no model and no GPU.",
+        epilog=DOCTOR_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("agents", metavar="AGENT", nargs="*", help=f"of {', '.join(AGENTS)} (default: all)")
+    parser.add_argument("--install", action="store_true", help="install those that are missing")
+    parser.add_argument(
+        "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """`polar-trl doctor`."""
+    from polar_trl.doctor import check_agent  # the proxy and all it needs; the other subcommands start without
+
+    harnesses = [build_agent(name) for name in args.agents or AGENTS]
+    checkups: dict[str, Checkup] = {}
+    for harness in harnesses:
+        print(f"polar-trl: trying {harness.name} ...", file=sys.stderr)
+        checkups[harness.name] = check_agent(harness, install=args.install, delay_s=args.answer_s)
+    if args.json:
+        print(json.dumps({"agents": {name: asdict(checkup) for name, checkup in checkups.items()}}))
+    else:
+        _print_checkups(checkups)
+    missed = [c for c in checkups.values() if not c.works and (args.agents or args.install or c.installed)]
+    return 1 if missed else 0
+
+
+def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("agent", "installed", "verified", "works", "why")
+    for name, checkup in checkups.items():
+        works = "yes" if checkup.works else "no"
+        table.add_row(name, checkup.installed or "-", checkup.verified, works, checkup.why)
+    Console().print(table)
 
 
 def _add_replay(subparsers: Any) -> None:
@@ -126,7 +187,7 @@ def _find_sessions(path: Path) -> list[Path]:
 
 def _replay_session(record: SessionRecord, builder: str, path: Path, report: ReplayReport) -> None:
     """Add one session to the report. Raises `LawError` or `RecordError`."""
-    rollout = record.rollout
+    rollout = count_as_policy(record.rollout) if record.extra.get("train_auxiliary") else record.rollout
     reconstruction = BUILDERS[builder](rollout)
     report.sessions += 1
     report.unfinished += not record.finished

@@ -26,7 +26,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, digest
+from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, digest
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.session import SessionLimits
@@ -46,6 +46,8 @@ class RolloutConfig:
     max_grading: int = 4
     limits: SessionLimits = SessionLimits()
     builder: str = "prefix_merging"
+    train_auxiliary: bool = False
+    """Train what the agent asked beside its task (titles, summaries) like the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,13 +165,23 @@ class _Session:
         )
         if error is not None:
             logger.warning("rollout %s has no reward: %s", rollout.id, error)
-        reconstruction = BUILDERS[self._runner.config.builder](rollout)
-        check_laws(rollout, reconstruction)
-        self._log.close(
-            rollout, {"trajectory_digest": digest(reconstruction.trajectories), "builder": self._runner.config.builder}
-        )
+        reconstruction = self._reconstruct(rollout)
         self._board.finish()
         return Finished(rollout=rollout, reconstruction=reconstruction)
+
+    def _reconstruct(self, rollout: Rollout) -> Reconstruction:
+        """Rebuild the trajectories, check the laws, and close the record with what is needed to check them again."""
+        config = self._runner.config
+        trained = count_as_policy(rollout) if config.train_auxiliary else rollout
+        reconstruction = BUILDERS[config.builder](trained)
+        check_laws(trained, reconstruction)
+        extra = {
+            "trajectory_digest": digest(reconstruction.trajectories),
+            "builder": config.builder,
+            "train_auxiliary": config.train_auxiliary,
+        }
+        self._log.close(rollout, extra)
+        return reconstruction
 
     def _destroy_sandbox(self) -> None:
         if self._sandbox is None:

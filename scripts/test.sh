@@ -8,5 +8,6 @@ cd "$(dirname "$0")/.."
 bash scripts/install.sh
 bin=${VENV:-.venv}/bin
 "$bin/python" scripts/get_model.py > /dev/null
+"$bin/python" scripts/get_agents.py
 bash scripts/check
 exec "$bin/python" -m pytest "$@"

@@ -14,6 +14,7 @@ The keys are those of `RunArguments` below, of `PolarGRPOConfig` (which holds al
 import dataclasses
 import difflib
 import importlib
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
+from polar_trl.harness import AGENTS, build_agent
+from polar_trl.harness.base import Harness
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.tasks.jsonl import load_tasks
 
@@ -39,10 +42,24 @@ class RunArguments:
     """What to train on, and in which agent."""
 
     tasks: str = field(metadata={"help": "JSONL file of tasks."})
-    agent_command: str = field(
+    agent: str = field(
+        default="shell",
+        metadata={
+            "help": f"The agent: one of {', '.join(AGENTS)}, or 'shell' for whatever agent_command runs. "
+            "See polar-trl doctor."
+        },
+    )
+    agent_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of the named agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them."
+        },
+    )
+    agent_command: str | None = field(
+        default=None,
         metadata={
             "help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."
-        }
+        },
     )
     eval_tasks: str | None = field(default=None, metadata={"help": "JSONL file of tasks to evaluate on."})
     agent_files: list[str] = field(
@@ -129,6 +146,29 @@ def read_agent_files(names: list[str]) -> dict[str, str]:
     return files
 
 
+def build_harness(run: RunArguments) -> Harness:
+    """The agent that the settings name."""
+    options = run.agent_options
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"agent_options is not JSON: {error}") from error
+    if options is not None and not isinstance(options, dict):
+        raise ConfigError("agent_options must be a mapping of names to values")
+    if run.agent == "shell":
+        if not run.agent_command:
+            known = ", ".join(AGENTS)
+            raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
+        if options:
+            raise ConfigError("agent_options are for the agents that are known by name; agent_command takes none")
+        return ShellHarness(run.agent_command, files=read_agent_files(run.agent_files))
+    for name in ("agent_command", "agent_files"):
+        if getattr(run, name):
+            raise ConfigError(f"{name} is read only with agent: shell, and agent is {run.agent!r}")
+    return build_agent(run.agent, options)
+
+
 def _refuse_unread(model_config: ModelConfig) -> None:
     """Keys of TRL's `ModelConfig` that this script does not pass on must not look as if it did."""
     for item in dataclasses.fields(ModelConfig):
@@ -144,13 +184,12 @@ def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelC
     from polar_trl.grpo.trainer import PolarGRPOTrainer
 
     _refuse_unread(model_config)
-    files = read_agent_files(run.agent_files)
     return PolarGRPOTrainer(
         model=model_config.model_name_or_path,
         args=args,
         train_dataset=load_tasks(Path(run.tasks)),
         eval_dataset=load_tasks(Path(run.eval_tasks)) if run.eval_tasks else None,
-        harness=ShellHarness(run.agent_command, files=files),
+        harness=build_harness(run),
         grader=load_grader(run.grader),
         peft_config=get_peft_config(model_config),
     )

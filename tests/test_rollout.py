@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from polar_trl.cli import main
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineError, LawError, SandboxError
@@ -18,7 +19,7 @@ from polar_trl.record import read_session
 from polar_trl.rollout import Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.types import Message, Task
+from polar_trl.types import ChatRequest, Message, Purpose, Task
 
 RENDERER = ByteRenderer()
 REPLY = RENDERER.spell(Message(role="assistant", text="done"))
@@ -71,6 +72,27 @@ def test_results_come_in_order_and_are_on_record(tmp_path: Path) -> None:
         assert result.rollout.reward == 1.0
         assert len(result.reconstruction.trajectories) == 1
         assert read_session(tmp_path / f"r{number}.jsonl") == result.rollout
+
+
+class AsideHarness(ShellHarness):
+    """Takes all of its agent's calls for side business."""
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        return "auxiliary"
+
+
+@pytest.mark.parametrize(("train_auxiliary", "num_trained"), [(False, 0), (True, len(REPLY))])
+def test_auxiliary_calls_are_trained_only_where_the_run_says_so(
+    tmp_path: Path, train_auxiliary: bool, num_trained: int
+) -> None:
+    with runner(tmp_path, train_auxiliary=train_auxiliary) as rollouts:
+        rollouts.harness = AsideHarness(CALL)
+        (result,) = rollouts.run(jobs(tmp_path, 1))
+    assert [call.purpose for call in result.rollout.calls] == ["auxiliary"]
+    assert sum(sum(row.trainable) for row in result.reconstruction.trajectories) == num_trained
+    assert result.reconstruction.dropped.get("auxiliary", 0) == len(REPLY) - num_trained
+    assert read_session(tmp_path / "r0.jsonl") == result.rollout
+    assert main(["replay", str(tmp_path / "r0.jsonl")]) == 0
 
 
 def test_a_slow_grader_holds_no_agents_place(tmp_path: Path) -> None:

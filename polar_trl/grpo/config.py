@@ -41,6 +41,10 @@ class PolarGRPOConfig(GRPOConfig):
         default="prefix_merging",
         metadata={"help": "How calls become rows: merged by token prefix, or one row per call ('per_request')."},
     )
+    train_auxiliary: bool = field(
+        default=False,
+        metadata={"help": "Train what an agent asks beside its task, such as titles and summaries, like the rest."},
+    )
     model_label: str = field(default="policy", metadata={"help": "The model name that agents are told."})
     renderer: str | None = field(
         default=None,

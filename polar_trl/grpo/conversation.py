@@ -7,7 +7,7 @@ from polar_trl.types import Message, Rollout
 
 def conversation_after_instruction(rollout: Rollout) -> list[dict[str, Any]]:
     """The last call's conversation after its first user message, in TRL's conversational form."""
-    calls = rollout.calls
+    calls = [call for call in rollout.calls if call.purpose == "policy"]
     if not calls:
         return [{"role": "assistant", "content": ""}]
     messages = [*calls[-1].request.messages, calls[-1].message]

@@ -100,6 +100,7 @@ class PolarGRPOTrainer(GRPOTrainer):
             functions = [grader_reward, *functions]
         if not functions:
             raise ConfigError("nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command")
+        harness.install()
         num_seqs = args.engine_max_num_seqs or min(256, 4 * args.max_agents)
         set_environment(cpu=args.device.type == "cpu")
         with colocated_vllm(max_num_seqs=num_seqs):
@@ -151,6 +152,7 @@ class PolarGRPOTrainer(GRPOTrainer):
                 max_grading=args.max_grading,
                 limits=SessionLimits(max_calls=args.max_session_calls, max_sampled_tokens=args.max_session_tokens),
                 builder=args.trajectory_builder,
+                train_auxiliary=args.train_auxiliary,
             ),
         )
 

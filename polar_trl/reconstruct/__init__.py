@@ -18,14 +18,22 @@ sub-agent, a compaction, a history that the agent rewrote) it starts a trajector
 second thing that the agent said after a1, then p1 a1 u1' -> b2 becomes a second trajectory in which only b2 is
 trained, since a1 is trained already.
 
-Two kinds of samples are dropped, and counted: calls of purpose "auxiliary", and "superseded" copies of a retried
+Two kinds of samples are dropped, and counted: calls of purpose "auxiliary" (unless a run wants them: see
+`count_as_policy`), and "superseded" copies of a retried
 request, which are those that the agent did not go on from. Everything else is trained exactly once, which `check_laws`
 establishes without trusting the builder.
 """
 
 from polar_trl.reconstruct.cut import cut_trajectory
 from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, build_per_request, build_prefix_merged, digest
+from polar_trl.reconstruct.merge import (
+    BUILDERS,
+    Reconstruction,
+    build_per_request,
+    build_prefix_merged,
+    count_as_policy,
+    digest,
+)
 
 __all__ = [
     "BUILDERS",
@@ -33,6 +41,7 @@ __all__ = [
     "build_per_request",
     "build_prefix_merged",
     "check_laws",
+    "count_as_policy",
     "cut_trajectory",
     "digest",
 ]

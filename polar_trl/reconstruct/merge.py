@@ -7,7 +7,7 @@ memory that stops at the first difference. A hundred calls of a hundred thousand
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from struct import pack
 from typing import Literal
@@ -63,6 +63,12 @@ BUILDERS: Mapping[str, Callable[[Rollout], Reconstruction]] = {
     "prefix_merging": build_prefix_merged,
     "per_request": build_per_request,
 }
+
+
+def count_as_policy(rollout: Rollout) -> Rollout:
+    """The rollout with its auxiliary calls taken for the policy's own: what a run trains that was told to."""
+    calls = tuple(replace(call, purpose="policy") if call.purpose == "auxiliary" else call for call in rollout.calls)
+    return replace(rollout, calls=calls)
 
 
 def digest(trajectories: Sequence[Trajectory]) -> str:

@@ -4,6 +4,7 @@ Only what is sampled is scripted. The agents are installed at their verified ver
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -53,5 +54,5 @@ def count_drifted(rollout: Rollout) -> int:
     return sum(
         later.prompt_ids[: len(earlier.prompt_ids) + len(earlier.completion.token_ids)]
         != earlier.prompt_ids + earlier.completion.token_ids
-        for earlier, later in zip(calls, calls[1:], strict=False)
+        for earlier, later in pairwise(calls)
     )
