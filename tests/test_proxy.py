@@ -1,6 +1,7 @@
 """The proxy over real sockets: what agents get, what is recorded, and that both are one."""
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -18,12 +19,12 @@ from hypothesis import strategies as st
 
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.errors import ConfigError, EngineError, LawError
+from polar_trl.errors import ConfigError, EngineBusyError, EngineError, LawError
 from polar_trl.proxy import Proxy, SessionLimits
 from polar_trl.record import SessionLog
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.types import Completion, Endpoint, Message, TokenIds, Tool, ToolCall
+from polar_trl.types import ChatRequest, Completion, Endpoint, Message, Purpose, TokenIds, Tool, ToolCall
 
 RENDERER = ByteRenderer()
 PARAMS = GenerationParams(max_tokens=100, temperature=0.7)
@@ -323,6 +324,54 @@ def test_an_image_is_refused_by_a_text_model() -> None:
         400,
         "this model reads text only; leave the images out",
     )
+
+
+class BusyEngine(ScriptedEngine):
+    """Sends the first request back."""
+
+    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
+        if not self.params:
+            self.params.append(params)
+            raise EngineBusyError("the weights are changing", retry_after_s=0.2)
+        return await super().generate(prompt_ids, params)
+
+
+def test_a_busy_engine_sends_the_client_back_with_a_time() -> None:
+    log = new_log()
+    with serve(BusyEngine([say("hi")])) as proxy:
+        endpoint = proxy.open_session(log)
+        sent_back = http(endpoint).post(CHAT, json={"messages": HELLO})
+        again = http(endpoint).post(CHAT, json={"messages": HELLO})
+    assert (sent_back.status_code, sent_back.headers["retry-after"]) == (429, "1")
+    assert sent_back.headers["x-should-retry"] == "true"
+    assert again.json()["choices"][0]["message"]["content"] == "hi"
+    # not a failure of the session: its work can be graded
+    assert dict(log.counters) == {"calls_sent_back": 1}
+
+
+@pytest.mark.parametrize("purpose", ["policy", "auxiliary"])
+def test_a_call_is_recorded_with_its_purpose(purpose: Purpose) -> None:
+    log, asked = new_log(), list[ChatRequest]()
+
+    def classify(request: ChatRequest) -> Purpose:
+        asked.append(request)
+        return purpose
+
+    with serve(ScriptedEngine([say("hi")])) as proxy:
+        http(proxy.open_session(log, classify=classify)).post(CHAT, json={"messages": HELLO})
+    assert [call.purpose for call in log.calls] == [purpose]
+    assert [request.messages for request in asked] == [log.calls[0].request.messages]
+
+
+def test_a_compressed_body_is_read() -> None:
+    log = new_log()
+    with serve(ScriptedEngine([say("hi")])) as proxy:
+        endpoint = proxy.open_session(log)
+        body = gzip.compress(orjson.dumps({"messages": HELLO}))
+        good = http(endpoint).post(CHAT, content=body, headers={"content-encoding": "gzip"})
+        bad = http(endpoint).post(CHAT, content=body[:-9], headers={"content-encoding": "gzip"})
+    assert (good.status_code, bad.status_code) == (200, 400)
+    assert bad.json()["error"]["message"].startswith("content-encoding: the body is not valid gzip")
 
 
 def test_an_engine_failure_is_told_in_both_forms_and_may_be_tried_again() -> None:

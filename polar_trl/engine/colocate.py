@@ -39,8 +39,9 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
     def __init__(self, *args: Any, llm_kwargs: dict[str, Any], **kwargs: Any) -> None:
         self._llm_kwargs = llm_kwargs
         super().__init__(*args, **kwargs)
-        device = self.accelerator.device
-        self.engine = VllmEngine(self.llm, device=device if device.type == "cuda" else None)
+        # accelerate's own device may be "cuda" without an index, which no thread can select
+        on_gpu = self.accelerator.device.type == "cuda"
+        self.engine = VllmEngine(self.llm, device=torch.device(torch.cuda.current_device()) if on_gpu else None)
 
     def _init_vllm(self) -> None:
         if self.mode != "colocate":

@@ -78,6 +78,7 @@ class VllmEngine:
         self._core = llm.llm_engine
         self._device = device
         self.max_model_len: int = self._core.model_config.max_model_len
+        self.dtype: torch.dtype = self._core.model_config.dtype
         self._policy_version = 0
         self._inbox: queue.SimpleQueue[_Request | _Abort | _Pause | None] = queue.SimpleQueue()
         self._live: dict[str, _Request] = {}
@@ -134,9 +135,9 @@ class VllmEngine:
     # Everything below runs on the engine thread.
 
     def _run(self) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             while self._take_from_inbox():
                 if self._live:
                     self._deliver(self._core.step())

@@ -21,15 +21,18 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest mean gap per token in nats. bfloat16's own noise is about 0.04; wrong kernels show gaps above 1."""
 
 
-def check_engine(engine: Engine, model: Module, prompts: list[list[int]]) -> float:
+def check_engine(
+    engine: Engine, model: Module, prompts: list[list[int]], *, engine_dtype: torch.dtype = torch.float32
+) -> float:
     """Mean gap in nats between engine and model on greedy tokens, from small prompts and a cold cache.
 
     Args:
         model: A causal language model with the weights that the engine should have.
         prompts: Token ids, a few short ones.
+        engine_dtype: What the engine computes in. On a GPU often bfloat16 where the trainer keeps float32.
 
     Raises:
-        EngineError: the gap is above the tolerance of the model's dtype.
+        EngineError: the gap is above the tolerance of the coarser of both dtypes.
     """
     greedy = GenerationParams(max_tokens=NUM_TOKENS, temperature=0.0)
 
@@ -41,8 +44,8 @@ def check_engine(engine: Engine, model: Module, prompts: list[list[int]]) -> flo
     for prompt, (token_ids, logprobs) in zip(prompts, asyncio.run(sample()), strict=True):
         gaps.append((_score(model, prompt, token_ids) - torch.tensor(logprobs)).abs())
     gap = torch.cat(gaps)
-    dtype = next(model.parameters()).dtype
-    tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
+    dtypes = (next(model.parameters()).dtype, engine_dtype)
+    tolerance, dtype = max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]), str(dtype)) for dtype in dtypes)
     logger.info("engine against trainer on %d greedy tokens: mean gap %.2g nats", gap.numel(), gap.mean())
     if not gap.mean() <= tolerance:
         raise EngineError(

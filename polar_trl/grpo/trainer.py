@@ -218,7 +218,8 @@ class PolarGRPOTrainer(GRPOTrainer):
         if self._engine_checked:
             return
         prompts = [self._tokenizer(text)["input_ids"] for text in _PROBES]
-        gap = check_engine(self.vllm_generation.engine, self.model, prompts)
+        engine = self.vllm_generation.engine
+        gap = check_engine(engine, self.model, prompts, engine_dtype=engine.dtype)
         self._metrics[mode]["polar/engine_check_gap"].append(gap)
         self._engine_checked = True
 

@@ -45,6 +45,16 @@ def test_a_small_shift_is_noticed_in_float32(model: Any) -> None:
         check_engine(engine, model, PROMPTS)
 
 
+def test_an_engine_in_bfloat16_may_be_as_coarse_as_that(model: Any) -> None:
+    import torch
+
+    engine = ScriptedEngine(lambda prompt: greedy(model, prompt, off_by=0.03))
+    assert check_engine(engine, model, PROMPTS, engine_dtype=torch.bfloat16) == pytest.approx(0.03, abs=1e-3)
+    engine = ScriptedEngine(lambda prompt: greedy(model, prompt, off_by=0.5))
+    with pytest.raises(EngineError, match=r"at most 0\.3 is expected in torch\.bfloat16"):
+        check_engine(engine, model, PROMPTS, engine_dtype=torch.bfloat16)
+
+
 def test_logprobs_that_are_no_numbers_are_noticed(model: Any) -> None:
     engine = ScriptedEngine(lambda prompt: greedy(model, prompt, off_by=float("nan")))
     with pytest.raises(EngineError, match="does not compute what the trainer computes"):
