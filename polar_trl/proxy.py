@@ -70,6 +70,7 @@ class Proxy:
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
         self._sessions: dict[str, Session] = {}
+        self._listeners: dict[str, asyncio.Server] = {}
         self.origin = ""
         """Such as "http://127.0.0.1:41123", once started."""
 
@@ -124,13 +125,28 @@ class Proxy:
         self.stop()
 
     def open_session(
-        self, log: SessionLog, limits: SessionLimits = SessionLimits(), classify: Classify = always_policy
+        self,
+        log: SessionLog,
+        limits: SessionLimits = SessionLimits(),
+        classify: Classify = always_policy,
+        listener: socket.socket | None = None,
     ) -> Endpoint:
-        """A key whose calls are recorded in `log`. `classify` tells an agent's side requests from the policy's own."""
+        """A key whose calls are recorded in `log`.
+
+        Args:
+            log: Of this session.
+            limits: What it may use.
+            classify: Tells an agent's side requests from the policy's own.
+            listener: A listening socket inside the agent's own network, served and owned by this session.
+        """
         api_key = secrets.token_urlsafe(24)
+        origin = self.origin
+        if listener is not None:
+            origin = "http://{}:{}".format(*listener.getsockname())
+            self._listeners[api_key] = asyncio.run_coroutine_threadsafe(self._serve_on(listener), self._loop).result()
         self._sessions[api_key] = Session(self._policy, log, limits, classify)
         return Endpoint(
-            origin=self.origin,
+            origin=origin,
             api_key=api_key,
             model=self._policy.model,
             max_model_len=self._policy.engine.max_model_len,
@@ -145,9 +161,27 @@ class Proxy:
         session = self._sessions.pop(api_key, None)
         if session is None:
             return
+        listener = self._listeners.pop(api_key, None)
+        if listener is not None:
+            self._loop.call_soon_threadsafe(listener.close)
         asyncio.run_coroutine_threadsafe(session.close(), self._loop).result()
         if session.broken_law is not None:
             raise session.broken_law
+
+    async def _serve_on(self, listener: socket.socket) -> asyncio.Server:
+        """Serve one more socket, as uvicorn does with its own."""
+        server = self._server
+        while not server.started:
+            await asyncio.sleep(0.01)
+
+        def build_protocol() -> asyncio.Protocol:
+            kind: Any = server.config.http_protocol_class
+            protocol: asyncio.Protocol = kind(
+                config=server.config, server_state=server.server_state, app_state=server.lifespan.state
+            )
+            return protocol
+
+        return await asyncio.get_running_loop().create_server(build_protocol, sock=listener)
 
     def _serve(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)

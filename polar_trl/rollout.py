@@ -201,7 +201,9 @@ class _Session:
         """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
         runner, task = self._runner, self._job.task
         with self._stage("agent"):
-            endpoint = runner.proxy.open_session(self._log, runner.config.limits, runner.harness.classify)
+            endpoint = runner.proxy.open_session(
+                self._log, runner.config.limits, runner.harness.classify, sandbox.open_listener()
+            )
             try:
                 launch = runner.harness.build_launch(task, endpoint)
                 for path, text in launch.files.items():

@@ -24,8 +24,10 @@ class Task:
     instruction: str
     image: str | None = None
     """Container image; None where the sandbox backend needs none."""
+    workspace: str | None = None
+    """Folder of this machine that the work folder begins as; never written to."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path relative to the work folder -> text, laid before the agent starts."""
+    """Path relative to the work folder -> text, laid over that before the agent starts."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Extra environment of the agent."""
     prepare_timeout_s: float = 120.0

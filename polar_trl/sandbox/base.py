@@ -1,6 +1,7 @@
 """Where an agent runs: a work folder, commands with a deadline, and nothing left behind."""
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,10 @@ class ExecResult:
     """The last 64 KiB, undecodable bytes replaced."""
     timed_out: bool
     seconds: float
+    out_of_memory: bool = False
+    """Something of it was killed at the sandbox's memory limit."""
+    disk_full: bool = False
+    """The sandbox's disk was full when it ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +63,13 @@ class Sandbox(Protocol):
         """
         ...
 
+    def open_listener(self) -> socket.socket | None:
+        """A socket that listens inside the sandbox's own network, for the proxy to serve; the caller closes it.
+
+        None where the sandbox shares the host's network and reaches the proxy at its own address.
+        """
+        ...
+
     def kill(self) -> None:
         """Kill everything running inside; a `run` in progress returns."""
         ...
@@ -71,6 +83,13 @@ class SandboxBackend(Protocol):
     """Makes sandboxes of one kind."""
 
     capabilities: Capabilities
+
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Fetch what these tasks' sandboxes are made of (images, work trees), before they are needed.
+
+        Raises `SandboxError` naming the task.
+        """
+        ...
 
     def create(self, task: Task, session_id: str) -> Sandbox:
         """A fresh sandbox with the task's files in its work folder. Raises `SandboxError`."""

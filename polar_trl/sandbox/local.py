@@ -12,19 +12,18 @@ It refuses tasks that name a container image.
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from polar_trl.errors import FileTooLargeError, SandboxError
+from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult
+from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text, remove_tree
 from polar_trl.sandbox.supervise import KILL_LIMIT_S
 from polar_trl.types import Task
 
@@ -50,6 +49,9 @@ class LocalSandboxBackend:
         self._root = root
         self._inherit_env = tuple(inherit_env)
 
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Nothing: folders are made in no time."""
+
     def create(self, task: Task, session_id: str) -> "LocalSandbox":
         """A fresh folder with the task's files. Raises `SandboxError`."""
         if task.image is not None:
@@ -62,7 +64,7 @@ class LocalSandboxBackend:
             if self._root is not None:
                 self._root.mkdir(parents=True, exist_ok=True)
             base = Path(tempfile.mkdtemp(prefix=f"polar-{label}-", dir=self._root)).resolve()
-            for name in ("work", "home", "tmp"):
+            for name in SUBFOLDERS:
                 (base / name).mkdir()
         except OSError as error:
             raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
@@ -70,7 +72,7 @@ class LocalSandboxBackend:
         sandbox = LocalSandbox(base, {"PATH": os.defpath, **env, **task.env})
         try:
             for path, text in task.files.items():
-                sandbox.put(path, _encode(text, f"task {task.id}: file {path}"))
+                sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
         except BaseException:
             sandbox.destroy()
             raise
@@ -87,6 +89,7 @@ class LocalSandbox:
     def __init__(self, base: Path, env: Mapping[str, str]) -> None:
         self.workdir = str(base / "work")
         self._base = base
+        self._folder = SessionFolder(base)
         self._env = {**env}
         self._lock = threading.Lock()
         self._supervisor: subprocess.Popen[bytes] | None = None
@@ -101,7 +104,7 @@ class LocalSandbox:
         started = time.monotonic()
         if "\0" in command:
             raise SandboxError("the command holds a NUL byte, which no shell can be given")
-        text = _encode(command, "the command")
+        text = encode_text(command, "the command")
         supervisor = self._start_supervisor(env, timeout_s)
         try:
             stdout, stderr = supervisor.communicate(text, timeout=max(timeout_s, 0.0) + SUPERVISOR_GRACE_S)
@@ -117,46 +120,15 @@ class LocalSandbox:
         return _parse_report(stdout, stderr, time.monotonic() - started)
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a file, replacing whatever had its name: a link or a FIFO of the agent's is not written through.
-
-        Raises `SandboxError` for a path that leads outside, by itself or through a linked folder.
-        """
-        *folders, name = self._resolve(path, follow_last=False)
-        temporary = f".polar-{os.urandom(8).hex()}"
-        try:
-            with _open_folder(self._base, folders, create=True) as folder:
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
-                try:
-                    with open(fd, "wb") as file:
-                        file.write(content)
-                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                except OSError:
-                    os.unlink(temporary, dir_fd=folder)
-                    raise
-        except OSError as error:
-            raise SandboxError(f"cannot write {path!r} in the sandbox: {error.strerror}") from error
+        """See `SessionFolder.put`."""
+        self._open_folder().put(path, content)
 
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
-        """Read a regular file. None if there is none, or none that can be read: that is the agent's doing.
+        """See `SessionFolder.get`."""
+        return self._open_folder().get(path, max_bytes=max_bytes)
 
-        A link is followed inside the sandbox only. Raises `FileTooLargeError` beyond `max_bytes`, and `SandboxError`
-        for a path that leads outside by itself.
-        """
-        try:
-            *folders, name = self._resolve(path, follow_last=True)
-            with _open_folder(self._base, folders, create=False) as folder:
-                # NONBLOCK: opening a FIFO would wait for a writer
-                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        except (_LinkOutsideError, OSError):
-            return None
-        if not os.path.isfile(fd):
-            os.close(fd)
-            return None
-        with open(fd, "rb") as file:
-            content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise FileTooLargeError(f"{path!r} in the sandbox is larger than {max_bytes} bytes")
-        return content
+    def open_listener(self) -> None:
+        """None: it shares the host's network."""
 
     def kill(self) -> None:
         """Kill what is running; the `run` in progress returns with no exit code."""
@@ -169,12 +141,12 @@ class LocalSandbox:
         with self._lock:
             self._is_destroyed = True
         self.kill()
-        _remove_tree(self._base)
+        remove_tree(self._base)
 
     def _start_supervisor(self, env: Mapping[str, str], timeout_s: float) -> "subprocess.Popen[bytes]":
         folders = {"HOME": str(self._base / "home"), "TMPDIR": str(self._base / "tmp")}
         full_env = {
-            _encode(name, "an environment variable's name"): _encode(value, f"the environment variable {name}")
+            encode_text(name, "an environment variable's name"): encode_text(value, f"the environment variable {name}")
             for name, value in {**self._env, **env, **folders}.items()
         }
         with self._lock:
@@ -196,41 +168,10 @@ class LocalSandbox:
                 raise SandboxError(f"cannot start a command in {self.workdir}: {error}") from error
             return self._supervisor
 
-    def _resolve(self, path: str, *, follow_last: bool) -> tuple[str, ...]:
-        """Names below the sandbox's own folder that lead to `path` with no link on the way."""
-        in_home = path.startswith("~/")
-        relative = PurePosixPath(path[2:] if in_home else path)
-        if b"\0" in _encode(path, "a path") or relative.is_absolute() or not relative.parts or ".." in relative.parts:
-            raise SandboxError(f"{path!r} leads outside; give a path below the work folder, or below HOME as '~/...'")
+    def _open_folder(self) -> SessionFolder:
         if self._is_destroyed:
             raise SandboxError("the sandbox was destroyed; make a new one")
-        full = self._base / ("home" if in_home else "work") / relative
-        resolved = Path(os.path.realpath(full)) if follow_last else Path(os.path.realpath(full.parent), full.name)
-        if self._base not in resolved.parents:
-            raise _LinkOutsideError(f"{path!r} leads outside of the sandbox, through a link")
-        return resolved.relative_to(self._base).parts
-
-
-class _LinkOutsideError(SandboxError):
-    """The agent planted a link that leads out of its sandbox."""
-
-
-@contextmanager
-def _open_folder(base: Path, names: Sequence[str], *, create: bool) -> Iterator[int]:
-    """Descend without following links, so that none is taken that was planted since `_resolve`."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    folder = os.open(base, flags)
-    try:
-        for name in names:
-            if create:
-                with suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=folder)
-            below = os.open(name, flags, dir_fd=folder)
-            os.close(folder)
-            folder = below
-        yield folder
-    finally:
-        os.close(folder)
+        return self._folder
 
 
 def _end(supervisor: "subprocess.Popen[bytes]") -> None:
@@ -263,25 +204,3 @@ def _parse_report(report: bytes, complaint: bytes, seconds: float) -> ExecResult
         timed_out=kind == "timeout",
         seconds=seconds,
     )
-
-
-def _encode(text: str, what: str) -> bytes:
-    """UTF-8 whatever the trainer's locale is. Raises `SandboxError` for what no process can be given."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise SandboxError(f"{what} holds a lone surrogate at position {error.start}, which is no text") from error
-
-
-def _remove_tree(base: Path) -> None:
-    try:
-        shutil.rmtree(base)
-    except FileNotFoundError:
-        return
-    except (OSError, RecursionError):
-        # read-only folders, or folders nested deeper than Python recurses: both of the agent's making
-        subprocess.run(["chmod", "-R", "u+rwX", "--", str(base)], capture_output=True, check=False)
-        result = subprocess.run(["rm", "-rf", "--", str(base)], capture_output=True, check=False)
-        if result.returncode != 0:
-            reason = result.stderr.decode(errors="replace").strip()[-500:]
-            raise SandboxError(f"cannot remove {base}: {reason}") from None

@@ -1,0 +1,95 @@
+"""Limits of memory, CPU and processes on whatever joins a control group, on version 1 and version 2 hierarchies.
+
+Needs root. Formats: the kernel's admin guide, "cgroup-v1/memory", "cgroup-v1/pids" and "cgroup-v2".
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from polar_trl.errors import SandboxError
+
+ROOT = Path("/sys/fs/cgroup")
+PARENT = "polar-trl"
+PERIOD_US = 100_000
+
+
+class Cgroup:
+    """A control group of its own.
+
+    Args:
+        name: Unique on this machine.
+        memory_mb: Swap included.
+        cpus: Cores.
+        pids: Processes and threads.
+
+    Raises `SandboxError` where the hierarchy cannot be written or lacks a controller.
+    """
+
+    def __init__(self, name: str, *, memory_mb: int, cpus: float, pids: int) -> None:
+        self._is_v2 = (ROOT / "cgroup.controllers").exists()
+        controllers = [""] if self._is_v2 else ["memory", "cpu", "pids"]
+        self._folders = [ROOT / controller / PARENT / name for controller in controllers]
+        try:
+            for folder in self._folders:
+                folder.mkdir(parents=True)
+            self._set_limits(memory_mb << 20, int(cpus * PERIOD_US), pids)
+        except OSError as error:
+            self.remove()
+            raise SandboxError(
+                f"no limits can be set under {ROOT} ({error}); run as root on a machine of your own"
+            ) from error
+
+    @property
+    def join_files(self) -> list[str]:
+        """A process joins by writing its id into each of these."""
+        return [str(folder / "cgroup.procs") for folder in self._folders]
+
+    def count_oom_kills(self) -> int:
+        """Processes that were killed at the memory limit so far."""
+        name = "memory.events" if self._is_v2 else "memory.oom_control"
+        for line in (self._folders[0] / name).read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+        return 0
+
+    def remove(self) -> None:
+        """Remove it; its processes have to be gone, and the kernel may take a moment to notice."""
+        for folder in self._folders:
+            for _ in range(100):
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    time.sleep(0.02)
+                    continue
+                break
+
+    def _set_limits(self, memory: int, cpu_us: int, pids: int) -> None:
+        if self._is_v2:
+            (folder,) = self._folders
+            (folder.parent / "cgroup.subtree_control").write_text("+memory +cpu +pids")
+            limits = {
+                "memory.max": memory,
+                "memory.swap.max": 0,
+                "cpu.max": f"{cpu_us} {PERIOD_US}",
+                "pids.max": pids,
+            }
+            for name, value in limits.items():
+                (folder / name).write_text(str(value))
+            return
+        in_memory, in_cpu, in_pids = self._folders
+        (in_memory / "memory.limit_in_bytes").write_text(str(memory))
+        with suppress(OSError):  # kernels without swap accounting lack it
+            (in_memory / "memory.memsw.limit_in_bytes").write_text(str(memory))
+        (in_cpu / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (in_cpu / "cpu.cfs_quota_us").write_text(str(cpu_us))
+        (in_pids / "pids.max").write_text(str(pids))
+
+
+def can_limit() -> bool:
+    """Whether this process may make control groups."""
+    return os.geteuid() == 0 and os.access(ROOT, os.W_OK)

@@ -1,0 +1,65 @@
+"""A session's disk: a file system of a fixed size in a sparse file, with an overlay of the task's work tree on it.
+
+The tree below is never written. What the agent changed is the overlay's upper folder; when the disk is full, the
+agent's own writes fail, and nobody else's. Needs root.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from polar_trl.errors import SandboxError
+from polar_trl.sandbox.folder import SUBFOLDERS
+
+UPPER = "upper"
+FULL_BYTES = 2 << 20
+
+
+def make_disk(folder: Path, workspace: Path | None, size_mb: int) -> Path:
+    """Make and mount a disk in a session folder; the mount point, with work/, home/ and tmp/ in it.
+
+    Args:
+        workspace: What the work folder holds at first; None: nothing.
+
+    Raises `SandboxError`.
+    """
+    image, disk = folder / "disk.img", folder / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(size_mb << 20)
+    _run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1", str(image))
+    _run("mount", "-o", "loop,nosuid,nodev,noatime", str(image), str(disk))
+    shutil.rmtree(disk / "lost+found", ignore_errors=True)
+    for name in (*SUBFOLDERS, UPPER, "overlay"):
+        (disk / name).mkdir()
+    (disk / "tmp").chmod(0o1777)
+    if workspace is not None:
+        if not workspace.is_dir():
+            raise SandboxError(f"the work tree {workspace} is no folder")
+        layers = f"lowerdir={workspace},upperdir={disk / UPPER},workdir={disk / 'overlay'}"
+        _run("mount", "-t", "overlay", "overlay", "-o", layers, str(disk / "work"))
+    return disk
+
+
+def make_plain_folders(folder: Path, workspace: Path | None, size_mb: int) -> Path:
+    """The same without root: a copy of the work tree, and no limit."""
+    disk = folder / "disk"
+    for name in SUBFOLDERS:
+        (disk / name).mkdir(parents=True)
+    if workspace is not None:
+        shutil.copytree(workspace, disk / "work", symlinks=True, dirs_exist_ok=True)
+    return disk
+
+
+def is_full(disk: Path) -> bool:
+    """Whether next to nothing can be written any more."""
+    state = os.statvfs(disk)
+    return state.f_bavail * state.f_frsize < FULL_BYTES
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, check=False)
+    if result.returncode != 0:
+        reason = result.stderr.decode(errors="replace").strip()[-300:]
+        raise SandboxError(f"a session's disk could not be made: {command[0]}: {reason}")

@@ -1,0 +1,125 @@
+"""A session's folder on this machine: work/, home/ and tmp/, written and read around whatever an agent planted there.
+
+It refuses paths that lead outside, by themselves or through links.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+from polar_trl.errors import FileTooLargeError, SandboxError
+
+SUBFOLDERS = ("work", "home", "tmp")
+
+
+class SessionFolder:
+    """The three folders below `base`, which exists."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a file, replacing whatever had its name: a link or a FIFO of the agent's is not written through.
+
+        Raises `SandboxError` for a path that leads outside, by itself or through a linked folder.
+        """
+        *folders, name = self._resolve(path, follow_last=False)
+        temporary = f".polar-{os.urandom(8).hex()}"
+        try:
+            with _open_folder(self.base, folders, create=True) as folder:
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+                try:
+                    with open(fd, "wb") as file:
+                        file.write(content)
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except OSError:
+                    os.unlink(temporary, dir_fd=folder)
+                    raise
+        except OSError as error:
+            raise SandboxError(f"cannot write {path!r} in the sandbox: {error.strerror}") from error
+
+    def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        """Read a regular file. None if there is none, or none that can be read: that is the agent's doing.
+
+        A link is followed inside the sandbox only. Raises `FileTooLargeError` beyond `max_bytes`, and `SandboxError`
+        for a path that leads outside by itself.
+        """
+        try:
+            *folders, name = self._resolve(path, follow_last=True)
+            with _open_folder(self.base, folders, create=False) as folder:
+                # NONBLOCK: opening a FIFO would wait for a writer
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except (_LinkOutsideError, OSError):
+            return None
+        if not os.path.isfile(fd):
+            os.close(fd)
+            return None
+        with open(fd, "rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise FileTooLargeError(f"{path!r} in the sandbox is larger than {max_bytes} bytes")
+        return content
+
+    def _resolve(self, path: str, *, follow_last: bool) -> tuple[str, ...]:
+        """Names below the sandbox's own folder that lead to `path` with no link on the way."""
+        in_home = path.startswith("~/")
+        relative = PurePosixPath(path[2:] if in_home else path)
+        if (
+            b"\0" in encode_text(path, "a path")
+            or relative.is_absolute()
+            or not relative.parts
+            or ".." in relative.parts
+        ):
+            raise SandboxError(f"{path!r} leads outside; give a path below the work folder, or below HOME as '~/...'")
+        full = self.base / ("home" if in_home else "work") / relative
+        resolved = Path(os.path.realpath(full)) if follow_last else Path(os.path.realpath(full.parent), full.name)
+        if self.base not in resolved.parents:
+            raise _LinkOutsideError(f"{path!r} leads outside of the sandbox, through a link")
+        return resolved.relative_to(self.base).parts
+
+
+class _LinkOutsideError(SandboxError):
+    """The agent planted a link that leads out of its sandbox."""
+
+
+@contextmanager
+def _open_folder(base: Path, names: Sequence[str], *, create: bool) -> Iterator[int]:
+    """Descend without following links, so that none is taken that was planted since `_resolve`."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(base, flags)
+    try:
+        for name in names:
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=folder)
+            below = os.open(name, flags, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def encode_text(text: str, what: str) -> bytes:
+    """UTF-8 whatever the trainer's locale is. Raises `SandboxError` for what no process can be given."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise SandboxError(f"{what} holds a lone surrogate at position {error.start}, which is no text") from error
+
+
+def remove_tree(base: Path) -> None:
+    try:
+        shutil.rmtree(base)
+    except FileNotFoundError:
+        return
+    except (OSError, RecursionError):
+        # read-only folders, or folders nested deeper than Python recurses: both of the agent's making
+        subprocess.run(["chmod", "-R", "u+rwX", "--", str(base)], capture_output=True, check=False)
+        result = subprocess.run(["rm", "-rf", "--", str(base)], capture_output=True, check=False)
+        if result.returncode != 0:
+            reason = result.stderr.decode(errors="replace").strip()[-500:]
+            raise SandboxError(f"cannot remove {base}: {reason}") from None

@@ -1,0 +1,54 @@
+"""A process that only holds a network namespace of its own, in which it listened for somebody else.
+
+Run as a script: `python -I -S netns_holder.py HOST PORT SOCKET_FD`. It sends the listening socket through SOCKET_FD
+and lives until the other end of that is closed. Standard library only. Without root it makes a user namespace first,
+in which its user is root: that is what a sandbox without privileges may enter.
+"""
+
+import array
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import sys
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
+
+
+def unshare(flags: int) -> None:
+    """unshare(2). Raises `OSError`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def enter_namespaces() -> None:
+    """Be in a network namespace of our own, with its loopback interface up."""
+    uid, gid = os.getuid(), os.getgid()
+    if uid != 0:
+        unshare(CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    unshare(CLONE_NEWNET)
+    with socket.socket() as probe:
+        request = struct.pack("16sh22x", b"lo", 0)
+        flags = struct.unpack("16sh22x", fcntl.ioctl(probe, SIOCGIFFLAGS, request))[1]
+        fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | IFF_UP))
+
+
+def main() -> None:
+    host, port, fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    channel = socket.socket(fileno=fd)
+    enter_namespaces()
+    listener = socket.create_server((host, port), backlog=128)
+    channel.sendmsg([b"ok"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))])
+    listener.close()
+    channel.recv(1)
+
+
+if __name__ == "__main__":
+    main()
