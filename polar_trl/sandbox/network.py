@@ -99,4 +99,6 @@ class NetworkHolder:
         if self._listener is not None:
             self._listener.close()
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
