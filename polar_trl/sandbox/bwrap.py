@@ -116,8 +116,7 @@ class BwrapSandbox:
     def run(self, command: str, *, env: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Run `bash -c command`. Raises `SandboxError` if it could not be started."""
         started = time.monotonic()
-        oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
-        process = self._start(command, env)
+        process, oom_kills = self._start(command, env)
         try:
             stdout, stderr, timed_out = _read_until(process, started + timeout_s)
         finally:
@@ -165,11 +164,13 @@ class BwrapSandbox:
             self._cgroup.remove()
         remove_session_folder(self._folder)
 
-    def _start(self, command: str, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    def _start(self, command: str, env: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", int]:
+        """The running command, and how many processes had been killed for their memory before it."""
         text = encode_text(command, "the command")
         with self._lock:
             if self._is_destroyed:
                 raise SandboxError("the sandbox was destroyed; make a new one")
+            oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
             try:
                 self._process = subprocess.Popen(
                     [*self._build_prefix(), *self._build_bwrap(env), "bash", "-c", text],
@@ -180,7 +181,7 @@ class BwrapSandbox:
                 )
             except (OSError, ValueError) as error:
                 raise SandboxError(f"cannot start a command: {error}") from error
-            return self._process
+            return self._process, oom_kills
 
     def _build_prefix(self) -> list[str]:
         """Join the limits, then the network."""

@@ -1,6 +1,6 @@
-"""What bubblewrap and Docker sandboxes have in common: one network address, limits, and an end. Needs root and an engine.
+"""What bubblewrap and Docker sandboxes have in common: one network address, limits, and an end.
 
-`scripts/engine.sh up` starts an engine of its own; without one these tests fail, they are never skipped.
+Needs root and a container engine: without one these tests fail, they are never skipped.
 """
 
 import threading
