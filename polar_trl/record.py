@@ -81,10 +81,10 @@ class SessionLog:
             self._write(_encode(_render_call(call, self._calls)))
             self._calls.append(call)
 
-    def count(self, name: str) -> None:
-        """Add one to a named counter."""
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a named counter."""
         with self._lock:
-            self._counters[name] += 1
+            self._counters[name] += by
 
     def close(self, rollout: Rollout, extra: Mapping[str, Any] = {}) -> None:
         """Write the final line: how the session ended, and `extra` (JSON values).

@@ -229,7 +229,10 @@ class _Session:
             return None, None
         with self._stage("grade"):
             try:
-                reward = float(grader.grade(self._job.task, sandbox, timeout_s=self._job.task.grade_timeout_s))
+                grade = grader.grade(self._job.task, sandbox, timeout_s=self._job.task.grade_timeout_s)
+                reward = float(grade.reward)
+                for name, count in grade.counters.items():
+                    self._log.count(name, count)
                 return (reward, None) if math.isfinite(reward) else (None, f"the grader gave {reward}")
             except Exception as failure:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
                 self._raise_if_cancelled()

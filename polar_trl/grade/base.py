@@ -1,16 +1,27 @@
 """From a finished sandbox to a reward, or to the reason why there is none."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    """What a session's work is worth."""
+
+    reward: float
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Named counts for the rollout, such as an agent's attempts on its judge."""
+
+
 class Grader(Protocol):
     """Decides what a session's work is worth."""
 
-    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> float:
-        """The reward.
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
+        """The reward, a finite number.
 
         Raises `GradeError` (or anything else) where none can be determined: the rollout then has no reward and
         enters neither a baseline nor a gradient.

@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from polar_trl.errors import GradeError
+from polar_trl.grade.base import Grade
 from polar_trl.sandbox.base import ExecResult, Sandbox
 from polar_trl.types import Task
 
@@ -26,7 +27,7 @@ class CommandGrader:
         self._command = command
         self._reward = reward
 
-    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> float:
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """The reward. Raises `GradeError` where the command decided nothing."""
         command = task.grader or self._command
         # a blank one would exit with 0 and reward everything
@@ -38,10 +39,10 @@ class CommandGrader:
         if result.exit_code is None:
             raise GradeError("the grader was killed")
         if self._reward == "stdout":
-            return _parse_printed_reward(result)
+            return Grade(reward=_parse_printed_reward(result))
         if result.exit_code not in (0, 1):
             raise GradeError(f"the grader ended with exit code {result.exit_code}, neither 0 nor 1{_said(result)}")
-        return 1.0 - result.exit_code
+        return Grade(reward=1.0 - result.exit_code)
 
 
 def _parse_printed_reward(result: ExecResult) -> float:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from polar_trl.errors import GradeError
+from polar_trl.grade.base import Grade
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
@@ -22,7 +23,7 @@ class FunctionGrader:
     def __init__(self, function: Callable[[Task, Sandbox], Any]) -> None:
         self._function = function
 
-    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> float:
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """The function's number. Raises `GradeError` if it raises or returns anything else."""
         outcome: Future[Any] = Future()
         threading.Thread(target=self._call, args=(outcome, task, sandbox), daemon=True, name="polar-grader").start()
@@ -36,7 +37,7 @@ class FunctionGrader:
             raise GradeError(f"{type(error).__name__}: {error}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise GradeError(f"the grading function returned {value!r}; it must return a finite number")
-        return float(value)
+        return Grade(reward=float(value))
 
     def _call(self, outcome: "Future[Any]", task: Task, sandbox: Sandbox) -> None:
         try:

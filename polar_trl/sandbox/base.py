@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from polar_trl.types import Task
@@ -41,6 +42,11 @@ class Sandbox(Protocol):
 
     workdir: str
     """Absolute path of the work folder as commands inside see it."""
+
+    @property
+    def host_workdir(self) -> Path:
+        """The same folder on this machine."""
+        ...
 
     def run(self, command: str, *, env: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Run a shell command in the work folder; at the deadline it and everything it started is killed.

@@ -8,7 +8,6 @@ It refuses tasks that name a container image.
 """
 
 import os
-import re
 import secrets
 import selectors
 import shutil
@@ -25,7 +24,7 @@ from pathlib import Path
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult
 from polar_trl.sandbox.cgroup import Cgroup, can_limit
-from polar_trl.sandbox.disk import is_full, make_disk, make_plain_folders
+from polar_trl.sandbox.disk import is_full, make_disk, make_folders
 from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
@@ -77,12 +76,15 @@ class BwrapSandboxBackend:
             raise SandboxError(
                 f"task {task.id}: bubblewrap has no images, and this task names {task.image!r}; use the docker sandbox"
             )
-        folder = make_session_folder(self._root, re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60])
+        folder = make_session_folder(self._root, session_id)
         sandbox = None
         try:
             workspace = Path(task.workspace) if task.workspace else None
-            make = make_disk if self._has_limits else make_plain_folders
-            files = SessionFolder(make(folder, workspace, self._limits.disk_mb))
+            if self._has_limits:
+                files = SessionFolder(make_disk(folder, workspace, self._limits.disk_mb))
+            else:
+                make_folders(folder / "disk", workspace)
+                files = SessionFolder(folder / "disk")
             sandbox = BwrapSandbox(folder, files, self._mounts, self._limits if self._has_limits else None)
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
@@ -135,6 +137,11 @@ class BwrapSandbox:
             out_of_memory=self._cgroup is not None and self._cgroup.count_oom_kills() > oom_kills,
             disk_full=self._cgroup is not None and is_full(self._files.base),
         )
+
+    @property
+    def host_workdir(self) -> Path:
+        """The work folder on this machine."""
+        return self._files.base / "work"
 
     def put(self, path: str, content: bytes) -> None:
         """See `SessionFolder.put`."""

@@ -42,14 +42,14 @@ def make_disk(folder: Path, workspace: Path | None, size_mb: int) -> Path:
     return disk
 
 
-def make_plain_folders(folder: Path, workspace: Path | None, size_mb: int) -> Path:
-    """The same without root: a copy of the work tree, and no limit."""
-    disk = folder / "disk"
+def make_folders(base: Path, workspace: Path | None) -> None:
+    """The same three folders without a disk of their own, and so without root: a copy of the work tree, no limit."""
     for name in SUBFOLDERS:
-        (disk / name).mkdir(parents=True)
+        (base / name).mkdir(parents=True)
     if workspace is not None:
-        shutil.copytree(workspace, disk / "work", symlinks=True, dirs_exist_ok=True)
-    return disk
+        if not workspace.is_dir():
+            raise SandboxError(f"the work tree {workspace} is no folder")
+        shutil.copytree(workspace, base / "work", symlinks=True, dirs_exist_ok=True)
 
 
 def is_full(disk: Path) -> bool:

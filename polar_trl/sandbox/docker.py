@@ -9,7 +9,6 @@ It refuses engines on another machine: the work folder and the proxy's socket ar
 
 import logging
 import os
-import re
 import secrets
 import socket
 import threading
@@ -100,7 +99,7 @@ class DockerSandboxBackend:
     def create(self, task: Task, session_id: str) -> "DockerSandbox":
         """A running container with the task's files in its work folder. Raises `SandboxError`."""
         image = self._require_image(task)
-        folder = make_session_folder(self._root, re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60])
+        folder = make_session_folder(self._root, session_id)
         try:
             disk = make_disk(folder, Path(task.workspace) if task.workspace else None, self._limits.disk_mb)
             files = SessionFolder(disk)
@@ -214,6 +213,11 @@ class DockerSandbox:
             out_of_memory=out_of_memory,
             disk_full=is_full(self._files.base),
         )
+
+    @property
+    def host_workdir(self) -> Path:
+        """The work folder on this machine."""
+        return self._files.base / "work"
 
     def put(self, path: str, content: bytes) -> None:
         """See `SessionFolder.put`."""

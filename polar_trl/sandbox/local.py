@@ -11,11 +11,9 @@ It refuses tasks that name a container image.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,9 @@ from pathlib import Path
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult
-from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text, remove_tree
+from polar_trl.sandbox.disk import make_folders
+from polar_trl.sandbox.folder import SessionFolder, encode_text, remove_tree
+from polar_trl.sandbox.owner import find_state_folder, make_session_folder, reap_session_folders
 from polar_trl.sandbox.supervise import KILL_LIMIT_S
 from polar_trl.types import Task
 
@@ -36,7 +36,7 @@ class LocalSandboxBackend:
     """Makes sandboxes out of temporary folders.
 
     Args:
-        root: Folder to make them in; None takes the system's temporary folder.
+        root: Where session folders are kept; None takes the user's state folder.
         inherit_env: Names of the trainer's own variables that agents get. Nothing else of its environment is passed.
     """
 
@@ -46,8 +46,9 @@ class LocalSandboxBackend:
         if isinstance(inherit_env, str):
             raise SandboxError(f"inherit_env is the text {inherit_env!r}; pass a list of variable names")
         self.capabilities = Capabilities(cuts_network=False, limits_memory=False, limits_disk=False, uses_images=False)
-        self._root = root
+        self._root = root or find_state_folder()
         self._inherit_env = tuple(inherit_env)
+        reap_session_folders(self._root)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Nothing: folders are made in no time."""
@@ -59,13 +60,9 @@ class LocalSandboxBackend:
                 f"task {task.id}: the local sandbox has no images, and this task names {task.image!r}; "
                 "use the docker sandbox, or leave `image` out of the task"
             )
-        label = re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60]
         try:
-            if self._root is not None:
-                self._root.mkdir(parents=True, exist_ok=True)
-            base = Path(tempfile.mkdtemp(prefix=f"polar-{label}-", dir=self._root)).resolve()
-            for name in SUBFOLDERS:
-                (base / name).mkdir()
+            base = make_session_folder(self._root, session_id)
+            make_folders(base, Path(task.workspace) if task.workspace else None)
         except OSError as error:
             raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
         env = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
@@ -83,11 +80,12 @@ class LocalSandbox:
     """One session's folder: work/, home/ and tmp/.
 
     A `run` lives no longer than the thread that called it, nor than this process: the kernel then tells the
-    supervisor, which kills everything. The folders of a killed trainer stay behind in the temporary folder.
+    supervisor, which kills everything. The folders of a killed trainer are removed by the next one.
     """
 
     def __init__(self, base: Path, env: Mapping[str, str]) -> None:
         self.workdir = str(base / "work")
+        self.host_workdir = base / "work"
         self._base = base
         self._folder = SessionFolder(base)
         self._env = {**env}

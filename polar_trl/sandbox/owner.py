@@ -5,6 +5,7 @@ names one process for ever. It refuses to call a process dead that belongs to an
 """
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -34,8 +35,9 @@ def find_state_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"polar-trl-{os.getuid()}"
 
 
-def make_session_folder(root: Path, label: str) -> Path:
+def make_session_folder(root: Path, session_id: str) -> Path:
     """A fresh folder with this process's tag in it."""
+    label = re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60]
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = Path(tempfile.mkdtemp(prefix=f"{label}-", dir=root)).resolve()
     (folder / OWNER_FILE).write_text(build_owner_tag())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from polar_trl.errors import GradeError
+from polar_trl.grade.base import Grade
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.sandbox.base import Sandbox
@@ -36,7 +37,7 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     ],
 )
 def test_rewards(sandbox: Sandbox, grader: Any, reward: float) -> None:
-    assert grader.grade(TASK, sandbox, timeout_s=20) == reward
+    assert grader.grade(TASK, sandbox, timeout_s=20) == Grade(reward=reward)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_a_killed_command_is_no_reward(sandbox: Sandbox) -> None:
 
 def test_a_tasks_own_command_comes_first(sandbox: Sandbox) -> None:
     task = Task(id="t2", instruction="x", grader="exit 1")
-    assert CommandGrader("exit 0").grade(task, sandbox, timeout_s=20) == 0.0
+    assert CommandGrader("exit 0").grade(task, sandbox, timeout_s=20).reward == 0.0
 
 
 def test_a_slow_function_is_no_reward(sandbox: Sandbox) -> None:

@@ -1,0 +1,117 @@
+"""Two folder trees to what changed between them, and that laid over a third: an agent's work, without its sandbox.
+
+Works on bytes, so binary files, new files, modes and links come through; ignores version control's own folders. It
+refuses to write outside of the folder it was given, whatever links the trees hold.
+"""
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from polar_trl.errors import GradeError
+
+MAX_BYTES = 512 << 20
+IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One path that is not as it was."""
+
+    kind: Literal["file", "link", "gone"]
+    content: bytes = b""
+    """Of a file; where a link points."""
+    is_executable: bool = False
+
+
+def find_changes(before: Path, after: Path) -> dict[str, Change]:
+    """Relative path -> change, in the order of paths. FIFOs, sockets and devices are nobody's work and are left out.
+
+    Raises `GradeError` if the changes are larger than 512 MiB.
+    """
+    old, new = dict(_walk(before)), dict(_walk(after))
+    changes: dict[str, Change] = {}
+    size = 0
+    for path in sorted(old.keys() | new.keys()):
+        if path not in new:
+            changes[path] = Change(kind="gone")
+        elif path not in old or not _is_same(before / path, old[path], after / path, new[path]):
+            change = _read(after / path, new[path])
+            size += len(change.content)
+            if size > MAX_BYTES:
+                raise GradeError(f"the agent changed more than {MAX_BYTES >> 20} MiB")
+            changes[path] = change
+    return changes
+
+
+def apply_changes(changes: Mapping[str, Change], folder: Path) -> None:
+    """Lay changes over a tree that nobody runs in. What is in the way of a changed path gives way."""
+    for path in sorted((path for path, change in changes.items() if change.kind == "gone"), reverse=True):
+        target = folder / path
+        if _is_inside(target, folder):
+            target.unlink(missing_ok=True)
+    for path, change in changes.items():
+        if change.kind != "gone":
+            _write(folder, path, change)
+
+
+def render_patch(changes: Mapping[str, Change]) -> str:
+    """The changes for people to read: one line per path, with its size."""
+    lines = [f"{change.kind:5} {len(change.content):9} {path}" for path, change in changes.items()]
+    return "\n".join(lines)
+
+
+def _walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for folder, names, files in os.walk(root):
+        links = [name for name in names if os.path.islink(os.path.join(folder, name))]
+        names[:] = [name for name in names if name not in IGNORED_FOLDERS and name not in links]
+        for name in (*files, *links):
+            full = os.path.join(folder, name)
+            state = os.lstat(full)
+            if name not in IGNORED_FOLDERS and (stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode)):
+                yield os.path.relpath(full, root), state
+
+
+def _is_same(before: Path, old: os.stat_result, after: Path, new: os.stat_result) -> bool:
+    if stat.S_IFMT(old.st_mode) != stat.S_IFMT(new.st_mode) or old.st_size != new.st_size:
+        return False
+    if _is_executable(old) != _is_executable(new):
+        return False
+    return _read(before, old) == _read(after, new)
+
+
+def _read(path: Path, state: os.stat_result) -> Change:
+    if stat.S_ISLNK(state.st_mode):
+        return Change(kind="link", content=os.fsencode(os.readlink(path)))
+    if state.st_size > MAX_BYTES:
+        raise GradeError(f"the agent left a file of {state.st_size >> 20} MiB, {path.name}")
+    return Change(kind="file", content=path.read_bytes(), is_executable=_is_executable(state))
+
+
+def _is_executable(state: os.stat_result) -> bool:
+    return stat.S_ISREG(state.st_mode) and bool(state.st_mode & stat.S_IXUSR)
+
+
+def _write(folder: Path, path: str, change: Change) -> None:
+    target = folder / path
+    for parent in reversed(target.relative_to(folder).parents[:-1]):
+        place = folder / parent
+        if place.is_symlink() or place.is_file():
+            place.unlink()
+        place.mkdir(exist_ok=True)
+    if target.is_dir() and not target.is_symlink():
+        return  # a folder whose files were not all the agent's to remove
+    target.unlink(missing_ok=True)
+    if change.kind == "link":
+        os.symlink(os.fsdecode(change.content), target)
+        return
+    target.write_bytes(change.content)
+    target.chmod(0o755 if change.is_executable else 0o644)
+
+
+def _is_inside(target: Path, folder: Path) -> bool:
+    """Whether no link on the way to `target` leads out of the folder."""
+    return target.parent.resolve().is_relative_to(folder.resolve())
