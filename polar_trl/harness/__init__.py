@@ -5,8 +5,15 @@ from typing import Any
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import AgentHarness
+from polar_trl.harness.gemini_cli import GeminiCLIHarness
+from polar_trl.harness.pi import PiHarness
+from polar_trl.harness.qwen_code import QwenCodeHarness
 
-AGENTS: Mapping[str, type[AgentHarness]] = {}
+AGENTS: Mapping[str, type[AgentHarness]] = {
+    "gemini_cli": GeminiCLIHarness,
+    "pi": PiHarness,
+    "qwen_code": QwenCodeHarness,
+}
 
 
 def build_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentHarness:

@@ -64,7 +64,7 @@ def canonical_arguments(arguments: str) -> bytes:
         return b"{}"
     try:
         return _dump_sorted(_whole_floats_as_ints(_load(arguments)))
-    except (ValueError, RecursionError):
+    except (ValueError, OverflowError, RecursionError):
         return _encode(arguments)
 
 
@@ -101,9 +101,11 @@ def _dump_sorted(value: Any) -> bytes:
 
 
 def _whole_floats_as_ints(value: Any) -> Any:
-    """JavaScript agents send 1.0 back as 1."""
+    """JavaScript agents send 1.0 back as 1, and of longer whole numbers what a float holds of them."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
+    if isinstance(value, int) and abs(value) >= 2**53:
+        return float(value)
     if isinstance(value, dict):
         return {key: _whole_floats_as_ints(item) for key, item in value.items()}
     if isinstance(value, list):

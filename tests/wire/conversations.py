@@ -40,7 +40,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-json_objects = st.dictionaries(st.sampled_from(["cmd", "пут", "", "a.b[0]"]) | st.text(max_size=5), json_values, max_size=3)
+json_objects = st.dictionaries(
+    st.sampled_from(["cmd", "пут", "", "a.b[0]"]) | st.text(max_size=5), json_values, max_size=3
+)
 
 
 def _spell_json(value: object, spelling: int) -> str:
@@ -134,7 +136,9 @@ def conversations(draw: st.DrawFn, declared: tuple[Tool, ...], with_images: bool
     for turn in range(draw(st.integers(0, 3))):
         reply = draw(replies(declared))
         calls = tuple(
-            ToolCall(id=f"call_{turn}_{place}", name=call.name, arguments=call.arguments, parse_status=call.parse_status)
+            ToolCall(
+                id=f"call_{turn}_{place}", name=call.name, arguments=call.arguments, parse_status=call.parse_status
+            )
             for place, call in enumerate(reply.tool_calls)
         )
         messages.append(Message(role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=calls))

@@ -32,3 +32,10 @@ def test_arguments_that_are_no_object_survive_a_format_that_carries_objects(text
     value = read_arguments(text)
     assert isinstance(value, dict)
     assert read_arguments(render_arguments(value)) == value
+
+
+def test_arguments_too_deep_to_write_again_are_passed_on_as_text() -> None:
+    deep = '{"a": ' + "[" * 400 + "]" * 400 + "}"
+    assert read_arguments(render_arguments(read_arguments(deep))) == {"unparsed_arguments": deep}
+    wide = '{"a": [' + ", ".join(["[]"] * 400) + "]}"
+    assert read_arguments(wide)["a"] == [[]] * 400

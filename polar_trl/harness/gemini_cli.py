@@ -1,0 +1,114 @@
+"""Gemini CLI (`@google/gemini-cli`) on Node 22, with its settings in HOME and the instruction on stdin.
+
+Verified at 0.61.0. It refuses to let the agent pick a model: without -m, that is a call of its own, whose answer must
+be JSON.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+
+from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.install import NODE, NpmPackage
+from polar_trl.sandbox.base import ExecResult
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+
+VERIFIED_VERSION = "0.61.0"
+_INSTRUCTION = ".polar/instruction.txt"
+_SYSTEM_PROMPT = ".polar/system.md"
+_SHORT_PROMPT = """\
+You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
+Use the tools to look at files, change them and run commands. Check your work by running it.
+When the task is done, answer with a short summary and call no tool.
+"""
+_SHORT_PROMPT_TOOLS = [
+    "run_shell_command", "read_file", "write_file", "replace", "list_directory", "glob", "grep_search",
+]  # fmt: skip
+
+
+class GeminiCLIHarness:
+    """Runs `gemini` headless once per session.
+
+    As for anyone who types it, a file of the work folder that the instruction names as `@path` is read into it. A
+    conversation that outgrows the model's window ends the session: 0.61.0 compacts only between two instructions.
+
+    Args:
+        short_prompt: Seven tools and a system prompt of a few lines, instead of the agent's own.
+        version: Of the npm package.
+    """
+
+    name = "gemini_cli"
+    verified_version = VERIFIED_VERSION
+    parallel_tool_calls = True
+
+    def __init__(self, *, short_prompt: bool = False, version: str = VERIFIED_VERSION) -> None:
+        self._short_prompt = short_prompt
+        self._package = NpmPackage(name="@google/gemini-cli", version=version, binary="gemini")
+
+    def install(self) -> None:
+        """Node 22 and Gemini CLI, from npm. Raises `ConfigError`."""
+        NODE.install()
+        self._package.install()
+
+    def find_installed_version(self) -> str | None:
+        """The version that would run; None where it or its Node is missing."""
+        return self._package.find_version() if NODE.find_version() else None
+
+    def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
+        """Gemini CLI without questions, its system prompt by the option."""
+        program = shlex.quote(str(self._package.program))
+        env = {
+            "GOOGLE_GEMINI_BASE_URL": endpoint.origin,
+            "GEMINI_API_KEY": endpoint.api_key,
+            # it would start itself a second time, for a larger heap, which doubles its start
+            "GEMINI_CLI_NO_RELAUNCH": "true",
+        }
+        files = {
+            ".gemini/settings.json": json.dumps(self._build_settings()),
+            _INSTRUCTION: task.instruction,
+        }
+        if self._short_prompt:
+            env["GEMINI_SYSTEM_MD"] = f"~/{_SYSTEM_PROMPT}"
+            files[_SYSTEM_PROMPT] = _SHORT_PROMPT
+        return Launch(
+            command=(
+                f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"\n'
+                f"exec {program} --skip-trust --yolo -m {shlex.quote(endpoint.model)} "
+                f'<"$HOME/{_INSTRUCTION}"'
+            ),
+            env=env,
+            files=files,
+        )
+
+    def build_shell_call(self, command: str) -> ToolCall:
+        """A call of its tool `run_shell_command`."""
+        return ToolCall(id="", name="run_shell_command", arguments=json.dumps({"command": command}))
+
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """A text without tool calls ends the task."""
+        return text, ()
+
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """By the last answer: 0.61.0 exits with 0 after an empty one and after one that was cut."""
+        return judge_by_answer(calls)
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """Its summaries, checks for loops and choices of a model declare no tools."""
+        return without_tools_is_auxiliary(request)
+
+    def _build_settings(self) -> dict[str, object]:
+        settings: dict[str, object] = {
+            "security": {"auth": {"selectedType": "gemini-api-key"}},
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {
+                "enableAutoUpdate": False,
+                "enableAutoUpdateNotification": False,
+                "maxAttempts": 2,
+                "retryFetchErrors": False,
+            },
+        }
+        if self._short_prompt:
+            settings["tools"] = {"core": _SHORT_PROMPT_TOOLS}
+            settings["skills"] = {"enabled": False}
+        return settings

@@ -1,0 +1,174 @@
+"""Qwen Code (`@qwen-code/qwen-code`) on Node 22, with its settings in HOME and in environment variables.
+
+Verified at 0.24.4. It refuses an instruction of more than 120 kB: the instruction is an argument, and the kernel takes
+none longer than 128 kB. (Of stdin this version waits half a second for the first byte, and gives up after that.)
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Literal
+
+from polar_trl.errors import ConfigError
+from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.install import NODE, NpmPackage
+from polar_trl.sandbox.base import ExecResult
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+
+VERIFIED_VERSION = "0.24.4"
+MAX_INSTRUCTION_BYTES = 120_000
+QwenAPI = Literal["openai", "openai-responses", "anthropic", "google"]
+# ours -> its name of the API, the variables of address and key, and what it expects after the origin
+_APIS: dict[str, tuple[str, str, str, str]] = {
+    "openai": ("openai", "OPENAI_BASE_URL", "OPENAI_API_KEY", "/v1"),
+    "openai-responses": ("openai-responses", "OPENAI_BASE_URL", "OPENAI_API_KEY", "/v1"),
+    "anthropic": ("anthropic", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", ""),
+    "google": ("gemini", "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", ""),
+}
+_INSTRUCTION = ".polar/instruction.txt"
+_MEMORY_AGENT = "managed memory extraction subagent"
+_SUMMARISER = "component that summarizes a conversation"
+
+
+class QwenCodeHarness:
+    """Runs `qwen --yolo` once per session.
+
+    Args:
+        api: The provider API that it speaks to the policy.
+        short_prompt: Its `--bare` mode: half the prompt and six tools. It then reads no settings file: it takes the
+            context window for 200,000 tokens, compacts only when told of an overflow, and asks up to 28 times where
+            the proxy fails.
+        images: Tell it that the model reads images.
+        version: Of the npm package.
+    """
+
+    name = "qwen_code"
+    verified_version = VERIFIED_VERSION
+    parallel_tool_calls = True
+
+    def __init__(
+        self,
+        *,
+        api: QwenAPI = "openai",
+        short_prompt: bool = False,
+        images: bool = False,
+        version: str = VERIFIED_VERSION,
+    ) -> None:
+        if api not in _APIS:
+            raise ConfigError(f"qwen_code: api must be one of {', '.join(_APIS)}, not {api!r}")
+        self._api = api
+        self._short_prompt = short_prompt
+        self._images = images
+        self._package = NpmPackage(name="@qwen-code/qwen-code", version=version, binary="qwen")
+
+    def install(self) -> None:
+        """Node 22 and Qwen Code, from npm. Raises `ConfigError`."""
+        NODE.install()
+        self._package.install()
+
+    def find_installed_version(self) -> str | None:
+        """The version that would run; None where it or its Node is missing."""
+        return self._package.find_version() if NODE.find_version() else None
+
+    def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
+        """Qwen Code with the instruction as an argument, or on stdin in bare mode (see `_build_settings`).
+
+        Raises `ConfigError` for an instruction that cannot be an argument.
+        """
+        auth_type, url_name, key_name, path = _APIS[self._api]
+        arguments = [f"--auth-type={auth_type}", f"--model={endpoint.model}", "--yolo"]
+        files = {".qwen/settings.json": json.dumps(self._build_settings(endpoint))}
+        if self._short_prompt:
+            arguments.append("--bare")
+            files, stdin = {_INSTRUCTION: task.instruction}, f'"$HOME/{_INSTRUCTION}"'
+        else:
+            _check_instruction(task)
+            arguments.append(f"--prompt={task.instruction}")
+            stdin = "/dev/null"
+        return Launch(
+            command=(
+                f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"\n'
+                f"exec {shlex.join([str(self._package.program), *arguments])} <{stdin}"
+            ),
+            env={
+                url_name: endpoint.origin + path,
+                key_name: endpoint.api_key,
+                **_SWITCHES,
+                # its own limit, 32000, is raised to 64000 and the answer asked for again where one is cut; no answer
+                # of the policy is longer than this, so a second one would only be cut at the same place
+                "QWEN_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_tokens),
+            },
+            files=files,
+        )
+
+    def build_shell_call(self, command: str) -> ToolCall:
+        """A call of its tool `run_shell_command`."""
+        arguments = {"command": command, "description": "Run a command", "is_background": False}
+        return ToolCall(id="", name="run_shell_command", arguments=json.dumps(arguments))
+
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """A text without tool calls ends the task."""
+        return text, ()
+
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """By the last answer."""
+        return judge_by_answer(calls)
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """Its memory agent and its summaries declare tools like the rest; their prompts tell them apart."""
+        messages = request.messages
+        if messages and messages[0].role in ("system", "developer") and _MEMORY_AGENT in messages[0].text:
+            return "auxiliary"
+        if messages and messages[-1].role == "user" and _SUMMARISER in messages[-1].text:
+            return "auxiliary"
+        return without_tools_is_auxiliary(request)
+
+    def _build_settings(self, endpoint: Endpoint) -> dict[str, object]:
+        generation: dict[str, object] = {
+            "timeout": 0,
+            "maxRetries": 1,
+            "contextWindowSize": endpoint.max_model_len,
+            "modalities": {"image": self._images},
+        }
+        return {
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {"enableAutoUpdate": False},
+            "memory": {
+                "enableManagedAutoMemory": False,
+                "enableManagedAutoDream": False,
+                "enableAutoSkill": False,
+            },
+            "ui": {"enableFollowupSuggestions": False},
+            # with a prompt on the command line it runs commands without a terminal, and then takes their exit for the
+            # end of their output: one quick command in ten came back empty. Bare mode cannot be told, but with the
+            # prompt on stdin it uses a terminal too
+            "tools": {"shell": {"enableInteractiveShell": True}},
+            "model": {"generationConfig": generation},
+        }
+
+
+# what holds with --bare too, where the settings file is not read
+_SWITCHES = {
+    "QWEN_USAGE_STATISTICS_ENABLED": "0",
+    "QWEN_TELEMETRY_ENABLED": "0",
+    "QWEN_DISABLE_AUTO_TITLE": "1",
+    "QWEN_CODE_EMIT_TOOL_USE_SUMMARIES": "0",
+    "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+    # no limits: an answer may wait for the engine, and the session has an outer timer. Comments in a stream, which
+    # keep other clients waiting, do not count for the second one (four minutes by default)
+    "QWEN_CODE_API_TIMEOUT_MS": "0",
+    "QWEN_STREAM_IDLE_TIMEOUT_MS": "0",
+    "QWEN_STREAM_MAX_LIFETIME_MS": "0",
+}
+
+
+def _check_instruction(task: Task) -> None:
+    if "\0" in task.instruction:
+        raise ConfigError(f"task {task.id}: the instruction holds a NUL byte, which no process can be given")
+    num_bytes = len(task.instruction.encode("utf-8", "surrogatepass"))
+    if num_bytes > MAX_INSTRUCTION_BYTES:
+        raise ConfigError(
+            f"task {task.id}: the instruction has {num_bytes} bytes; qwen_code gets it as an argument, which may have "
+            f"{MAX_INSTRUCTION_BYTES}. Put the long part into a file of the task"
+        )

@@ -1,0 +1,168 @@
+"""Anthropic Messages: `/v1/messages` bodies to normal form, recorded calls to messages or events.
+
+Refuses nothing for a beta header or a field that it does not know: a 400 makes Claude Code ask again six times, each
+time with another prompt. Format: the Claude API reference, "Messages", "Streaming" and "Errors".
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from polar_trl.errors import WireError
+from polar_trl.types import Call, Message
+from polar_trl.wire.anthropic_request import parse_request
+from polar_trl.wire.anthropic_tools import has_only_server_tools
+from polar_trl.wire.base import (
+    Incoming,
+    ItemMemo,
+    ParsedRequest,
+    ReplyHead,
+    Route,
+    parse_object,
+    read_arguments,
+)
+from polar_trl.wire.sse import render_event
+
+# Clients keep a thought only with a signature; Pi 1.6.0 sends an unsigned one back as plain text.
+SIGNATURE = "cG9sYXItdHJs"
+# kind of a WireError -> Anthropic's type
+_ERROR_NAMES = {
+    "invalid_request": "invalid_request_error",
+    "authentication": "authentication_error",
+    "not_found": "not_found_error",
+    "context_overflow": "invalid_request_error",
+    "overloaded": "overloaded_error",
+    "internal": "api_error",
+}
+_VERSION_HEADER = "anthropic-version"
+
+
+class Anthropic:
+    """The Messages dialect."""
+
+    name: str = "anthropic"
+    routes: tuple[Route, ...] = (
+        Route(method="POST", path="/v1/messages", kind="chat"),
+        Route(method="POST", path="/v1/messages/count_tokens", kind="count"),
+        Route(method="GET", path="/v1/models", kind="models", header=_VERSION_HEADER),
+        Route(method="GET", path="/v1/models/{model:path}", kind="models", header=_VERSION_HEADER),
+        Route(method="HEAD", path="/api/hello", kind="alive"),
+        Route(method="GET", path="/api/hello", kind="alive"),
+    )
+
+    def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
+        body = parse_object(incoming.body)
+        request = parse_request(body, memo)
+        is_aside = has_only_server_tools(body, request.tools)
+        return ParsedRequest(request=request, purpose="auxiliary" if is_aside else "policy")
+
+    def render(self, head: ReplyHead, call: Call) -> bytes:
+        body = _envelope(head)
+        body["content"] = [_block(part) for part in _render_blocks(call.message)]
+        return orjson.dumps(body | _stop(call) | {"usage": _usage(head, len(call.completion.token_ids))})
+
+    def stream_start(self, head: ReplyHead) -> bytes:
+        return _render(
+            "message_start",
+            {"message": _envelope(head) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(head, 1)}},
+        )
+
+    def ping(self) -> bytes:
+        return _render("ping", {})
+
+    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
+        for index, (block, deltas) in enumerate(_render_blocks(call.message)):
+            yield _render("content_block_start", {"index": index, "content_block": block})
+            for delta in deltas:
+                yield _render("content_block_delta", {"index": index, "delta": delta})
+            yield _render("content_block_stop", {"index": index})
+        usage = {"output_tokens": len(call.completion.token_ids)}
+        yield _render("message_delta", {"delta": _stop(call), "usage": usage})
+        yield _render("message_stop", {})
+
+    def stream_error(self, error: WireError) -> bytes:
+        return render_event(self.render_error(error), event="error")
+
+    def render_error(self, error: WireError) -> bytes:
+        kind = "request_too_large" if error.status == 413 else _ERROR_NAMES[error.kind]
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": str(error)}})
+
+    def error_status(self, error: WireError) -> int:
+        return 529 if error.kind == "overloaded" else error.status
+
+    def render_count(self, num_prompt_tokens: int) -> bytes:
+        return orjson.dumps({"input_tokens": num_prompt_tokens})
+
+    def render_models(self, incoming: Incoming, model: str) -> bytes:
+        # any label is served by the one policy, so any id that is asked for exists
+        asked = incoming.path_params.get("model")
+        name = asked or model
+        entry = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        if asked:
+            return orjson.dumps(entry)
+        return orjson.dumps({"data": [entry], "has_more": False, "first_id": name, "last_id": name})
+
+
+_Part = tuple[dict[str, Any], list[dict[str, Any]]]
+"""A content block as a stream opens it, empty, and the deltas that fill it."""
+
+
+def _render_blocks(message: Message) -> Iterator[_Part]:
+    if message.reasoning:
+        yield (
+            {"type": "thinking", "thinking": "", "signature": ""},
+            [
+                {"type": "thinking_delta", "thinking": message.reasoning},
+                {"type": "signature_delta", "signature": SIGNATURE},
+            ],
+        )
+    if message.text:
+        yield {"type": "text", "text": ""}, [{"type": "text_delta", "text": message.text}]
+    for call in message.tool_calls:
+        # the client libraries raise on what is no JSON, so it is wrapped, as it has to be in a plain reply
+        is_object = call.parse_status == "ok" and call.arguments.strip()
+        text = call.arguments if is_object else orjson.dumps(read_arguments(call.arguments)).decode()
+        yield (
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": {}},
+            [{"type": "input_json_delta", "partial_json": text}],
+        )
+
+
+def _block(part: _Part) -> dict[str, Any]:
+    """The whole block of a plain reply."""
+    block, deltas = part
+    for delta in deltas:
+        if delta["type"] == "input_json_delta":
+            block["input"] = read_arguments(delta["partial_json"])
+        else:
+            block |= {key: value for key, value in delta.items() if key != "type"}
+    return block
+
+
+def _stop(call: Call) -> dict[str, Any]:
+    if call.completion.finish_reason == "length":
+        reason = "max_tokens"
+    elif call.message.tool_calls:
+        reason = "tool_use"
+    else:
+        reason = "end_turn" if call.stop_text is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": call.stop_text if reason == "stop_sequence" else None}
+
+
+def _usage(head: ReplyHead, num_sampled: int) -> dict[str, int]:
+    return {
+        "input_tokens": head.num_prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": num_sampled,
+    }
+
+
+def _envelope(head: ReplyHead) -> dict[str, Any]:
+    return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": head.model, "content": []}
+
+
+def _render(kind: str, fields: dict[str, Any]) -> bytes:
+    # clients pick the event by its name; Claude Code takes a stream without names for a broken one
+    return render_event(orjson.dumps({"type": kind} | fields), event=kind)
