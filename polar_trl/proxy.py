@@ -39,6 +39,7 @@ __all__ = ["Proxy", "SessionLimits"]
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+HEADER_DELAY_S = 0.02
 
 
 class Proxy:
@@ -271,7 +272,13 @@ class _DialectEndpoint:
     async def _stream(
         self, session: Session, turn: Turn, head: ReplyHead, hung_up: "asyncio.Future[None]", send: Send
     ) -> None:
-        """Headers at once, pings while the engine works, then the whole reply as events."""
+        """Headers almost at once, pings while the engine works, then the whole reply as events.
+
+        What fails before the headers are sent gets a status of its own, which clients heed better than an event.
+        """
+        await _wait_for_either(turn, hung_up, timeout_s=HEADER_DELAY_S)
+        if turn.has_failed():
+            turn.result()
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send_part(send, self._dialect.stream_start(head))

@@ -85,6 +85,10 @@ class Turn:
     sampled: bool = False
     """From here on it is recorded, whoever hangs up."""
 
+    def has_failed(self) -> bool:
+        """Whether it ended without an answer."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
     def result(self) -> Call:
         """The recorded call, or the error that ended the turn."""
         if self.task.cancelled():

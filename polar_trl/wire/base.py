@@ -16,7 +16,6 @@ from polar_trl.types import Call, ChatRequest, Purpose, Tool
 
 _T = TypeVar("_T")
 UNPARSED_ARGUMENTS = "unparsed_arguments"
-MAX_NESTING = 200
 RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
 
 
@@ -159,26 +158,12 @@ def read_arguments(arguments: str) -> dict[str, Any]:
     the tool then complains to the model about what the model wrote."""
     if not arguments.strip():
         return {}
-    value = None
-    # orjson reads deeper nesting than it writes
-    if arguments.count("{") + arguments.count("[") < MAX_NESTING or json_depth(arguments) < MAX_NESTING:
-        try:
-            value = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            value = None
+    try:
+        value = orjson.loads(arguments)
+        orjson.dumps(value)  # it reads deeper nesting than it writes
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        value = None
     return value if isinstance(value, dict) else {UNPARSED_ARGUMENTS: arguments}
-
-
-def json_depth(text: str) -> int:
-    """How deeply brackets nest in a text, those inside of strings included: at least as deep as its JSON is."""
-    depth = deepest = 0
-    for character in text:
-        if character in "{[":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "}]":
-            depth -= 1
-    return deepest
 
 
 def render_arguments(value: Mapping[str, Any]) -> str:
