@@ -1,5 +1,6 @@
 """The proxy when something goes wrong: bad requests, a failing engine, clients that hang up, sessions that end."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -133,7 +134,9 @@ def test_a_busy_engine_sends_the_client_back_with_a_time() -> None:
 class FailingEngine(ScriptedEngine):
     """Fails at once, then after a while, then no more."""
 
-    delays = iter((0.0, 0.2))
+    def __init__(self, replies: list[TokenIds]) -> None:
+        super().__init__(replies)
+        self.delays = iter((0.0, 0.2))
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         delay = next(self.delays, None)
