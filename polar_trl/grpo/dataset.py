@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from polar_trl.errors import TaskError
+from polar_trl.tasks.jsonl import parse_test_spec
 from polar_trl.types import Task
 
 
@@ -37,11 +38,15 @@ def build_dataset(tasks: Sequence[Task] | Dataset) -> Dataset:
 
 def parse_task(row: Mapping[str, Any]) -> Task:
     """The task of a row that `build_dataset` made."""
-    return Task(**json.loads(row["task"]))
+    fields = json.loads(row["task"])
+    if fields["tests"] is not None:
+        fields["tests"] = parse_test_spec(fields["tests"], f"task {fields['id']!r}")
+    return Task(**fields)
 
 
 def _to_dict(task: Task) -> dict[str, Any]:
-    return {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+    fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+    return fields | {"tests": None if task.tests is None else dataclasses.asdict(task.tests)}
 
 
 def _row_to_task(row: Mapping[str, Any], where: str) -> Task:
@@ -56,4 +61,9 @@ def _row_to_task(row: Mapping[str, Any], where: str) -> Task:
         # Arrow gives every row every key that any row has, with None where the row has it not.
         if isinstance(fields.get(name), Mapping):
             fields[name] = {key: value for key, value in fields[name].items() if value is not None}
+    if "tests" in fields:
+        spec = fields["tests"]
+        if isinstance(spec, Mapping):
+            spec = {key: value for key, value in spec.items() if value is not None}
+        fields["tests"] = parse_test_spec(spec, where)
     return Task(**fields)

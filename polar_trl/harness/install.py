@@ -2,6 +2,10 @@
 
 It refuses a registry's substitute: npm installs an older release without a word where a package's `engines` do not
 match, so what was installed is read back from its own metadata.
+
+    <cache>/<name>-<version>/             one package with all that it needs
+    <cache>/<name>-<version>/.installed   written last: a folder without it is an interrupted installation
+    <cache>/.<name>-<version>.lock        held by the process that installs
 """
 
 import fcntl
@@ -9,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -16,12 +21,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from polar_trl.errors import ConfigError
 
 CACHE_VARIABLE = "POLAR_TRL_CACHE"
 INSTALL_TIMEOUT_S = 1200
+_MARK = ".installed"
+_WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 class Package(Protocol):
@@ -42,8 +49,12 @@ class Package(Protocol):
         """Where it is installed, or would be."""
         ...
 
+    def read_version(self) -> str | None:
+        """The version that its metadata in `folder` names, whole or not; None where there is none."""
+        ...
+
     def find_version(self) -> str | None:
-        """The version that is installed; None where it is not."""
+        """The version that is installed; None where none is, or not all of it."""
         ...
 
     def install(self) -> None:
@@ -75,100 +86,161 @@ class NpmPackage:
 
     @property
     def folder(self) -> Path:
-        return find_cache() / f"{_slug(self.name)}-{self.version}"
+        return _build_folder(self)
 
     @property
     def program(self) -> Path:
         return self.folder / "node_modules" / ".bin" / self.binary
 
-    def find_version(self) -> str | None:
+    def read_version(self) -> str | None:
         try:
             text = (self.folder / "node_modules" / self.name / "package.json").read_text(encoding="utf-8")
-        except OSError:
+            return str(json.loads(text)["version"])
+        except (OSError, ValueError, KeyError):
             return None
-        return str(json.loads(text)["version"])
+
+    def find_version(self) -> str | None:
+        return _find_version(self)
 
     def install(self) -> None:
-        npm = shutil.which("npm")
-        if npm is None and self.find_version() is None:
-            raise ConfigError(f"{self.name} needs npm to be installed; install Node.js 20 or newer")
-        command = [str(npm), "install", "--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
         with _installing(self) as folder:
             if folder is not None:
+                npm = shutil.which("npm")
+                if npm is None:
+                    raise ConfigError(f"{self.name} needs npm to be installed; install Node.js 20 or newer")
+                command = [npm, "install", "--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
                 _run([*command, "--prefix", str(folder), f"{self.name}@{self.version}"], self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PyPIPackage:
-    """A package of PyPI, with a virtual environment of its own (made with the Python that runs this).
+    """A package of PyPI, in a virtual environment of its own (made with the Python that runs this).
+
+    uv installs it: pip takes minutes for the larger agents on a busy machine. uv compiles it too, since a sandbox that
+    only reads would compile it anew for every session. uv has its own settings (UV_DEFAULT_INDEX and so on) and
+    reads none of pip's.
 
     Args:
         name: As on PyPI.
         version: Exact.
         binary: The program's name in the environment's bin.
         constraints: Further requirements, such as "openai>=3,<4".
+        installer: pip installs uv itself.
     """
 
     name: str
     version: str
     binary: str
     constraints: tuple[str, ...] = ()
+    installer: Literal["uv", "pip"] = "uv"
 
     @property
     def folder(self) -> Path:
-        return find_cache() / f"{_slug(self.name)}-{self.version}"
+        return _build_folder(self)
 
     @property
     def program(self) -> Path:
         return self.folder / "bin" / self.binary
 
-    def find_version(self) -> str | None:
+    def read_version(self) -> str | None:
+        if not (self.folder / "bin" / "python").exists():  # a link to a Python that may have gone
+            return None
         name = re.sub(r"[-_.]+", "_", self.name).lower()
         for folder in self.folder.glob(f"lib/python3*/site-packages/{name}-*.dist-info"):
             return folder.name.removesuffix(".dist-info").partition("-")[2]
         return None
 
+    def find_version(self) -> str | None:
+        return _find_version(self)
+
     def install(self) -> None:
+        if self.installer == "uv" and self.find_version() != self.version:
+            UV.install()
+        requirements = [f"{self.name}=={self.version}", *self.constraints]
         with _installing(self) as folder:
-            if folder is not None:
+            if folder is None:
+                return
+            python = str(folder / "bin" / "python")
+            if self.installer == "pip":
                 _run([sys.executable, "-m", "venv", str(folder)], self)
-                python = str(folder / "bin" / "python")
-                command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-                _run([*command, f"{self.name}=={self.version}", *self.constraints], self)
+                _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements], self)
+            else:
+                uv = str(UV.program)
+                _run([uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(folder)], self)
+                install = [uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", "--python", python]
+                _run([*install, *requirements], self)
 
 
 NODE = NpmPackage(name="node", version="22.23.3", binary="node")
 """Node.js for the agents that need 22 where the machine's own is older."""
+UV = PyPIPackage(name="uv", version="0.13.9", binary="uv", installer="pip")
+
+
+def _find_version(package: Package) -> str | None:
+    return package.read_version() if (package.folder / _MARK).exists() else None
 
 
 @contextmanager
 def _installing(package: Package) -> Iterator[Path | None]:
-    """The folder to install into, or None where the right version is there. One process at a time; a folder that an
-    interrupted installation left is removed first, since only a finished one has its mark."""
+    """The empty folder to install into, or None where the right version is there. One process at a time."""
+    if package.find_version() == package.version:
+        yield None  # without the lock: a cache that was filled beforehand need not be writable
+        return
     folder = package.folder
-    mark = folder / ".installed"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(folder.parent / f".{folder.name}.lock", "w")  # noqa: SIM115 - held over the yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot install {package.name} under {folder.parent} ({error.strerror}); "
-            f"set {CACHE_VARIABLE} to a folder that can be written"
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if mark.exists() and package.find_version() == package.version:
+    with _locked(package):
+        if package.find_version() == package.version:
             yield None
             return
-        shutil.rmtree(folder, ignore_errors=True)
-        # in its final place: virtual environments hold absolute paths
-        folder.mkdir()
+        with _naming_the_cache(package):
+            _remove(folder)
+            # in its final place: virtual environments hold absolute paths
+            folder.mkdir()
         print(f"installing {package.name} {package.version} into {folder} ...", file=sys.stderr, flush=True)
         yield folder
-        found = package.find_version()
+        found = package.read_version()
         if found != package.version:
-            raise ConfigError(f"{package.name}: asked for {package.version}, the registry gave {found}")
-        mark.touch()
+            raise ConfigError(f"{package.name}: asked for {package.version}, the registry gave {found or 'nothing'}")
+        with _naming_the_cache(package):
+            (folder / _MARK).touch()
+            _make_read_only(folder)
+
+
+@contextmanager
+def _locked(package: Package) -> Iterator[None]:
+    folder = package.folder
+    with _naming_the_cache(package):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.parent / f".{folder.name}.lock", "w")  # noqa: SIM115 - held over the yield
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _naming_the_cache(package: Package) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot install {package.name} under {package.folder.parent} ({error.strerror}); "
+            f"set {CACHE_VARIABLE} to a folder that can be written"
+        ) from error
+
+
+def _make_read_only(folder: Path) -> None:
+    # in the local sandbox an agent runs as this user: it must not change itself by accident for the sessions after it
+    for path, _, names in os.walk(folder):
+        for name in (".", *names):
+            file = os.path.join(path, name)
+            if not os.path.islink(file):
+                os.chmod(file, os.stat(file).st_mode & ~_WRITE_BITS)
+
+
+def _remove(folder: Path) -> None:
+    for path, _, _ in os.walk(folder):  # what a folder holds can only be removed from a writable one
+        os.chmod(path, 0o700)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def _run(command: list[str], package: Package) -> None:
@@ -176,6 +248,8 @@ def _run(command: list[str], package: Package) -> None:
         try:
             subprocess.run(
                 command,
+                # settings files of the current folder's project are not meant for agents
+                cwd=package.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -191,10 +265,14 @@ def _run(command: list[str], package: Package) -> None:
 
 
 def _build_env() -> Mapping[str, str]:
-    # a virtual environment that is active here must not be the one that pip installs into
+    # a virtual environment that is active here must not be the one that is installed into
     return {
         name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
     }
+
+
+def _build_folder(package: Package) -> Path:
+    return find_cache() / f"{_slug(package.name)}-{_slug(package.version)}"
 
 
 def _slug(name: str) -> str:

@@ -1,6 +1,7 @@
 """Pi (`@earendil-works/pi-coding-agent`) on Node 22, with its settings and one model in HOME.
 
-Verified at 1.6.0. It refuses nothing of its own; Pi trims whitespace around the instruction, which it reads from stdin.
+Verified at 1.6.0. It refuses an API that Pi does not speak. The instruction is read from stdin; Pi trims the whitespace
+around it.
 """
 
 import json
@@ -121,7 +122,9 @@ class PiHarness:
 def _build_settings(endpoint: Endpoint) -> dict[str, object]:
     window = endpoint.max_model_len
     return {
-        "retry": {"enabled": False},
+        # its own retries wait for fixed times and know no end of a session; these, one level below, do what the reply's
+        # headers say
+        "retry": {"enabled": False, "provider": {"maxRetries": 2}},
         # no limit: an answer may wait for the engine, and the session has an outer timer
         "httpIdleTimeoutMs": 0,
         "enableInstallTelemetry": False,

@@ -25,7 +25,6 @@ _APIS: dict[str, tuple[str, str, str, str]] = {
     "anthropic": ("anthropic", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", ""),
     "google": ("gemini", "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", ""),
 }
-_INSTRUCTION = ".polar/instruction.txt"
 _MEMORY_AGENT = "managed memory extraction subagent"
 _SUMMARISER = "component that summarizes a conversation"
 
@@ -71,24 +70,21 @@ class QwenCodeHarness:
         return self._package.find_version() if NODE.find_version() else None
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Qwen Code with the instruction as an argument, or on stdin in bare mode (see `_build_settings`).
-
-        Raises `ConfigError` for an instruction that cannot be an argument.
-        """
+        """Qwen Code with the instruction as an argument. Raises `ConfigError` for one that cannot be an argument."""
+        _check_instruction(task)
         auth_type, url_name, key_name, path = _APIS[self._api]
-        arguments = [f"--auth-type={auth_type}", f"--model={endpoint.model}", "--yolo"]
-        files = {".qwen/settings.json": json.dumps(self._build_settings(endpoint))}
-        if self._short_prompt:
-            arguments.append("--bare")
-            files, stdin = {_INSTRUCTION: task.instruction}, f'"$HOME/{_INSTRUCTION}"'
-        else:
-            _check_instruction(task)
-            arguments.append(f"--prompt={task.instruction}")
-            stdin = "/dev/null"
+        arguments = [
+            f"--auth-type={auth_type}",
+            f"--model={endpoint.model}",
+            "--yolo",
+            # the second only for what bare mode leaves on, see `preventSystemSleep`
+            *(["--bare", "--safe-mode"] if self._short_prompt else []),
+            f"--prompt={task.instruction}",
+        ]
         return Launch(
             command=(
                 f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"\n'
-                f"exec {shlex.join([str(self._package.program), *arguments])} <{stdin}"
+                f"exec {shlex.join([str(self._package.program), *arguments])} </dev/null"
             ),
             env={
                 url_name: endpoint.origin + path,
@@ -98,7 +94,7 @@ class QwenCodeHarness:
                 # of the policy is longer than this, so a second one would only be cut at the same place
                 "QWEN_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_tokens),
             },
-            files=files,
+            files={".qwen/settings.json": json.dumps(self._build_settings(endpoint))},
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
@@ -133,17 +129,19 @@ class QwenCodeHarness:
         return {
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
-            "general": {"enableAutoUpdate": False},
+            "general": {
+                "enableAutoUpdate": False,
+                # it takes a command's exit for the end of its output, and learns of the exit too early where another
+                # of its processes ends at that moment: of ten `echo`s one came back empty. It starts one of those,
+                # systemd-inhibit, with every command
+                "preventSystemSleep": False,
+            },
             "memory": {
                 "enableManagedAutoMemory": False,
                 "enableManagedAutoDream": False,
                 "enableAutoSkill": False,
             },
             "ui": {"enableFollowupSuggestions": False},
-            # with a prompt on the command line it runs commands without a terminal, and then takes their exit for the
-            # end of their output: one quick command in ten came back empty. Bare mode cannot be told, but with the
-            # prompt on stdin it uses a terminal too
-            "tools": {"shell": {"enableInteractiveShell": True}},
             "model": {"generationConfig": generation},
         }
 
@@ -155,6 +153,8 @@ _SWITCHES = {
     "QWEN_DISABLE_AUTO_TITLE": "1",
     "QWEN_CODE_EMIT_TOOL_USE_SUMMARIES": "0",
     "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+    # one after the other, for the same reason as `preventSystemSleep`
+    "QWEN_CODE_MAX_TOOL_CONCURRENCY": "1",
     # no limits: an answer may wait for the engine, and the session has an outer timer. Comments in a stream, which
     # keep other clients waiting, do not count for the second one (four minutes by default)
     "QWEN_CODE_API_TIMEOUT_MS": "0",

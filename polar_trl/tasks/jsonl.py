@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError, TaskError
-from polar_trl.types import Task
+from polar_trl.types import Task, TestSpec
 
 _FIELDS = {field.name for field in dataclasses.fields(Task)}
-_TEXTS = ("id", "instruction", "image", "grader")
+_SPEC_FIELDS = [field.name for field in dataclasses.fields(TestSpec)]
+_TEXTS = ("id", "instruction", "image", "grader", "workspace")
 _TEXT_MAPS = ("files", "env")
 _REQUIRED = ("id", "instruction")
 
@@ -55,6 +56,30 @@ def save_tasks(path: Path, tasks: Sequence[Task]) -> None:
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def parse_test_spec(value: Any, where: str) -> TestSpec:
+    """A `TestSpec` from JSON. Raises `TaskError`, which begins with `where` and names the field."""
+    if not isinstance(value, Mapping):
+        raise TaskError(f"{where}: 'tests' must be an object, not {value!r}")
+    fields: dict[str, Any] = {}
+    for name, item in value.items():
+        if name not in _SPEC_FIELDS:
+            near = difflib.get_close_matches(name, _SPEC_FIELDS, n=1)
+            raise TaskError(
+                f"{where}: unknown field 'tests.{name}'" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        if name in ("runner", "folder", "gold_patch"):
+            if not (isinstance(item, str) or (name == "gold_patch" and item is None)):
+                raise TaskError(f"{where}: 'tests.{name}' must be text, not {item!r}")
+            fields[name] = item
+        elif isinstance(item, Sequence) and not isinstance(item, str) and all(isinstance(text, str) for text in item):
+            fields[name] = tuple(item)
+        else:
+            raise TaskError(f"{where}: 'tests.{name}' must be a list of texts, not {item!r:.100}")
+    if not fields.get("fail_to_pass"):
+        raise TaskError(f"{where}: 'tests.fail_to_pass' is missing or empty")
+    return TestSpec(**fields)
+
+
 def _parse_row(line: str, where: str) -> Task:
     try:
         row = json.loads(line)
@@ -73,6 +98,8 @@ def _parse_row(line: str, where: str) -> Task:
     for name, value in row.items():
         if complaint := _complain(name, value):
             raise TaskError(f"{where}: {name!r} must be {complaint}, not {value!r}")
+    if row.get("tests") is not None:
+        row["tests"] = parse_test_spec(row["tests"], where)
     return Task(**row)
 
 
@@ -87,4 +114,6 @@ def _complain(name: str, value: Any) -> str | None:
     if name.endswith("_timeout_s"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return None if is_number and math.isfinite(value) and value > 0 else "a number of seconds above 0"
+    if name == "tests" and value is None:
+        return None
     return None if isinstance(value, Mapping) else "an object"

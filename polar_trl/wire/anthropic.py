@@ -4,6 +4,7 @@ Refuses nothing for a beta header or a field that it does not know: a 400 makes 
 time with another prompt. Format: the Claude API reference, "Messages", "Streaming" and "Errors".
 """
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from polar_trl.types import Call, Message
 from polar_trl.wire.anthropic_request import parse_request
 from polar_trl.wire.anthropic_tools import has_only_server_tools
 from polar_trl.wire.base import (
+    UNPARSED_ARGUMENTS,
     Incoming,
     ItemMemo,
     ParsedRequest,
@@ -36,6 +38,9 @@ _ERROR_NAMES = {
     "internal": "api_error",
 }
 _VERSION_HEADER = "anthropic-version"
+_RAW_INPUT = "raw_input"
+# Claude Code 2.1.332 tells the model what it wrote where tool input is no JSON; other clients' libraries raise on it.
+_READS_RAW_INPUT = "claude-cli/"
 
 
 class Anthropic:
@@ -55,11 +60,16 @@ class Anthropic:
         body = parse_object(incoming.body)
         request = parse_request(body, memo)
         is_aside = has_only_server_tools(body, request.tools)
-        return ParsedRequest(request=request, purpose="auxiliary" if is_aside else "policy")
+        takes_raw_input = incoming.headers.get("user-agent", "").startswith(_READS_RAW_INPUT)
+        return ParsedRequest(
+            request=request,
+            reply_options=(_RAW_INPUT,) if takes_raw_input else (),
+            purpose="auxiliary" if is_aside else "policy",
+        )
 
     def render(self, head: ReplyHead, call: Call) -> bytes:
         body = _envelope(head)
-        body["content"] = [_block(part) for part in _render_blocks(call.message)]
+        body["content"] = [_block(part) for part in _render_blocks(call.message, raw_input=False)]
         return orjson.dumps(body | _stop(call) | {"usage": _usage(head, len(call.completion.token_ids))})
 
     def stream_start(self, head: ReplyHead) -> bytes:
@@ -72,7 +82,8 @@ class Anthropic:
         return _render("ping", {})
 
     def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        for index, (block, deltas) in enumerate(_render_blocks(call.message)):
+        blocks = _render_blocks(call.message, raw_input=_RAW_INPUT in head.options)
+        for index, (block, deltas) in enumerate(blocks):
             yield _render("content_block_start", {"index": index, "content_block": block})
             for delta in deltas:
                 yield _render("content_block_delta", {"index": index, "delta": delta})
@@ -108,7 +119,7 @@ _Part = tuple[dict[str, Any], list[dict[str, Any]]]
 """A content block as a stream opens it, empty, and the deltas that fill it."""
 
 
-def _render_blocks(message: Message) -> Iterator[_Part]:
+def _render_blocks(message: Message, *, raw_input: bool) -> Iterator[_Part]:
     if message.reasoning:
         yield (
             {"type": "thinking", "thinking": "", "signature": ""},
@@ -120,13 +131,30 @@ def _render_blocks(message: Message) -> Iterator[_Part]:
     if message.text:
         yield {"type": "text", "text": ""}, [{"type": "text_delta", "text": message.text}]
     for call in message.tool_calls:
-        # the client libraries raise on what is no JSON, so it is wrapped, as it has to be in a plain reply
-        is_object = call.parse_status == "ok" and call.arguments.strip()
-        text = call.arguments if is_object else orjson.dumps(read_arguments(call.arguments)).decode()
+        text = call.arguments if raw_input and _is_no_json(call.arguments) else _spell_input(call.arguments)
         yield (
             {"type": "tool_use", "id": call.id, "name": call.name, "input": {}},
             [{"type": "input_json_delta", "partial_json": text}],
         )
+
+
+def _spell_input(arguments: str) -> str:
+    """Tool input as a JSON object, in the model's own spelling where that can be read again."""
+    # objects that are nested too deeply to be read again are wrapped as well
+    value = read_arguments(arguments)
+    is_as_written = arguments.strip() and UNPARSED_ARGUMENTS not in value
+    return arguments if is_as_written else orjson.dumps(value).decode()
+
+
+def _is_no_json(arguments: str) -> bool:
+    """Whether no parser reads it. (NaN, half an emoji and the like are read by some.)"""
+    try:
+        json.loads(arguments)
+    except RecursionError:
+        return False
+    except ValueError:
+        return bool(arguments.strip())
+    return False
 
 
 def _block(part: _Part) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from polar_trl.errors import WireError
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Role, ToolCall
 from polar_trl.wire.anthropic_tools import parse_tool_choice, parse_tools
@@ -88,7 +90,8 @@ def _parse_system(body: Mapping[str, Any], unread: list[str]) -> list[Message]:
     blocks = _Blocks()
     for index, block in enumerate(raw):
         path = f"system[{index}]"
-        if isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING_PREFIX):
+        text = block.get("text") if isinstance(block, dict) else None
+        if isinstance(text, str) and text.startswith(_BILLING_PREFIX):
             blocks.unread.append(path)
         else:
             _parse_block(block, path, blocks)
@@ -184,7 +187,8 @@ def _parse_block(block: Any, path: str, blocks: _Blocks) -> None:
     elif isinstance(kind, str) and kind in _UNREAD_BLOCKS:
         blocks.unread.append(f"{path}.{kind}")
     else:
-        raise WireError(f"{path}.type: {kind!r} is no block that can be read here")
+        shown = repr(kind[:40]) if isinstance(kind, str) else json_type(kind)
+        raise WireError(f"{path}.type: {shown} is no block that can be read here")
 
 
 def _parse_image(block: Mapping[str, Any], path: str) -> str:
@@ -211,7 +215,10 @@ def _parse_tool_use(block: Mapping[str, Any], path: str) -> ToolCall:
     if value.keys() == {UNPARSED_INPUT} and isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
         arguments = unparsed["raw"]
     else:
-        arguments = render_arguments(value)
+        try:
+            arguments = render_arguments(value)
+        except orjson.JSONEncodeError as error:
+            raise WireError(f"{path}.input: {error}; nest it less deeply") from error
     return ToolCall(
         id=require_string(block, "id", path),
         name=require_string(block, "name", path),

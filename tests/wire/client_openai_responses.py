@@ -95,7 +95,8 @@ class ResponsesClient:
         added: set[int] = set()
         deltas: dict[str, str] = {}
         final: Json = {}
-        for number, (name, data) in enumerate(read_events(reply)):
+        events = [event for event in read_events(reply) if event[0] != "keepalive"]  # the ping knows no number
+        for number, (name, data) in enumerate(events):
             event = json.loads(data)
             assert (event["type"], event["sequence_number"]) == (name, number)
             assert not final, "an event after the last"
@@ -112,7 +113,7 @@ class ResponsesClient:
         assert output == final["output"]
         for item in output:
             said = item.get("arguments", item.get("input")) or "".join(
-                part["text"] for part in item.get("content") or ()
+                part["text"] for part in item.get("content") or item.get("summary") or ()
             )
             assert deltas.get(item["id"], said) == said
         return final
@@ -147,7 +148,10 @@ class ResponsesClient:
         if kind == "local_shell":
             action = {"type": "exec", "command": json.loads(call.arguments)["command"], "env": {}}
             return {"type": "local_shell_call", "call_id": call.id, "status": "completed", "action": action}
-        return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+        names = {"name": call.name}
+        if tool and tool.namespace:
+            names = {"name": call.name.removeprefix(f"{tool.namespace}__"), "namespace": tool.namespace}
+        return {"type": "function_call", "call_id": call.id, **names, "arguments": call.arguments}
 
     def _result(self, message: Message) -> Json:
         kinds = {"function": "function_call", "freeform": "custom_tool_call", "local_shell": "local_shell_call"}
@@ -167,10 +171,19 @@ class ResponsesClient:
         if tool.kind == "freeform":
             grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
             return {"type": "custom", "name": tool.name, "description": tool.description, "format": grammar}
-        parameters = dict(tool.parameters)
-        return {"type": "function", "name": tool.name, "description": tool.description, "parameters": parameters}
+        name = tool.name.removeprefix(f"{tool.namespace}__") if tool.namespace else tool.name
+        function = {"type": "function", "name": name, "description": tool.description}
+        function["parameters"] = dict(tool.parameters)
+        return {"type": "namespace", "name": tool.namespace, "tools": [function]} if tool.namespace else function
 
     def _choice(self, request: ChatRequest) -> Any:
         if request.tool_choice in ("auto", "none", "required"):
             return request.tool_choice
+        tool = self.tools[request.tool_choice]
+        if tool.namespace:
+            return {
+                "type": "function",
+                "name": tool.name.removeprefix(f"{tool.namespace}__"),
+                "namespace": tool.namespace,
+            }
         return {"type": "function", "name": request.tool_choice}

@@ -79,7 +79,11 @@ def _tool(draw: st.DrawFn, kinds: tuple[ToolKind, ...]) -> Tool:
     description = draw(texts)
     if kind == "freeform":
         return Tool(name=draw(names), description=description, kind=kind)
-    return Tool(name=draw(names), description=description, parameters=draw(schemas))
+    name, namespace = draw(names), ""
+    if "freeform" in kinds and draw(st.booleans()):  # the format that has those has namespaces too
+        namespace = draw(st.sampled_from(["mcp", "a__b"]))
+        name = f"{namespace}__{name}"
+    return Tool(name=name, description=description, parameters=draw(schemas), namespace=namespace)
 
 
 @st.composite

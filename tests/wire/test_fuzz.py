@@ -3,6 +3,7 @@ serves on. How long large ones take is measured by scripts/bench_parse.py."""
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -10,7 +11,7 @@ import httpx
 import orjson
 import pytest
 from clients import CLIENTS
-from conversations import json_values, requests, styles
+from conversations import Style, json_values, requests, styles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from large_bodies import SHAPES, build
@@ -21,7 +22,8 @@ from polar_trl.errors import WireError
 from polar_trl.proxy import Proxy, SessionLimits
 from polar_trl.record import SessionLog
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.types import Message
+from polar_trl.tokens.continuation import Continuations
+from polar_trl.types import ChatRequest, Message, RequestedSampling, Tool, ToolCall, ToolKind
 from polar_trl.wire import DIALECTS
 from polar_trl.wire.base import Dialect, Incoming, ItemMemo
 
@@ -83,6 +85,13 @@ def _mutate(draw: st.DrawFn, body: dict[str, Any]) -> None:
         holder[draw(st.sampled_from(WORDS))] = draw(junk)
 
 
+def _write(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body)
+    for name, splice in SPLICES.items():
+        text = text.replace(f'"{name}"', splice)
+    return text.encode()
+
+
 @st.composite
 def broken_bodies(draw: st.DrawFn, dialect: Dialect) -> tuple[Incoming, bytes]:
     """A request that was valid, and the bytes to send in place of its body."""
@@ -91,10 +100,7 @@ def broken_bodies(draw: st.DrawFn, dialect: Dialect) -> tuple[Incoming, bytes]:
     body = json.loads(incoming.body)
     for _ in range(draw(st.integers(1, 3))):
         _mutate(draw, body)
-    text = json.dumps(body)
-    for name, splice in SPLICES.items():
-        text = text.replace(f'"{name}"', splice)
-    raw = text.encode()
+    raw = _write(body)
     kind = draw(st.sampled_from(["whole"] * 6 + ["cut", "byte", "random"]))
     if kind == "cut":
         raw = raw[: draw(st.integers(0, len(raw)))]
@@ -106,6 +112,64 @@ def broken_bodies(draw: st.DrawFn, dialect: Dialect) -> tuple[Incoming, bytes]:
     return incoming, raw
 
 
+def _rich_request(kinds: tuple[ToolKind, ...]) -> ChatRequest:
+    """With everything that a format can say."""
+    tools = [Tool(name=kind if kind == "local_shell" else f"t-{kind}", description="d", kind=kind) for kind in kinds]
+    calls = [
+        ToolCall(id="c1", name="t-function", arguments='{"a": {"b": [1]}}'),
+        ToolCall(id="c2", name="t-freeform", arguments='{"input": "x"}'),
+        ToolCall(id="c3", name="local_shell", arguments='{"command": ["ls"]}'),
+    ]
+    image = "data:image/png;base64,iVBORw0KGgo="
+    calls = [call for call in calls if call.name in {tool.name for tool in tools}]
+    return ChatRequest(
+        messages=(
+            Message(role="system", text="be brief"),
+            Message(role="user", text="hello", images=(image,)),
+            Message(role="assistant", text="hi", reasoning="why", tool_calls=tuple(calls)),
+            *(Message(role="tool", text="ok", tool_call_id=call.id, images=(image,)) for call in calls),
+            Message(role="developer", text="go on"),
+        ),
+        tools=tuple(replace(tool, parameters={"properties": {"a": {"type": "string"}}}) for tool in tools),
+        tool_choice="t-function",
+        sampling=RequestedSampling(max_tokens=9, temperature=1, top_p=0.5, top_k=3, stop=("END",)),
+        model="policy",
+    )
+
+
+STRANGE = [*SPLICES, *WORDS, {}, [], [{}], [[]], "", 0, -1, 1.5, True, None, {"type": "text"}, {"role": "user"}]
+
+
+@every_dialect
+@pytest.mark.parametrize("block_lists", [False, True])
+def test_every_place_of_a_body_may_hold_anything(dialect: Dialect, block_lists: bool) -> None:
+    client_class = CLIENTS[dialect.name]
+    style = Style(block_lists=block_lists, nulls=True, unknown_fields=True, reserialised=False, with_ids=True)
+    incoming = client_class(_rich_request(client_class.kinds), style).incoming()
+    dialect.parse(incoming, ItemMemo())
+    body = json.loads(incoming.body)
+    num_refused = 0
+    for holder, key in _slots(body):
+        kept = holder[key]
+        for value in STRANGE:
+            holder[key] = value
+            broken = replace(incoming, body=_write(body))
+            try:
+                request = dialect.parse(broken, ItemMemo()).request
+                messages = _without_images(request.messages)
+                Continuations(RENDERER).build_prompt(replace(request, messages=messages, tools=()))
+            except WireError as error:
+                num_refused += 1
+                assert 400 <= dialect.error_status(error) < 500
+                assert orjson.loads(dialect.render_error(error))
+        holder[key] = kept
+    assert num_refused
+
+
+def _without_images(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(replace(message, images=()) for message in messages)
+
+
 @every_dialect
 @settings(max_examples=250, deadline=None)
 @given(st.data())
@@ -113,13 +177,7 @@ def test_a_broken_body_is_read_or_refused(dialect: Dialect, data: st.DataObject)
     incoming, raw = data.draw(broken_bodies(dialect))
     memo = ItemMemo()
     dialect.parse(incoming, memo)
-    broken = Incoming(
-        body=raw,
-        path=incoming.path,
-        path_params=incoming.path_params,
-        query=incoming.query,
-        headers=incoming.headers,
-    )
+    broken = replace(incoming, body=raw)
     try:
         parsed = dialect.parse(broken, memo)
     except WireError as error:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from clients import CLIENTS, Client, Seen
-from conversations import others, replies, requests, styles, tool_results
+from conversations import Style, others, replies, requests, styles, tool_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +64,26 @@ def test_a_reply_sent_back_matches_its_call(dialect: Dialect, data: st.DataObjec
         (*request.messages, message), request.tools
     )
     assert later == dialect.parse(client.incoming(), ItemMemo()).request
+
+
+@every_dialect
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("depth", [200, 300, 900, 1100])
+def test_arguments_of_any_depth_are_sent_back(dialect: Dialect, depth: int, streamed: bool) -> None:
+    style = Style(block_lists=False, nulls=False, unknown_fields=False, reserialised=False, with_ids=True)
+    tool = Tool(name="sh", parameters={"type": "object"})
+    client = CLIENTS[dialect.name](ChatRequest(messages=(Message(role="user", text="hello"),), tools=(tool,)), style)
+    request = dialect.parse(client.incoming(), ItemMemo()).request
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    status = "ok" if depth < 1024 else "malformed"  # more is no JSON to our parser
+    message = Message(
+        role="assistant", tool_calls=(ToolCall(id="c", name="sh", arguments=arguments, parse_status=status),)
+    )
+    client.read(render(dialect, build_call(request, message, index=0), streamed=streamed), streamed=streamed)
+    later = dialect.parse(client.incoming(), ItemMemo()).request
+    assert digest_conversation(later.messages, later.tools) == digest_conversation(
+        (*request.messages, message), request.tools
+    )
 
 
 @every_dialect

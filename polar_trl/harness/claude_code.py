@@ -1,0 +1,120 @@
+"""Claude Code (`@anthropic-ai/claude-code`), one native program, with the instruction on stdin and no settings file.
+
+Verified at 2.1.332, whose package asks for Node 22 but runs without any. It refuses a window in which the agent's own
+prompt leaves no room to work.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+
+from polar_trl.errors import ConfigError
+from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.install import NpmPackage
+from polar_trl.sandbox.base import ExecResult
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+
+VERIFIED_VERSION = "2.1.332"
+_INSTRUCTION = ".polar/instruction.txt"
+_MODEL_VARIABLES = (
+    "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_MODEL", "ANTHROPIC_DEFAULT_FABLE_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL",
+    "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL",
+    "CLAUDE_CODE_SUBAGENT_MODEL",
+)  # fmt: skip
+_SWITCHES = {
+    # without it, it does not skip permissions as root
+    "IS_SANDBOX": "1",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DISABLE_ERROR_REPORTING": "1",
+    "DISABLE_AUTOUPDATER": "1",
+    "CLAUDE_CODE_DISABLE_FEEDBACK_SURVEY": "1",
+    # the proxy forbids to repeat what is hopeless; what is left are a busy engine and lost connections
+    "CLAUDE_CODE_MAX_RETRIES": "4",
+    # an answer may wait for the engine, and the session has an outer timer
+    "API_TIMEOUT_MS": "3600000",
+    "API_FORCE_IDLE_TIMEOUT": "0",
+}
+_COMPACTION = "CRITICAL: Respond with TEXT ONLY"
+
+
+class ClaudeCodeHarness:
+    """Runs `claude -p` once per session.
+
+    Args:
+        short_prompt: Its `--bare` mode: a prompt of 4 kB and three tools (Bash, Edit, Read), without the work
+            folder's CLAUDE.md.
+        max_turns: Replies after which it stops by itself; None leaves that to the session's limits.
+        version: Of the npm package.
+    """
+
+    name = "claude_code"
+    verified_version = VERIFIED_VERSION
+    parallel_tool_calls = True
+
+    def __init__(
+        self, *, short_prompt: bool = False, max_turns: int | None = None, version: str = VERIFIED_VERSION
+    ) -> None:
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(f"claude_code: max_turns must be at least 1, not {max_turns}")
+        self._short_prompt = short_prompt
+        self._max_turns = max_turns
+        self._package = NpmPackage(name="@anthropic-ai/claude-code", version=version, binary="claude")
+
+    def install(self) -> None:
+        """Claude Code, from npm. Raises `ConfigError`."""
+        self._package.install()
+
+    def find_installed_version(self) -> str | None:
+        """The version that would run; None where it is missing."""
+        return self._package.find_version()
+
+    def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
+        """Claude Code without questions, its events as JSON lines on stdout."""
+        arguments = [
+            "-p",
+            "--dangerously-skip-permissions",
+            "--output-format=stream-json",
+            "--verbose",
+            f"--model={endpoint.model}",
+            *(["--bare"] if self._short_prompt else []),
+            *([f"--max-turns={self._max_turns}"] if self._max_turns is not None else []),
+        ]
+        # in its bare mode it takes a key only, never a token
+        key_variable = "ANTHROPIC_API_KEY" if self._short_prompt else "ANTHROPIC_AUTH_TOKEN"
+        return Launch(
+            command=(
+                'export CLAUDE_CONFIG_DIR="$HOME/.claude"\n'
+                f'exec {shlex.join([str(self._package.program), *arguments])} <"$HOME/{_INSTRUCTION}"'
+            ),
+            env={
+                "ANTHROPIC_BASE_URL": endpoint.origin,
+                key_variable: endpoint.api_key,
+                **dict.fromkeys(_MODEL_VARIABLES, endpoint.model),
+                # a model that it does not know is taken to have a window of a million tokens
+                "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.max_model_len),
+                "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_tokens),
+                **_SWITCHES,
+            },
+            files={_INSTRUCTION: task.instruction},
+        )
+
+    def build_shell_call(self, command: str) -> ToolCall:
+        """A call of its tool `Bash`."""
+        arguments = {"command": command, "description": "Run a command"}
+        return ToolCall(id="", name="Bash", arguments=json.dumps(arguments))
+
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """A text without tool calls ends the task."""
+        return text, ()
+
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """By the last answer."""
+        return judge_by_answer(calls)
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """Summaries, told by their first words, declare the tools of the conversation; titles and the like none."""
+        last = request.messages[-1]
+        if last.role == "user" and last.text.startswith(_COMPACTION):
+            return "auxiliary"
+        return without_tools_is_auxiliary(request)

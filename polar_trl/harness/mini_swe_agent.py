@@ -1,0 +1,113 @@
+"""mini-swe-agent (PyPI), whose `mini` reads the instruction and its settings from one file under HOME.
+
+Verified at 2.4.6. It refuses no instruction: none is an argument, so none is too long for one.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+
+from polar_trl.harness.base import Launch, without_tools_is_auxiliary
+from polar_trl.harness.install import PyPIPackage
+from polar_trl.sandbox.base import ExecResult
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+
+VERIFIED_VERSION = "2.4.6"
+SUBMIT_MARK = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""A command that prints this ends the task."""
+ANSWER_TIMEOUT_S = 86400
+"""Beyond any session's own limit. The client's default is ten minutes, and a plain reply has no pings."""
+_CONFIG = ".polar/mini.yaml"
+_SETTINGS = ".config/mini-swe-agent"
+
+
+class MiniSWEAgentHarness:
+    """Runs `mini --yolo` once per session.
+
+    Args:
+        step_limit: The most replies of the model that it asks for; 0: no limit.
+        command_timeout_s: How long it lets a shell command run.
+        version: Of the PyPI package.
+
+    There is no shorter prompt to choose: its own has 3.4 kB and one tool.
+    """
+
+    name = "mini_swe_agent"
+    verified_version = VERIFIED_VERSION
+    parallel_tool_calls = True
+
+    def __init__(
+        self, *, step_limit: int = 0, command_timeout_s: int = 30, version: str = VERIFIED_VERSION
+    ) -> None:
+        self._step_limit = step_limit
+        self._command_timeout_s = command_timeout_s
+        self._package = PyPIPackage(name="mini-swe-agent", version=version, binary="mini")
+
+    def install(self) -> None:
+        """mini-swe-agent, from PyPI. Raises `ConfigError`."""
+        self._package.install()
+
+    def find_installed_version(self) -> str | None:
+        """The version that would run; None where it is not installed."""
+        return self._package.find_version()
+
+    def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
+        """mini with its own settings first and ours laid over them."""
+        folder = shlex.quote(str(self._package.folder))
+        return Launch(
+            command=(
+                f'export MSWEA_GLOBAL_CONFIG_DIR="$HOME/{_SETTINGS}"\n'
+                # isolated: a task's PYTHONPATH is for its own programs
+                f"exec {folder}/bin/python -I -m minisweagent.run.mini --yolo --exit-immediately "
+                f"--config {folder}/lib/python3*/site-packages/minisweagent/config/mini.yaml "
+                f'--config "$HOME/{_CONFIG}" </dev/null'
+            ),
+            env={"OPENAI_API_BASE": f"{endpoint.origin}/v1", "OPENAI_API_KEY": endpoint.api_key, **_SWITCHES},
+            files={_CONFIG: self._build_config(task, endpoint)},
+        )
+
+    def build_shell_call(self, command: str) -> ToolCall:
+        """A call of its tool `bash`."""
+        return ToolCall(id="", name="bash", arguments=json.dumps({"command": command}))
+
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """A command that prints its mark ends the task; a text alone is a format error to it."""
+        return text, (self.build_shell_call(f"echo {SUBMIT_MARK}"),)
+
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """Whether the last reply called for the submission. 2.4.6 exits with 0 after repeated format errors, too."""
+        last = next((call for call in reversed(calls) if call.purpose == "policy"), None)
+        if last is None or result.exit_code != 0:
+            return False
+        return any(SUBMIT_MARK in tool_call.arguments for tool_call in last.message.tool_calls)
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """It has no side requests."""
+        return without_tools_is_auxiliary(request)
+
+    def _build_config(self, task: Task, endpoint: Endpoint) -> str:
+        config = {
+            # nothing here has a price
+            "agent": {"cost_limit": 0, "step_limit": self._step_limit},
+            "environment": {"timeout": self._command_timeout_s},
+            # retries are the SDK's, which waits as long as an error reply asks it to
+            "model": {"model_name": f"openai/{endpoint.model}", "model_kwargs": {"timeout": ANSWER_TIMEOUT_S}},
+        }
+        # JSON is YAML, but for the pairs of escapes that JSON writes for an emoji
+        return f'{json.dumps(config)[:-1]}, "run": {{"task": {_quote_yaml(task.instruction)}}}}}\n'
+
+
+_SWITCHES = {
+    "MSWEA_CONFIGURED": "true",  # no questions at the first start
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    # of its own, each with the SDK's three requests in it
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download at start
+    "LITELLM_MODE": "PRODUCTION",  # a .env file in the work folder is the task's, not the agent's
+}
+
+
+def _quote_yaml(text: str) -> str:
+    """A double-quoted YAML scalar on one line, whatever the text holds."""
+    return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'

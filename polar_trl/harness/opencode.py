@@ -1,0 +1,156 @@
+"""OpenCode (npm `opencode-ai`, a native binary), with its configuration in one environment variable.
+
+Verified at 1.18.33. It refuses to let a repository's own opencode.json choose the model: the variable is read after
+it, and after the user's. The instruction comes by stdin, since this version wraps an argument in double quotes.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Literal
+
+from polar_trl.errors import ConfigError
+from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.install import NpmPackage
+from polar_trl.sandbox.base import ExecResult
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+
+VERIFIED_VERSION = "1.18.33"
+OpenCodeAPI = Literal["openai", "openai-responses", "anthropic", "google"]
+# ours -> the AI SDK package that speaks it (all are in the binary), and what that expects after the origin
+_APIS: dict[str, tuple[str, str]] = {
+    "openai": ("@ai-sdk/openai-compatible", "/v1"),
+    "openai-responses": ("@ai-sdk/openai", "/v1"),
+    "anthropic": ("@ai-sdk/anthropic", "/v1"),
+    "google": ("@ai-sdk/google", "/v1beta"),
+}
+_PROVIDER = "polar"
+_INSTRUCTION = ".polar/instruction.txt"
+_SHORT_PROMPT = """\
+You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
+Use the tools to look at files, change them and run commands. Check your work by running it.
+When the task is done, answer with a short summary and call no tool.
+"""
+_SHORT_PROMPT_TOOLS = ("bash", "read", "edit", "write", "glob", "grep")
+# At its start it installs its plugin library from npm into this folder, unless these say that it is there. Only
+# plugins need it, and there are none.
+_NO_INSTALL = {
+    ".config/opencode/node_modules/.polar": "",
+    ".config/opencode/package-lock.json": json.dumps({"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}),
+}
+
+
+class OpenCodeHarness:
+    """Runs `opencode run` once per session.
+
+    Args:
+        api: The provider API that it speaks to the policy.
+        short_prompt: Six tools and a system prompt of a few lines, instead of the agent's own.
+        version: Of the npm package.
+    """
+
+    name = "opencode"
+    verified_version = VERIFIED_VERSION
+    parallel_tool_calls = True
+
+    def __init__(
+        self, *, api: OpenCodeAPI = "openai", short_prompt: bool = False, version: str = VERIFIED_VERSION
+    ) -> None:
+        if api not in _APIS:
+            raise ConfigError(f"opencode: api must be one of {', '.join(_APIS)}, not {api!r}")
+        self._api = api
+        self._short_prompt = short_prompt
+        self._package = NpmPackage(name="opencode-ai", version=version, binary="opencode")
+
+    def install(self) -> None:
+        """OpenCode, from npm. Raises `ConfigError`."""
+        self._package.install()
+
+    def find_installed_version(self) -> str | None:
+        """The version that would run; None where it is not installed."""
+        return self._package.find_version()
+
+    def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
+        """OpenCode with the instruction on stdin."""
+        program = shlex.quote(str(self._package.program))
+        return Launch(
+            command=(
+                # all of its folders under HOME
+                "unset XDG_CONFIG_HOME XDG_DATA_HOME XDG_STATE_HOME XDG_CACHE_HOME\n"
+                # a title given is a title that the model is not asked for
+                f'exec {program} run --pure --title task <"$HOME/{_INSTRUCTION}"'
+            ),
+            env={"OPENCODE_CONFIG_CONTENT": json.dumps(self._build_config(endpoint)), **_SWITCHES},
+            files={_INSTRUCTION: task.instruction, **_NO_INSTALL},
+        )
+
+    def build_shell_call(self, command: str) -> ToolCall:
+        """A call of its tool `bash`."""
+        arguments = {"command": command, "description": "Run a command"}
+        return ToolCall(id="", name="bash", arguments=json.dumps(arguments))
+
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """A text without tool calls ends the task."""
+        return text, ()
+
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """By the last answer: 1.18.33 exits with 0 after an empty one, and with 1 after an overflow that it got over."""
+        return judge_by_answer(calls)
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """Its titles and summaries declare no tools."""
+        return without_tools_is_auxiliary(request)
+
+    def _build_config(self, endpoint: Endpoint) -> dict[str, object]:
+        package, path = _APIS[self._api]
+        model = f"{_PROVIDER}/{endpoint.model}"
+        config: dict[str, object] = {
+            "autoupdate": False,
+            "share": "disabled",
+            "snapshot": False,
+            "lsp": False,
+            "formatter": False,
+            "permission": "allow",
+            "enabled_providers": [_PROVIDER],
+            "model": model,
+            "small_model": model,
+            "provider": {
+                _PROVIDER: {
+                    "npm": package,
+                    "options": {
+                        "baseURL": endpoint.origin + path,
+                        "apiKey": endpoint.api_key,
+                        # no limits: an answer may wait for the engine, and the session has an outer timer
+                        "timeout": False,
+                        "headerTimeout": False,
+                        "chunkTimeout": False,
+                    },
+                    "models": {endpoint.model: _build_model(endpoint)},
+                }
+            },
+        }
+        if self._short_prompt:
+            tools = {"*": False} | dict.fromkeys(_SHORT_PROMPT_TOOLS, True)
+            config["agent"] = {"build": {"prompt": _SHORT_PROMPT, "tools": tools}}
+        return config
+
+
+_SWITCHES = {
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    "OPENCODE_DISABLE_SHARE": "1",
+}
+
+
+def _build_model(endpoint: Endpoint) -> dict[str, object]:
+    return {
+        "reasoning": True,
+        "tool_call": True,
+        # it compacts when what is left of the window is less than one answer
+        "limit": {
+            "context": endpoint.max_model_len,
+            "output": min(endpoint.max_tokens, endpoint.max_model_len // 2),
+        },
+    }

@@ -1,0 +1,234 @@
+"""Harbor task folders (task.toml, instruction.md, environment/, tests/, solution/) -> tasks.
+
+The format is Harbor's of schema 1.4 and before (package `harbor` 0.25). Keys of task.toml that nothing here reads are
+tolerated and listed in `metadata["harbor"]["unread"]`. It refuses tasks that would be another task without what they
+ask for: several steps or containers, Windows, accelerators, MCP servers, a verifier in a container of its own.
+
+A folder that scripts/build_pypi_tasks.py wrote also has environment/workspace, which becomes the work folder, and
+tests/spec.json with the ids of the tests that decide.
+"""
+
+import datetime
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import ConfigError, TaskError
+from polar_trl.tasks.jsonl import parse_test_spec
+from polar_trl.types import Task, TestSpec
+
+NETWORK_MODES = ("no-network", "public", "allowlist")
+READ = {
+    *("schema_version", "version", "source", "task.name", "steps", "metadata"),
+    *("agent.timeout_sec", "verifier.timeout_sec", "verifier.env", "verifier.environment"),
+    *("verifier.environment_mode", "environment.build_timeout_sec", "environment.docker_image", "environment.os"),
+    *("environment.cpus", "environment.memory_mb", "environment.storage_mb", "environment.memory"),
+    *("environment.storage", "environment.gpus", "environment.tpu", "environment.env", "environment.workdir"),
+    *("environment.network_mode", "environment.allowed_hosts", "environment.allow_internet"),
+    "environment.mcp_servers",
+}
+"""Keys of task.toml that have a meaning here."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])")
+
+
+def load_harbor(path: Path, *, limit: int | None = None) -> list[Task]:
+    """The task in a folder, or the tasks in a folder's folders, the first `limit` by name. Raises `TaskError`."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit is {limit}; it must be at least 1")
+    if (path / "task.toml").is_file():
+        return [parse_folder(path)]
+    folders = sorted(file.parent for file in path.glob("[!.]*/task.toml"))
+    if not folders:
+        raise TaskError(f"no task.toml in {path} or in a folder of it")
+    return [parse_folder(folder) for folder in folders[:limit]]
+
+
+def parse_folder(folder: Path) -> Task:
+    """One task, named for its folder. Raises `TaskError` with its id and the file or key."""
+    folder = folder.resolve()
+    where = f"task {folder.name!r}"
+    try:
+        table = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise TaskError(f"{where}: {Path(error.filename).name} is missing") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TaskError(f"{where}: task.toml or instruction.md cannot be read: {error}") from error
+    if not instruction.strip():
+        raise TaskError(f"{where}: instruction.md is empty")
+    config = _Config(table, where)
+    config.refuse_unsupported()
+    image = config.text("environment.docker_image")
+    context = folder / "environment"
+    if (context / "docker-compose.yaml").exists():
+        raise TaskError(f"{where}: environment/docker-compose.yaml: tasks of several containers are not supported")
+    workspace = context / "workspace"
+    has_dockerfile = (context / "Dockerfile").is_file()
+    if image is None and not has_dockerfile and not workspace.is_dir():
+        raise TaskError(f"{where}: environment: there is no docker_image, no Dockerfile and no workspace")
+    tests = _parse_tests(folder, where)
+    if tests is None and not (folder / "tests" / "test.sh").is_file():
+        raise TaskError(f"{where}: tests/test.sh is missing")
+    return Task(
+        id=folder.name,
+        instruction=instruction,
+        image=image,
+        workspace=str(workspace) if workspace.is_dir() else None,
+        env=config.environment("environment.env"),
+        prepare_timeout_s=config.seconds("environment.build_timeout_sec", 600.0),
+        agent_timeout_s=config.seconds("agent.timeout_sec", 600.0),
+        grade_timeout_s=config.seconds("verifier.timeout_sec", 600.0),
+        tests=tests,
+        metadata={
+            "harbor": {
+                "folder": str(folder),
+                "name": config.text("task.name") or folder.name,
+                "build_context": str(context) if has_dockerfile else None,
+                "workdir": config.text("environment.workdir"),
+                "network_mode": config.network_mode(),
+                "allowed_hosts": config.texts("environment.allowed_hosts"),
+                "cpus": config.number("environment.cpus"),
+                "memory_mb": config.megabytes("memory"),
+                "storage_mb": config.megabytes("storage"),
+                "verifier_env": config.environment("verifier.env"),
+                "metadata": _to_json(table.get("metadata", {})),
+                "unread": sorted(config.list_unread()),
+            }
+        },
+    )
+
+
+def _parse_tests(folder: Path, where: str) -> TestSpec | None:
+    path = folder / "tests" / "spec.json"
+    if not path.is_file():
+        return None
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{where}: tests/spec.json cannot be read: {error}") from error
+    if not isinstance(spec, dict) or "fail_to_pass" not in spec:
+        return None  # another task's own file of that name
+    hidden, gold = folder / "tests" / "hidden", folder / "solution" / "gold.patch"
+    spec |= {"folder": str(hidden), "gold_patch": str(gold) if gold.is_file() else None}
+    tests = parse_test_spec(spec, where)
+    for file in tests.files:
+        if not (hidden / file).is_file():
+            raise TaskError(f"{where}: tests.files: {file!r} is not in tests/hidden")
+    return tests
+
+
+class _Config:
+    """A parsed task.toml; keys are dotted."""
+
+    def __init__(self, table: Mapping[str, Any], where: str) -> None:
+        self._table = table
+        self._where = where
+
+    def get(self, key: str) -> Any:
+        value: Any = self._table
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def error(self, key: str, complaint: str) -> TaskError:
+        return TaskError(f"{self._where}: {key}: {complaint}")
+
+    def refuse_unsupported(self) -> None:
+        for key in ("task", "metadata", "agent", "verifier", "environment"):
+            if not isinstance(self._table.get(key, {}), Mapping):
+                raise self.error(key, f"must be a table, not {self._table[key]!r}")
+        if self.get("steps"):
+            raise self.error("steps", "tasks of several steps are not supported")
+        if (self.text("environment.os") or "linux").lower() != "linux":
+            raise self.error("environment.os", f"{self.get('environment.os')!r} is not supported, only 'linux'")
+        for key, what in (("gpus", "GPUs"), ("tpu", "TPUs"), ("mcp_servers", "MCP servers")):
+            if self.get(f"environment.{key}"):
+                raise self.error(f"environment.{key}", f"{what} for the agent are not supported")
+        if self.get("verifier.environment_mode") == "separate" or self.get("verifier.environment"):
+            raise self.error("verifier.environment", "a verifier in a container of its own is not supported")
+
+    def text(self, key: str) -> str | None:
+        value = self.get(key)
+        if value is not None and not (isinstance(value, str) and value):
+            raise self.error(key, f"must be text, not {value!r}")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, f"must be a list of texts, not {value!r}")
+        return value
+
+    def number(self, key: str) -> int | float | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise self.error(key, f"must be a number above 0, not {value!r}")
+        return value
+
+    def seconds(self, key: str, default: float) -> float:
+        value = self.number(key)
+        return default if value is None else float(value)
+
+    def megabytes(self, name: str) -> int | float | None:
+        """`name`_mb, or the older form, such as "2G"."""
+        key = f"environment.{name}"
+        old = self.get(key)
+        if old is None:
+            return self.number(f"{key}_mb")
+        match = _SIZE.fullmatch(old.strip().upper()) if isinstance(old, str) else None
+        if match is None:
+            raise self.error(key, f"must be a size such as '512M' or '2G', not {old!r}")
+        return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2]])
+
+    def network_mode(self) -> str | None:
+        """None where the task says nothing: Harbor would give it the public network, a run here decides itself."""
+        mode = self.text("environment.network_mode")
+        if mode is not None and mode not in NETWORK_MODES:
+            raise self.error("environment.network_mode", f"must be one of {', '.join(NETWORK_MODES)}, not {mode!r}")
+        allowed = self.get("environment.allow_internet")
+        if mode is None and isinstance(allowed, bool):
+            return "public" if allowed else "no-network"
+        return mode
+
+    def environment(self, key: str) -> dict[str, str]:
+        """Variables; "${NAME}" and "${NAME:-default}" in them stand for variables of this process."""
+        value = self.get(key) or {}
+        if not isinstance(value, Mapping) or not all(isinstance(item, str) for item in value.values()):
+            raise self.error(key, f"must be a table of texts, not {value!r}")
+
+        def substitute(match: re.Match[str]) -> str:
+            found = os.environ.get(match[1], match[2])
+            if found is None:
+                raise self.error(key, f"the variable {match[1]} is not set")
+            return found
+
+        return {name: _VARIABLE.sub(substitute, text) for name, text in value.items()}
+
+    def list_unread(self) -> Iterator[str]:
+        """Keys that nothing here reads."""
+        for name, value in self._table.items():
+            if name in READ:
+                continue
+            if name in ("task", "agent", "verifier", "environment"):
+                yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in READ)
+            elif value not in ({}, []):
+                yield name
+
+
+def _to_json(value: Any) -> Any:
+    """TOML has dates and times, JSON has not."""
+    if isinstance(value, Mapping):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else value
