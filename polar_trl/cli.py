@@ -17,6 +17,7 @@ from polar_trl.errors import ConfigError, LawError, PolarError, RecordError
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.reconstruct import BUILDERS, check_laws, count_as_policy, digest
 from polar_trl.record import SessionRecord, read_record
+from polar_trl.sandbox import KINDS
 
 if TYPE_CHECKING:
     from polar_trl.doctor import Checkup
@@ -35,6 +36,7 @@ DOCTOR_EPILOG = """\
 examples:
   polar-trl doctor                         every agent that is installed
   polar-trl doctor codex pi --install      these two, installed first where they are missing
+  polar-trl doctor --sandbox bwrap         the same without a network
   polar-trl doctor --json
 
 An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
@@ -82,19 +84,27 @@ def _add_doctor(subparsers: Any) -> None:
     parser.add_argument(
         "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
     )
+    parser.add_argument(
+        "--sandbox", choices=KINDS, default="local", help="where the agents run (default: %(default)s)"
+    )
+    parser.add_argument("--sandbox_image", metavar="IMAGE", help="container image, for --sandbox docker")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(args: argparse.Namespace) -> int:
     """`polar-trl doctor`."""
-    from polar_trl.doctor import check_agent  # the proxy and all it needs; the other subcommands start without
+    # the proxy and all it needs; the other subcommands start without
+    from polar_trl.doctor import check_agent
+    from polar_trl.harness.install import find_cache
+    from polar_trl.sandbox import build_backend
 
     harnesses = [build_agent(name) for name in args.agents or AGENTS]
+    backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=[find_cache()])
     checkups: dict[str, Checkup] = {}
     for harness in harnesses:
         print(f"polar-trl: trying {harness.name} ...", file=sys.stderr)
-        checkups[harness.name] = check_agent(harness, install=args.install, delay_s=args.answer_s)
+        checkups[harness.name] = check_agent(harness, install=args.install, delay_s=args.answer_s, backend=backend)
     if args.json:
         print(json.dumps({"agents": {name: asdict(checkup) for name, checkup in checkups.items()}}))
     else:

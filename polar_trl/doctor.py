@@ -38,13 +38,16 @@ class Checkup:
     """What is wrong and what to do; empty where it works."""
 
 
-def check_agent(harness: AgentHarness, *, install: bool = True, delay_s: float = 0.0) -> Checkup:
+def check_agent(
+    harness: AgentHarness, *, install: bool = True, delay_s: float = 0.0, backend: SandboxBackend | None = None
+) -> Checkup:
     """Run one session of two turns: a shell command that writes a file, then the end.
 
     Args:
         harness: The agent.
         install: Install it first where it is missing.
         delay_s: How long the scripted model takes for each answer.
+        backend: Where it runs; None is a folder of this user.
     """
     try:
         if install:
@@ -53,7 +56,7 @@ def check_agent(harness: AgentHarness, *, install: bool = True, delay_s: float =
         if installed is None:
             why = f"{harness.name} is not installed; run: polar-trl doctor --install {harness.name}"
         else:
-            why = _find_fault(harness, delay_s)
+            why = _find_fault(harness, delay_s, backend)
     except PolarError as error:
         installed, why = harness.find_installed_version(), str(error)
     return Checkup(installed=installed, verified=harness.verified_version, works=not why, why=why)
@@ -99,7 +102,7 @@ def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]
     return answer
 
 
-def _find_fault(harness: AgentHarness, delay_s: float) -> str:
+def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend | None) -> str:
     """Why the agent does not work here; empty where it does."""
     text, tool_calls = harness.build_last_message("The file is written.")
     replies = [
@@ -117,7 +120,7 @@ def _find_fault(harness: AgentHarness, delay_s: float) -> str:
         agent_timeout_s=180.0 + 4 * delay_s,
         grader='test "$(cat doctor.txt)" = hello',
     )
-    finished = run_scripted_session(harness, replies, task, delay_s=delay_s)
+    finished = run_scripted_session(harness, replies, task, delay_s=delay_s, backend=backend)
     rollout, counters = finished.rollout, finished.reconstruction.counters
     if rollout.error is not None:
         return rollout.error

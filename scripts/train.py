@@ -33,7 +33,11 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.base import Harness
+from polar_trl.harness.install import find_cache
 from polar_trl.harness.shell import ShellHarness
+from polar_trl.sandbox import build_backend
+from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.sandbox.limits import Limits
 from polar_trl.tasks.jsonl import load_tasks
 
 
@@ -61,6 +65,20 @@ class RunArguments:
             "help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."
         },
     )
+    sandbox: str = field(
+        default="local",
+        metadata={
+            "help": "Where agents run: 'local' (folders of this user, no isolation), 'bwrap' (bubblewrap: no network "
+            "but the proxy; limits as root) or 'docker' (the same in containers)."
+        },
+    )
+    sandbox_image: str | None = field(
+        default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
+    )
+    sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox."})
+    sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})
+    sandbox_pids: int = field(default=512, metadata={"help": "Processes and threads of one sandbox."})
+    sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox."})
     eval_tasks: str | None = field(default=None, metadata={"help": "JSONL file of tasks to evaluate on."})
     agent_files: list[str] = field(
         default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
@@ -169,6 +187,17 @@ def build_harness(run: RunArguments) -> Harness:
     return build_agent(run.agent, options)
 
 
+def build_sandbox(run: RunArguments) -> SandboxBackend:
+    """Where the settings say that agents run."""
+    limits = Limits(
+        memory_mb=run.sandbox_memory_mb,
+        cpus=run.sandbox_cpus,
+        pids=run.sandbox_pids,
+        disk_mb=run.sandbox_disk_mb,
+    )
+    return build_backend(run.sandbox, image=run.sandbox_image, limits=limits, mounts=[find_cache()])
+
+
 def _refuse_unread(model_config: ModelConfig) -> None:
     """Keys of TRL's `ModelConfig` that this script does not pass on must not look as if it did."""
     for item in dataclasses.fields(ModelConfig):
@@ -190,6 +219,7 @@ def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelC
         train_dataset=load_tasks(Path(run.tasks)),
         eval_dataset=load_tasks(Path(run.eval_tasks)) if run.eval_tasks else None,
         harness=build_harness(run),
+        sandbox=build_sandbox(run),
         grader=load_grader(run.grader),
         peft_config=get_peft_config(model_config),
     )

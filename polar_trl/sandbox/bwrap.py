@@ -209,7 +209,7 @@ class BwrapSandbox:
         for path in SYSTEM_FILES:
             words += ["--ro-bind-try", path, path]
         for mount in self._mounts:
-            words += ["--ro-bind", str(mount), str(mount)]
+            words += ["--ro-bind-try", str(mount), str(mount)]
         for name, bind in zip(SUBFOLDERS, (WORKDIR, HOME, "/tmp"), strict=True):
             words += ["--bind", str(self._files.base / name), bind]
         words += ["--chdir", WORKDIR]

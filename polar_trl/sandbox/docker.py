@@ -131,7 +131,7 @@ class DockerSandboxBackend:
 
     def _start(self, task: Task, image: str, disk: Path, session_id: str) -> Any:
         limits = self._limits
-        volumes = {str(path): {"bind": str(path), "mode": "ro"} for path in self._mounts}
+        volumes = {str(path): {"bind": str(path), "mode": "ro"} for path in self._mounts if path.exists()}
         volumes |= {
             str(disk / name): {"bind": bind, "mode": "rw"}
             for name, bind in zip(SUBFOLDERS, (WORKDIR, HOME, "/tmp"), strict=True)
