@@ -104,7 +104,7 @@ def test_an_image_is_refused_by_a_text_model() -> None:
         refused = agent.post(CHAT, json={"messages": [image]})
     assert (refused.status_code, refused.json()["error"]["message"]) == (
         400,
-        "this model reads text only; leave the images out",
+        "could not process image: this model reads text only; leave the images out",
     )
 
 

@@ -11,8 +11,9 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.errors import EngineError
 from polar_trl.types import Completion, TokenIds
 
-Reply = Sequence[int] | Completion
-"""Token ids, which get the engine's own logprob each; or a whole completion, given as it is unless it is cut."""
+Reply = Sequence[int] | Completion | EngineError
+"""Token ids, which get the engine's own logprob each; a whole completion, given as it is unless it is cut; or what is
+raised instead."""
 
 
 class ScriptedEngine:
@@ -63,6 +64,8 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.num_aborted += 1
             raise
+        if isinstance(reply, EngineError):
+            raise reply
         if isinstance(reply, Completion):
             if len(reply.token_ids) <= params.max_tokens:
                 return reply

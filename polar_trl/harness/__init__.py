@@ -6,12 +6,14 @@ from typing import Any
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import AgentHarness
 from polar_trl.harness.claude_code import ClaudeCodeHarness
+from polar_trl.harness.codex import CodexHarness
 from polar_trl.harness.gemini_cli import GeminiCLIHarness
 from polar_trl.harness.pi import PiHarness
 from polar_trl.harness.qwen_code import QwenCodeHarness
 
 AGENTS: Mapping[str, type[AgentHarness]] = {
     "claude_code": ClaudeCodeHarness,
+    "codex": CodexHarness,
     "gemini_cli": GeminiCLIHarness,
     "pi": PiHarness,
     "qwen_code": QwenCodeHarness,

@@ -1,7 +1,7 @@
 """Claude Code (`@anthropic-ai/claude-code`), one native program, with the instruction on stdin and no settings file.
 
-Verified at 2.1.332, whose package asks for Node 22 but runs without any. It refuses a window in which the agent's own
-prompt leaves no room to work.
+Verified at 2.1.332, whose package asks for Node 22 but runs without any. It refuses nothing of its own; what the agent
+asks of a web search is answered by the policy, since no other model can be reached.
 """
 
 import json
@@ -34,8 +34,11 @@ _SWITCHES = {
     # an answer may wait for the engine, and the session has an outer timer
     "API_TIMEOUT_MS": "3600000",
     "API_FORCE_IDLE_TIMEOUT": "0",
+    "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "1800000",
 }
 _COMPACTION = "CRITICAL: Respond with TEXT ONLY"
+_BUFFER_TOKENS = 13_000
+"""What it leaves free of its window, beside an answer, before it compacts: made for windows of 200,000 tokens."""
 
 
 class ClaudeCodeHarness:
@@ -92,7 +95,7 @@ class ClaudeCodeHarness:
                 key_variable: endpoint.api_key,
                 **dict.fromkeys(_MODEL_VARIABLES, endpoint.model),
                 # a model that it does not know is taken to have a window of a million tokens
-                "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.max_model_len),
+                "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(_find_window(endpoint.max_model_len)),
                 "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_tokens),
                 **_SWITCHES,
             },
@@ -118,3 +121,9 @@ class ClaudeCodeHarness:
         if last.role == "user" and last.text.startswith(_COMPACTION):
             return "auxiliary"
         return without_tools_is_auxiliary(request)
+
+
+def _find_window(max_model_len: int) -> int:
+    """The window to tell it of, so that it keeps at most a tenth of the true one free. With 13,000 tokens of 32,768
+    free, and 8192 for an answer, its own prompt would be too long already: it would compact until it gives up."""
+    return max_model_len + max(0, _BUFFER_TOKENS - max_model_len // 10)

@@ -124,7 +124,7 @@ def _build_settings(endpoint: Endpoint) -> dict[str, object]:
     return {
         # its own retries wait for fixed times and know no end of a session; these, one level below, do what the reply's
         # headers say
-        "retry": {"enabled": False, "provider": {"maxRetries": 2}},
+        "retry": {"enabled": False, "provider": {"maxRetries": 4}},
         # no limit: an answer may wait for the engine, and the session has an outer timer
         "httpIdleTimeoutMs": 0,
         "enableInstallTelemetry": False,

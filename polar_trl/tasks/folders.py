@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polar_trl.errors import TaskError
+from polar_trl.sandbox.run_tests import RUNNER
 from polar_trl.tasks.releases import find_cache, find_import_roots, list_tests
-from polar_trl.tasks.suite import RUNNER, SuiteRun, copied_tree, run_suite
+from polar_trl.tasks.suite import SuiteRun, copied_tree, run_suite
 
 SUITE_TIMEOUT_S = 300.0
 PROTECTED = (

@@ -21,18 +21,20 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-import pytest
+# a copy of sandbox/run_tests.py lies beside the copy of this file that is run
+from run_tests import OPTIONS, Collector, enter_tree  # type: ignore[import-not-found]
 
-# standing alone, as a script does, it finds its neighbour by the folder
-from run_tests import OPTIONS, Collector  # type: ignore[import-not-found]
+if TYPE_CHECKING:
+    import pytest
 
 COLLECT_LIMIT_S = 120
 BASELINE_LIMIT_S = 300.0
-MIN_CPU_S = 5
+MIN_CPU_S = 2
 MEMORY_BYTES = 3 << 30
 FUNCTION_FLAGS = 0x01
 """CO_OPTIMIZED: set for functions, not for the bodies of classes and modules."""
@@ -93,25 +95,24 @@ class CallRecorder:
         self._root = root + os.sep
         self.calls: dict[str, list[tuple[str, int]]] = {}
         self.seconds: dict[str, float] = {}
+        self._seen: set[types.CodeType] = set()
+        self._started = 0.0
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        seen: set[types.CodeType] = set()
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._seen.clear()
+        self._started = time.monotonic()
+        sys.setprofile(self._note)
 
-        def note(frame: types.FrameType, event: str, _: object) -> None:
-            if event == "call":
-                seen.add(frame.f_code)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        sys.setprofile(None)
+        self.seconds[nodeid] = time.monotonic() - self._started
+        self.calls[nodeid] = [
+            (code.co_filename, code.co_firstlineno) for code in self._seen if code.co_filename.startswith(self._root)
+        ]
 
-        started = time.monotonic()
-        sys.setprofile(note)
-        try:
-            return (yield)
-        finally:
-            sys.setprofile(None)
-            self.seconds[item.nodeid] = time.monotonic() - started
-            self.calls[item.nodeid] = [
-                (code.co_filename, code.co_firstlineno) for code in seen if code.co_filename.startswith(self._root)
-            ]
+    def _note(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call":
+            self._seen.add(frame.f_code)
 
 
 class Judge:
@@ -124,7 +125,7 @@ class Judge:
         self._output = output
         self._sources: dict[str, bytes] = {}
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def pytest_runtestloop(self, session: "pytest.Session") -> bool:
         signal.alarm(0)
         items = {item.nodeid: item for item in session.items}
         baseline = run_forked(lambda: self._run_all(session), cpu_s=int(BASELINE_LIMIT_S), wall_s=2 * BASELINE_LIMIT_S)
@@ -166,7 +167,7 @@ class Judge:
 
     def _try(
         self,
-        tests: list[pytest.Item],
+        tests: "list[pytest.Item]",
         functions: list[types.FunctionType],
         code: types.CodeType,
         seconds: dict[str, float],
@@ -203,7 +204,7 @@ class Judge:
             return None
         return find_code(module, edit["outer"], edit["outer_line"])
 
-    def _run_all(self, session: pytest.Session) -> dict[str, Any]:
+    def _run_all(self, session: "pytest.Session") -> dict[str, Any]:
         recorder, collector = CallRecorder(self._root), Collector()
         for plugin in (recorder, collector):
             session.config.pluginmanager.register(plugin)
@@ -223,11 +224,9 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
-    root = os.path.realpath(request["root"])
-    os.chdir(root)
-    folders = list(dict.fromkeys(os.path.realpath(os.path.join(root, name)) for name in request["import_roots"]))
-    sys.path[0:1] = folders
-    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    enter_tree(Path(request["root"]).resolve(), request["import_roots"])
+    import pytest
+
     signal.alarm(COLLECT_LIMIT_S)
     # no capturing: the loop runs tests outside the place where pytest expects them
     pytest.main([*OPTIONS, "-s", *request["paths"]], plugins=[Judge(request, wanted, output)])

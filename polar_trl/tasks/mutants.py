@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import TaskError
+from polar_trl.sandbox.run_tests import RUNNER
 from polar_trl.tasks.folders import Draft, Tools, write_task
 from polar_trl.tasks.mutate import Edit, list_edits
 from polar_trl.tasks.releases import (
@@ -120,8 +121,10 @@ def _judge(
         "max_per_function": MAX_PER_FUNCTION,
         "edits": [{"file": one.file, **dataclasses.asdict(one.edit)} for one in candidates],
     }
+    for script in (JUDGE, RUNNER):
+        shutil.copy2(script, scratch / script.name)
     process = subprocess.Popen(
-        [str(python), "-B", str(JUDGE)],
+        [str(python), "-B", str(scratch / JUDGE.name)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=build_env(python, str(scratch), 0),

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polar_trl.errors import ConfigError
+from polar_trl.sandbox.run_tests import RUNNER
 from polar_trl.tasks.releases import find_cache
 
-RUNNER = Path(__file__).with_name("run_tests.py")
 INSTALL_TIMEOUT_S = 900.0
 MEMORY_MB = 3072
 

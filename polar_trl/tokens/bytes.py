@@ -65,7 +65,7 @@ class ByteRenderer:
         ids: list[int] = []
         for message in messages:
             if message.images:
-                raise RenderError("this model reads text only; leave the images out")
+                raise RenderError("could not process image: this model reads text only; leave the images out")
             if message.role == "assistant":
                 ids += [START, *b"assistant\n", *self.spell(message)]
             else:

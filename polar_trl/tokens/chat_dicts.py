@@ -46,7 +46,8 @@ def build_message_dict(message: Message, *, parse_arguments: bool) -> dict[str, 
     """
     if message.images:
         raise RenderError(
-            "the conversation holds an image, and this model is served text only; "
+            # the first words make Claude Code 2.1.332 leave the image out and go on
+            "could not process image: this model is served text only; "
             "keep the agent from attaching images or screenshots"
         )
     result: dict[str, Any] = {"role": message.role, "content": message.text}

@@ -59,7 +59,7 @@ class Anthropic:
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
         body = parse_object(incoming.body)
         request = parse_request(body, memo)
-        is_aside = has_only_server_tools(body, request.tools)
+        is_aside = has_only_server_tools(body)
         takes_raw_input = incoming.headers.get("user-agent", "").startswith(_READS_RAW_INPUT)
         return ParsedRequest(
             request=request,
@@ -97,7 +97,7 @@ class Anthropic:
 
     def render_error(self, error: WireError) -> bytes:
         kind = "request_too_large" if error.status == 413 else _ERROR_NAMES[error.kind]
-        return orjson.dumps({"type": "error", "error": {"type": kind, "message": str(error)}})
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None})
 
     def error_status(self, error: WireError) -> int:
         return 529 if error.kind == "overloaded" else error.status

@@ -4,8 +4,8 @@ Blocks that carry no text of the conversation (redacted thinking, results of ser
 `unread`, as are tools that Anthropic's own servers run. It refuses a role or a block that it cannot place.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -47,7 +47,7 @@ def parse_request(body: Mapping[str, Any], memo: ItemMemo) -> ChatRequest:
     named = frozenset(name for item in items for name in item.tool_references)
     tools = parse_tools(body, unread, named)
     return ChatRequest(
-        messages=(*system, *(message for item in items for message in item.messages)),
+        messages=(*system, *_join_assistants(message for item in items for message in item.messages)),
         tools=tools,
         tool_choice=parse_tool_choice(body, unread),
         sampling=_parse_sampling(body),
@@ -118,6 +118,23 @@ def _parse_messages(body: Mapping[str, Any], unread: list[str], memo: ItemMemo) 
     return items
 
 
+def _join_assistants(messages: Iterable[Message]) -> list[Message]:
+    """One message per assistant turn: in this format, neighbours of one role are one turn."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message.role == joined[-1].role == "assistant":
+            first = joined.pop()
+            message = replace(
+                first,
+                text=first.text + message.text,
+                reasoning=(first.reasoning or "") + (message.reasoning or "") or None,
+                tool_calls=first.tool_calls + message.tool_calls,
+                images=first.images + message.images,
+            )
+        joined.append(message)
+    return joined
+
+
 def _parse_item(item: Any, index: int) -> _Item:
     path = f"messages[{index}]"
     if not isinstance(item, dict):
@@ -179,7 +196,7 @@ def _parse_block(block: Any, path: str, blocks: _Blocks) -> None:
     elif kind == "tool_result":
         blocks.results.append(_parse_tool_result(block, path, blocks))
     elif kind == "document":
-        blocks.texts.append(_parse_document(block, path))
+        _parse_document(block, path, blocks)
     elif kind == "search_result":
         _parse_content(block.get("content", []), f"{path}.content", blocks)
     elif kind == "tool_reference":
@@ -202,11 +219,16 @@ def _parse_image(block: Mapping[str, Any], path: str) -> str:
     raise WireError(f"{path}.source.type: only base64 and url images can be read")
 
 
-def _parse_document(block: Mapping[str, Any], path: str) -> str:
+def _parse_document(block: Mapping[str, Any], path: str, blocks: _Blocks) -> None:
     source = read_field(block, "source", dict, path) or {}
-    if source.get("type") == "text":
-        return require_string(source, "data", f"{path}.source")
-    raise WireError(f"{path}.source.type: only plain text documents can be read")
+    kind = source.get("type")
+    if kind == "text":
+        blocks.texts.append(require_string(source, "data", f"{path}.source"))
+    elif kind == "content":
+        _parse_content(source.get("content"), f"{path}.source.content", blocks)
+    else:
+        # these words make Claude Code 2.1.332 leave the document out and go on
+        raise WireError(f"{path}.source: this model does not support PDF input, only documents of type text")
 
 
 def _parse_tool_use(block: Mapping[str, Any], path: str) -> ToolCall:

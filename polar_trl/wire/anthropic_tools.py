@@ -7,6 +7,7 @@ are deferred ones until the conversation refers to them.
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 from polar_trl.errors import WireError
@@ -58,6 +59,7 @@ _MEMORY = Tool(
         "required": ["command"],
     },
 )
+_CUSTOM = Tool(name="")
 # types carry the date of their version: "bash_20250124"
 _CLIENT_TOOLS = {"bash_": _BASH, "text_editor_": _EDITOR, "memory_": _MEMORY}
 
@@ -84,9 +86,11 @@ def parse_tools(body: Mapping[str, Any], unread: list[str], named: AbstractSet[s
     return tuple(tools)
 
 
-def has_only_server_tools(body: Mapping[str, Any], tools: tuple[Tool, ...]) -> bool:
-    """Whether the request is one of a client's own searches and the like, which no policy can answer."""
-    return bool(body.get("tools")) and not tools
+def has_only_server_tools(body: Mapping[str, Any]) -> bool:
+    """Whether the request is one of a client's own searches and the like, which no policy can answer. The tools must
+    have been read before."""
+    items = body.get("tools") or []
+    return bool(items) and all(_find_kind(item, "") is None for item in items)
 
 
 def parse_tool_choice(body: Mapping[str, Any], unread: list[str]) -> str:
@@ -106,15 +110,21 @@ def parse_tool_choice(body: Mapping[str, Any], unread: list[str]) -> str:
 
 def _parse_tool(item: Mapping[str, Any], path: str) -> Tool | None:
     """None for a tool that runs on a server."""
-    kind = read_field(item, "type", str, path) or "custom"
-    if kind == "custom":
+    known = _find_kind(item, path)
+    if known is None:
+        return None
+    if known is _CUSTOM:
         return Tool(
             name=require_string(item, "name", path),
             description=read_field(item, "description", str, path) or "",
             parameters=read_field(item, "input_schema", dict, path) or {},
         )
-    known = next((tool for prefix, tool in _CLIENT_TOOLS.items() if kind.startswith(prefix)), None)
-    if known is None:
-        return None
-    name = read_field(item, "name", str, path) or known.name
-    return Tool(name=name, description=known.description, parameters=known.parameters)
+    return replace(known, name=read_field(item, "name", str, path) or known.name)
+
+
+def _find_kind(item: Mapping[str, Any], path: str) -> Tool | None:
+    """What the request leaves out of a tool that its client runs; None for a tool that runs on a server."""
+    kind = read_field(item, "type", str, path) or "custom"
+    if kind == "custom":
+        return _CUSTOM
+    return next((tool for prefix, tool in _CLIENT_TOOLS.items() if kind.startswith(prefix)), None)

@@ -3,10 +3,13 @@
 Pure: no sockets, no clocks, no tokens. A dialect never decides what is sampled; it only reads and writes.
 """
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Literal, Protocol, TypeVar
 
 import orjson
@@ -15,6 +18,7 @@ from polar_trl.errors import WireError
 from polar_trl.types import Call, ChatRequest, Purpose, Tool
 
 _T = TypeVar("_T")
+_LARGE_BODY_BYTES = 1 << 20
 UNPARSED_ARGUMENTS = "unparsed_arguments"
 RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
 
@@ -175,13 +179,40 @@ def render_arguments(value: Mapping[str, Any]) -> str:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object that a request body holds."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        value = _parse_with_lone_surrogates(body, error)
+    with _COLLECTOR_PAUSE if len(body) > _LARGE_BODY_BYTES else nullcontext():
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            value = _parse_with_lone_surrogates(body, error)
     if not isinstance(value, dict):
         raise WireError(f"the body must be a JSON object, not {json_type(value)}")
     return value
+
+
+class _CollectorPause:
+    """No garbage collection in here: reading JSON makes objects that live and no cycles, and walking through millions
+    of them again and again takes several times longer than the reading. Threads may be in here together."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_inside += 1
+
+    def __exit__(self, *failure: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0 and self._was_enabled:
+                gc.enable()
+
+
+_COLLECTOR_PAUSE = _CollectorPause()
 
 
 def _parse_with_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> Any:

@@ -5,7 +5,7 @@ Format: the OpenAI API reference, "Chat" and "Streaming"; `reasoning_content` as
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import orjson
@@ -18,6 +18,7 @@ from polar_trl.wire.base import (
     ParsedRequest,
     ReplyHead,
     Route,
+    find_tool,
     is_json_object,
     json_type,
     list_unread,
@@ -25,12 +26,14 @@ from polar_trl.wire.base import (
     read_field,
     require_string,
 )
+from polar_trl.wire.freeform import FREEFORM_PARAMETERS, describe_grammar, parse_input, render_input
 from polar_trl.wire.sse import render_comment, render_event
 
 _ROLES: tuple[Role, ...] = get_args(Role)
 _SAMPLING_FIELDS = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop"}
 _BODY_FIELDS = _SAMPLING_FIELDS | {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "n"}
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
+_TOOL_TYPES = ("function", "custom")
 # kind of a WireError -> OpenAI's type and code
 _ERROR_NAMES: dict[str, tuple[str, str | None]] = {
     "invalid_request": ("invalid_request_error", None),
@@ -65,7 +68,7 @@ class OpenAIChat:
         request = ChatRequest(
             messages=messages,
             tools=tools,
-            tool_choice=_parse_tool_choice(body.get("tool_choice"), unread),
+            tool_choice=_parse_tool_choice(body.get("tool_choice"), tools, unread),
             sampling=_parse_sampling(body),
             stream=bool(read_field(body, "stream", bool, "")),
             model=read_field(body, "model", str, "") or "",
@@ -80,7 +83,7 @@ class OpenAIChat:
             body["reasoning_content"] = message.reasoning
         if message.tool_calls:
             body["content"] = message.text or None
-            body["tool_calls"] = [_render_tool_call(tool_call) for tool_call in message.tool_calls]
+            body["tool_calls"] = [_render_tool_call(tool_call, call) for tool_call in message.tool_calls]
         choice = {"index": 0, "message": body, "logprobs": None, "finish_reason": _finish_reason(call)}
         return orjson.dumps(_envelope(head, "chat.completion", [choice]) | {"usage": _usage(head, call)})
 
@@ -97,7 +100,7 @@ class OpenAIChat:
         if message.text:
             yield _render_chunk(head, {"content": message.text})
         for index, tool_call in enumerate(message.tool_calls):
-            yield _render_chunk(head, {"tool_calls": [{"index": index} | _render_tool_call(tool_call)]})
+            yield _render_chunk(head, {"tool_calls": [{"index": index} | _render_tool_call(tool_call, call)]})
         yield _render_chunk(head, {}, finish_reason=_finish_reason(call))
         if "include_usage" in head.options:
             chunk = _envelope(head, "chat.completion.chunk", []) | {"usage": _usage(head, call)}
@@ -197,13 +200,20 @@ def _parse_tool_calls(items: list[Any], path: str) -> tuple[ToolCall, ...]:
     tool_calls = []
     for index, item in enumerate(items):
         here = f"{path}[{index}]"
-        function = item.get("function") if isinstance(item, dict) else None
-        if not isinstance(function, dict):
-            raise WireError(f"{here}.function: must be an object with a name and arguments")
-        arguments = read_field(function, "arguments", str, f"{here}.function") or ""
+        if not isinstance(item, dict):
+            raise WireError(f"{here}: must be an object, not {json_type(item)}")
+        call_id = read_field(item, "id", str, here) or ""
+        kind = "custom" if item.get("type") == "custom" else "function"
+        called = item.get(kind)
+        if not isinstance(called, dict):
+            raise WireError(f"{here}.{kind}: must be an object with a name")
+        if kind == "custom":
+            arguments = parse_input(call_id, require_string(called, "input", f"{here}.custom"))
+        else:
+            arguments = read_field(called, "arguments", str, f"{here}.function") or ""
         tool_call = ToolCall(
-            id=read_field(item, "id", str, here) or "",
-            name=require_string(function, "name", f"{here}.function"),
+            id=call_id,
+            name=require_string(called, "name", f"{here}.{kind}"),
             arguments=arguments,
             parse_status="ok" if is_json_object(arguments) else "malformed",
         )
@@ -217,32 +227,54 @@ def _parse_tools(body: dict[str, Any], unread: list[str]) -> tuple[Tool, ...]:
         path = f"tools[{index}]"
         if not isinstance(item, dict):
             raise WireError(f"{path}: must be an object, not {json_type(item)}")
-        if item.get("type") != "function":
+        kind = item.get("type")
+        if kind not in _TOOL_TYPES:
             unread.append(path)
             continue
-        function = read_field(item, "function", dict, path)
-        if function is None:
-            raise WireError(f"{path}.function: must be an object with a name")
-        tool = Tool(
-            name=require_string(function, "name", f"{path}.function"),
-            description=read_field(function, "description", str, f"{path}.function") or "",
-            parameters=read_field(function, "parameters", dict, f"{path}.function") or {},
-        )
-        tools.append(tool)
+        declared = read_field(item, kind, dict, path)
+        if declared is None:
+            raise WireError(f"{path}.{kind}: must be an object with a name")
+        read = _parse_custom_tool if kind == "custom" else _parse_function
+        tools.append(read(declared, f"{path}.{kind}", unread))
     return tuple(tools)
 
 
-def _parse_tool_choice(value: object, unread: list[str]) -> str:
+def _parse_function(function: dict[str, Any], path: str, unread: list[str]) -> Tool:
+    return Tool(
+        name=require_string(function, "name", path),
+        description=read_field(function, "description", str, path) or "",
+        parameters=read_field(function, "parameters", dict, path) or {},
+    )
+
+
+def _parse_custom_tool(custom: dict[str, Any], path: str, unread: list[str]) -> Tool:
+    description = read_field(custom, "description", str, path) or ""
+    form = read_field(custom, "format", dict, path) or {}
+    if form.get("type") == "grammar":
+        # the API nests it; in the Responses API, and in what some clients send here, it is flat
+        grammar = read_field(form, "grammar", dict, f"{path}.format") or form
+        texts = [require_string(grammar, key, f"{path}.format.grammar") for key in ("syntax", "definition")]
+        description = describe_grammar(description, *texts)
+    elif form.get("type") not in (None, "text"):
+        unread.append(f"{path}.format")
+    name = require_string(custom, "name", path)
+    return Tool(name=name, description=description, parameters=FREEFORM_PARAMETERS, kind="freeform")
+
+
+def _parse_tool_choice(value: object, tools: Sequence[Tool], unread: list[str]) -> str:
     if value is None:
         return "auto"
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
             raise WireError("tool_choice: must be auto, none, required or an object that names a function")
         return value
-    if isinstance(value, dict) and value.get("type") == "function":
-        function = read_field(value, "function", dict, "tool_choice") or {}
-        return require_string(function, "name", "tool_choice.function")
     if isinstance(value, dict):
+        kind = value.get("type")
+        if kind in _TOOL_TYPES:
+            chosen = read_field(value, kind, dict, "tool_choice") or {}
+            name = require_string(chosen, "name", f"tool_choice.{kind}")
+            if any(tool.name == name for tool in tools):
+                return name
         unread.append("tool_choice")
         return "auto"
     raise WireError(f"tool_choice: must be a string or an object, not {json_type(value)}")
@@ -254,7 +286,7 @@ def _parse_sampling(body: dict[str, Any]) -> RequestedSampling:
         if limit is not None and limit < 1:
             raise WireError(f"{key}: must be at least 1")
     stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
         raise WireError("stop: must be a string or an array of strings")
     return RequestedSampling(
@@ -272,7 +304,11 @@ def _finish_reason(call: Call) -> str:
     return call.completion.finish_reason
 
 
-def _render_tool_call(tool_call: ToolCall) -> dict[str, Any]:
+def _render_tool_call(tool_call: ToolCall, call: Call) -> dict[str, Any]:
+    tool = find_tool(call.request, tool_call.name)
+    if tool is not None and tool.kind == "freeform":
+        call_id, text = render_input(tool_call)
+        return {"id": call_id, "type": "custom", "custom": {"name": tool_call.name, "input": text}}
     function = {"name": tool_call.name, "arguments": tool_call.arguments}
     return {"id": tool_call.id, "type": "function", "function": function}
 

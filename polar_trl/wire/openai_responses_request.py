@@ -48,7 +48,7 @@ _BODY_FIELDS = {
     "model", "input", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "temperature", "top_p",
     "previous_response_id", "conversation", "background", "prompt", "text",
     "store", "include", "stream_options", "prompt_cache_key", "prompt_cache_retention", "client_metadata", "metadata",
-    "user", "safety_identifier",
+    "user", "safety_identifier", "parallel_tool_calls",
 }  # fmt: skip
 _ITEM_FIELDS = {
     "type", "id", "status", "role", "content", "phase", "summary", "encrypted_content", "call_id", "name", "namespace",
@@ -77,6 +77,8 @@ def parse_body(body: dict[str, Any], memo: ItemMemo, *, compact: bool) -> tuple[
     _refuse_memory(body)
     unread = [path for path in list_unread(body, _BODY_FIELDS, "") if body[path] is not None]
     unread += _list_text_options(body)
+    if read_field(body, "parallel_tool_calls", bool, "") is False:
+        unread.append("parallel_tool_calls")  # a model that calls several tools is not kept from it
     tools = list(parse_tools(read_field(body, "tools", list, "") or [], "tools", unread))
     turns, triggered = _parse_input(body, memo)
     compact = compact or triggered

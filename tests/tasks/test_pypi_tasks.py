@@ -525,7 +525,7 @@ def test_every_task_of_an_edit_is_decided_by_its_tests(tmp_path: Path, tools: To
     made = list(build_mutants(calc, tmp_path / "out", tools, PYTHON, count=100, seed=0, hint="line"))
     # all that there are: each function has at most three
     assert 5 <= len(made) <= 9
-    for folder, _ in made[:3]:
+    for folder, _ in made[:2]:
         checked = check_task(folder, tools)
         assert (checked.gold, checked.empty, checked.problem) == (1.0, 0.0, "")
         assert "It is in line " in (folder / "instruction.md").read_text()

@@ -16,10 +16,11 @@ class ChatClient:
 
     dialect_name = "openai_chat"
     raw_arguments = True
-    kinds: ClassVar[tuple[ToolKind, ...]] = ("function",)
+    kinds: ClassVar[tuple[ToolKind, ...]] = ("function", "freeform")
 
     def __init__(self, request: ChatRequest, style: Style) -> None:
         self.style = style
+        self.tools = {tool.name: tool for tool in request.tools}
         sampling = request.sampling
         self.messages: list[Json] = []
         self.body = set_fields(
@@ -53,6 +54,11 @@ class ChatClient:
         message, stop = self._read_stream(reply) if streamed else self._read_plain(reply)
         calls = []
         for call in message.get("tool_calls", ()):
+            if call["type"] == "custom":
+                custom = call["custom"]
+                arguments = json.dumps({"input": custom["input"]})
+                calls.append(ToolCall(id=call["id"], name=custom["name"], arguments=arguments))
+                continue
             assert call["type"] == "function"
             function = call["function"]
             calls.append(ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"]))
@@ -83,7 +89,7 @@ class ChatClient:
                 if key == "tool_calls":
                     for part in value:
                         assert part["index"] not in calls
-                        calls[part["index"]] = {key: part[key] for key in ("id", "type", "function")}
+                        calls[part["index"]] = {key: part[key] for key in ("id", "type", part["type"])}
                 elif key == "role":
                     message["role"] = value
                 else:
@@ -104,11 +110,14 @@ class ChatClient:
             result["reasoning" if self.style.nulls else "reasoning_content"] = message.reasoning
         if message.tool_calls:
             result["content"] = message.text or None
-            result["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in message.tool_calls
-            ]
+            result["tool_calls"] = [self._call(call) for call in message.tool_calls]
         return result
+
+    def _call(self, call: ToolCall) -> Json:
+        if call.name in self.tools and self.tools[call.name].kind == "freeform":
+            custom = {"name": call.name, "input": json.loads(call.arguments)["input"]}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _content(self, message: Message) -> Any:
         if not message.images and not self.style.block_lists:
@@ -117,6 +126,10 @@ class ChatClient:
         return parts + [{"type": "image_url", "image_url": {"url": url}} for url in message.images]
 
     def _tool(self, tool: Tool) -> Json:
+        if tool.kind == "freeform":
+            grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /.+/"}}
+            custom = {"name": tool.name, "description": tool.description, "format": grammar}
+            return {"type": "custom", "custom": custom}
         function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
         return {"type": "function", "function": function}
 

@@ -80,35 +80,39 @@ def _tool(draw: st.DrawFn, kinds: tuple[ToolKind, ...]) -> Tool:
     if kind == "freeform":
         return Tool(name=draw(names), description=description, kind=kind)
     name, namespace = draw(names), ""
-    if "freeform" in kinds and draw(st.booleans()):  # the format that has those has namespaces too
+    if "local_shell" in kinds and draw(st.booleans()):  # the format that has that has namespaces too
         namespace = draw(st.sampled_from(["mcp", "a__b"]))
         name = f"{namespace}__{name}"
     return Tool(name=name, description=description, parameters=draw(schemas), namespace=namespace)
 
 
 @st.composite
-def _tool_call(draw: st.DrawFn, declared: tuple[Tool, ...], malformed: bool) -> ToolCall:
+def _tool_call(draw: st.DrawFn, declared: tuple[Tool, ...], in_history: bool) -> ToolCall:
     """A call of a declared tool, or of one that the model made up."""
-    tool = draw(st.sampled_from(declared)) if declared and draw(st.integers(0, 5)) else Tool(name=draw(names))
+    known = {tool.name for tool in declared}
+    made_up = names.filter(lambda name: name not in known)
+    tool = draw(st.sampled_from(declared)) if declared and draw(st.integers(0, 5)) else Tool(name=draw(made_up))
+    # a model may call any tool wrongly; a client that never talked to us sends only what the kind of call can carry
+    may_be_malformed = tool.kind == "function" or not in_history
+    if may_be_malformed and not draw(st.integers(0, 4)):
+        arguments = draw(st.sampled_from(MALFORMED))
+        return ToolCall(id="", name=tool.name, arguments=arguments, parse_status="malformed")
     if tool.kind == "freeform":
         return ToolCall(id="", name=tool.name, arguments=json.dumps({"input": draw(texts)}))
     if tool.kind == "local_shell":
         command = draw(st.lists(st.text(max_size=5), min_size=1, max_size=3))
         return ToolCall(id="", name=tool.name, arguments=json.dumps({"command": command}))
-    if malformed and not draw(st.integers(0, 4)):
-        arguments = draw(st.sampled_from(MALFORMED))
-        return ToolCall(id="", name=tool.name, arguments=arguments, parse_status="malformed")
     return ToolCall(id="", name=tool.name, arguments=draw(json_object_texts))
 
 
 @st.composite
-def replies(draw: st.DrawFn, declared: tuple[Tool, ...], malformed: bool = True) -> Message:
+def replies(draw: st.DrawFn, declared: tuple[Tool, ...], in_history: bool = False) -> Message:
     """What a policy may say: reasoning, text, up to three tool calls (without ids), or nothing."""
     return Message(
         role="assistant",
         text=draw(texts),
         reasoning=draw(st.none() | shown_texts),
-        tool_calls=tuple(draw(st.lists(_tool_call(declared, malformed), max_size=3))),
+        tool_calls=tuple(draw(st.lists(_tool_call(declared, in_history), max_size=3))),
     )
 
 
@@ -138,7 +142,7 @@ def conversations(draw: st.DrawFn, declared: tuple[Tool, ...], with_images: bool
     messages = [Message(role=role, text=draw(shown_texts)) for role in roles]
     messages.append(Message(role="user", text=draw(texts), images=draw(images) if with_images else ()))
     for turn in range(draw(st.integers(0, 3))):
-        reply = draw(replies(declared))
+        reply = draw(replies(declared, in_history=True))
         calls = tuple(
             ToolCall(
                 id=f"call_{turn}_{place}", name=call.name, arguments=call.arguments, parse_status=call.parse_status

@@ -1,10 +1,21 @@
 """What all dialects share: the key, and tool arguments as objects."""
 
+import gc
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_trl.wire.base import Incoming, parse_key, read_arguments, render_arguments
+from polar_trl.errors import WireError
+from polar_trl.wire.base import (
+    Incoming,
+    _CollectorPause,
+    parse_key,
+    parse_object,
+    read_arguments,
+    render_arguments,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +50,26 @@ def test_arguments_too_deep_to_write_again_are_passed_on_as_text() -> None:
     assert read_arguments(render_arguments(read_arguments(deep))) == {"unparsed_arguments": deep}
     wide = '{"a": [' + ", ".join(["[]"] * 400) + "]}"
     assert read_arguments(wide)["a"] == [[]] * 400
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("ending", [b"}", b', "half": "\\ud83d"}', b"]"])
+def test_reading_a_large_body_leaves_the_garbage_collector_as_it_was(enabled: bool, ending: bytes) -> None:
+    body = b'{"a": "' + b"x" * 2_000_000 + b'"' + ending
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with suppress(WireError):
+            parse_object(body)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_the_garbage_collector_waits_for_the_last_thread_that_reads() -> None:
+    pause = _CollectorPause()
+    with pause:
+        with pause:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()

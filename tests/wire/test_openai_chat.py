@@ -1,11 +1,14 @@
 """Chat Completions bodies to normal form and back; no body that is JSON may fail with anything but a `WireError`."""
 
+from dataclasses import replace
+
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_trl.errors import ContextOverflowError, WireError
+from polar_trl.tokens.canonical import canonical_arguments
 from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Tool, ToolCall
 from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead
 from polar_trl.wire.openai_chat import OpenAIChat
@@ -115,10 +118,78 @@ def test_what_is_not_understood_is_named_by_path() -> None:
     parsed = parse(
         logit_bias={"1": 2},
         messages=[HELLO | {"name": "bob"}, HELLO | {"name": "eve"}],
-        tools=[{"type": "web_search"}, {"type": "function", "function": {"name": "sh"}}, {"type": "custom"}],
+        tools=[{"type": "web_search"}, {"type": "function", "function": {"name": "sh"}}, {"type": ["new"]}],
     )
     assert parsed.request.unread == ("logit_bias", "messages[0].name", "tools[0]", "tools[2]")
     assert [tool.name for tool in parsed.request.tools] == ["sh"]
+
+
+def test_fields_that_change_no_prompt_are_named_and_do_no_harm() -> None:
+    fields = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "seed": 1,
+        "user": "u",
+        "reasoning_effort": "high",
+        "parallel_tool_calls": False,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "prediction": {"type": "content", "content": "x"},
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "alloy"},
+        "functions": [{"name": "sh"}],
+        "function_call": {"name": "sh"},
+        "response_format": {"type": "json_object"},
+        "stream": None,
+        "n": 1,
+    }
+    request = parse(**fields).request
+    assert request == ChatRequest(messages=parse().request.messages, unread=tuple(fields)[:-2])
+
+
+def test_a_choice_of_a_tool_that_is_not_there_chooses_nothing() -> None:
+    choice = {"type": "function", "function": {"name": "ls"}}
+    tools = [{"type": "function", "function": {"name": "sh"}}]
+    request = parse(tools=tools, tool_choice=choice).request
+    assert (request.tool_choice, request.unread) == ("auto", ("tool_choice",))
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+    assert parse(tool_choice=allowed).request.unread == ("tool_choice",)
+
+
+CUSTOM_TOOLS = [
+    {
+        "type": "custom",
+        "custom": {
+            "name": "patch",
+            "description": "Change files.",
+            "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: WORD"}},
+        },
+    },
+    {"type": "custom", "custom": {"name": "note", "format": {"type": "text"}}},
+]
+
+
+def test_a_custom_tool_is_a_function_of_one_string() -> None:
+    request = parse(tools=CUSTOM_TOOLS, tool_choice={"type": "custom", "custom": {"name": "note"}}).request
+    patch, note = request.tools
+    assert patch.description == "Change files.\n\nThe input must match this grammar (lark):\nstart: WORD"
+    assert (patch.kind, note.kind, note.description) == ("freeform", "freeform", "")
+    assert list(note.parameters["properties"]) == note.parameters["required"] == ["input"]
+    assert (request.tool_choice, request.unread) == ("note", ())
+
+
+@pytest.mark.parametrize("arguments", ['{"input": "say \\"x\\""}', '{"input": 3}', '{"other": ""}', '{"inp', "{}"])
+def test_a_call_of_a_custom_tool_comes_back_as_it_was_sampled(arguments: str) -> None:
+    parsed = parse(tools=CUSTOM_TOOLS).request
+    message = Message(role="assistant", tool_calls=(ToolCall(id="c", name="patch", arguments=arguments),))
+    reply = orjson.loads(DIALECT.render(head(), replace(call(message), request=parsed)))["choices"][0]["message"]
+    (sent,) = reply["tool_calls"]
+    assert (sent["type"], sent["custom"]["name"]) == ("custom", "patch")
+    if arguments.startswith('{"input": "'):
+        assert (sent["id"], sent["custom"]["input"]) == ("c", 'say "x"')
+    (echoed,) = parse(messages=[HELLO, reply]).request.messages[1].tool_calls
+    assert echoed.name == "patch"
+    assert canonical_arguments(echoed.arguments) == canonical_arguments(arguments)
 
 
 def test_malformed_arguments_in_the_history_are_kept_and_marked() -> None:
@@ -180,11 +251,24 @@ def test_the_smaller_token_limit_counts() -> None:
         ({"max_tokens": True}, "max_tokens: must be a whole number, not a boolean"),
         ({"temperature": "hot"}, "temperature: must be a number, not a string"),
         ({"stop": [1]}, "stop: must be a string or an array of strings"),
+        ({"stop": {}}, "stop: must be a string or an array of strings"),
+        ({"stop": False}, "stop: must be a string or an array of strings"),
         ({"stream": "yes"}, "stream: must be a boolean, not a string"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage: must be a boolean, not a number"),
         ({"tools": [{"type": "function"}]}, "tools[0].function: must be an object with a name"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: must be a string, not null"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom: must be an object with a name"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name: must be a string, not null"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}]},
+            "tools[0].custom.format.grammar.syntax: must be a string, not null",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice: must be auto, none, required or"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.custom.name: must be a string, not null"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "p"}}]}]},
+            "messages[0].tool_calls[0].custom.input: must be a string, not null",
+        ),
     ],
 )
 def test_a_bad_field_is_refused_by_its_path(body: dict[str, object], sentence: str) -> None:

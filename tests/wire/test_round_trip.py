@@ -55,7 +55,7 @@ def test_a_reply_sent_back_matches_its_call(dialect: Dialect, data: st.DataObjec
     message = _with_ids(data.draw(replies(request.tools)), 0)
     call = build_call(request, message, index=0)
     seen = client.read(render(dialect, call, streamed=request.stream), streamed=request.stream)
-    check_seen(seen, message, client_class)
+    check_seen(seen, message, request, client_class)
     client.add(data.draw(tool_results([seen_call.id for seen_call in seen.calls], with_images=True)))
     client.add(data.draw(others(with_images=True, min_size=1)))
     later = dialect.parse(client.incoming(), memo).request
@@ -152,12 +152,15 @@ def render(dialect: Dialect, call: Call, *, streamed: bool) -> bytes:
     return dialect.stream_start(head) + dialect.ping() + b"".join(dialect.stream(head, call))
 
 
-def check_seen(seen: Seen, message: Message, client_class: type[Client]) -> None:
+def check_seen(seen: Seen, message: Message, request: ChatRequest, client_class: type[Client]) -> None:
     """The client read what the policy said."""
     assert (seen.text, seen.reasoning) == (message.text, message.reasoning or "")
     assert [call.name for call in seen.calls] == [call.name for call in message.tool_calls]
+    freeform = {tool.name for tool in request.tools if tool.kind == "freeform"}
     for read, said in zip(seen.calls, message.tool_calls, strict=True):
-        if client_class.raw_arguments:
+        if said.name in freeform and read.id != said.id:  # not {"input": text}, so the text is all of it
+            assert json.loads(read.arguments) == {"input": said.arguments}
+        elif client_class.raw_arguments:
             assert canonical_arguments(read.arguments) == canonical_arguments(said.arguments)
         elif said.parse_status == "ok":
             assert json.loads(read.arguments) == json.loads(said.arguments)

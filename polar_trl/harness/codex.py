@@ -1,0 +1,173 @@
+"""Codex (`@openai/codex`), its native program without the Node launcher, with a configuration and one model in HOME.
+
+Verified at 0.171.0. It refuses a machine for which the package brings no program.
+"""
+
+import json
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from polar_trl.errors import ConfigError
+from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.install import NpmPackage
+from polar_trl.sandbox.base import ExecResult
+from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+
+VERIFIED_VERSION = "0.171.0"
+# machine -> npm's name of it, and the target that the program was built for
+_BUILDS = {
+    "x86_64": ("linux-x64", "x86_64-unknown-linux-musl"),
+    "aarch64": ("linux-arm64", "aarch64-unknown-linux-musl"),
+}
+_INSTRUCTION = ".polar/instruction.txt"
+_CATALOGUE = ".codex/models.json"
+_PROVIDER = "polar"
+_KEY_VARIABLE = "POLAR_API_KEY"
+# Each answered with 401 or lost is tried this often more, within about a second; the engine's own pauses name a time
+_STREAM_RETRIES = 3
+_REQUEST_RETRIES = 2
+_IDLE_TIMEOUT_MS = 1_200_000
+_ROOM_FOR_RESULTS = 4096
+"""Tokens that the results of one turn's tools may bring before Codex looks at the usage again."""
+_INSTRUCTIONS = (
+    "You are a coding agent that works in a folder of the user's machine. Do what the user asks, completely, with the "
+    "tools that you have; nobody can answer questions meanwhile. Look at the files before you change them, change no "
+    "more than the task needs, and check your work by running it. When the task is done, say in a few sentences what "
+    "you did."
+)
+
+
+class CodexHarness:
+    """Runs `codex exec` once per session.
+
+    Args:
+        short_prompt: A prompt of 8 kB and not 41: the model is described to Codex in a catalogue of its own, with
+            short instructions and the `apply_patch` tool; no goals, sub-agents or bundled skills.
+        version: Of the npm package.
+    """
+
+    name = "codex"
+    verified_version = VERIFIED_VERSION
+    parallel_tool_calls = True
+
+    def __init__(self, *, short_prompt: bool = False, version: str = VERIFIED_VERSION) -> None:
+        self._short_prompt = short_prompt
+        self._package = NpmPackage(name="@openai/codex", version=version, binary="codex")
+
+    def install(self) -> None:
+        """Codex, from npm. Raises `ConfigError`."""
+        self._package.install()
+
+    def find_installed_version(self) -> str | None:
+        """The version that would run; None where it is missing."""
+        return self._package.find_version()
+
+    def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
+        """Codex with the instruction on stdin, its events as JSON lines on stdout."""
+        program = self._find_build() / "bin" / "codex"
+        files = {_INSTRUCTION: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
+        if self._short_prompt:
+            files[_CATALOGUE] = json.dumps({"models": [_describe_model(endpoint)]})
+        return Launch(
+            command=(
+                'export CODEX_HOME="$HOME/.codex"\n'
+                f"exec {shlex.quote(str(program))} exec --json --skip-git-repo-check - "
+                f'<"$HOME/{_INSTRUCTION}"'
+            ),
+            env={_KEY_VARIABLE: endpoint.api_key},
+            files=files,
+        )
+
+    def build_shell_call(self, command: str) -> ToolCall:
+        """A call of its tool `exec_command`."""
+        return ToolCall(id="", name="exec_command", arguments=json.dumps({"cmd": command}))
+
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """A text without tool calls ends the task."""
+        return text, ()
+
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """By the last answer: Codex 0.171.0 exits with 0 after an empty one."""
+        return judge_by_answer(calls)
+
+    def classify(self, request: ChatRequest) -> Purpose:
+        """Its compactions declare no tools; sub-agents do, and are the policy's own."""
+        return without_tools_is_auxiliary(request)
+
+    def _find_build(self) -> Path:
+        machine = platform.machine()
+        if machine not in _BUILDS:
+            raise ConfigError(f"codex: its package brings no program for {machine}; use one of {', '.join(_BUILDS)}")
+        name, target = _BUILDS[machine]
+        return self._package.folder / "node_modules" / "@openai" / f"codex-{name}" / "vendor" / target
+
+    def _build_config(self, endpoint: Endpoint) -> dict[str, object]:
+        window = endpoint.max_model_len
+        features = {"apps": False, "plugins": False}
+        config: dict[str, object] = {
+            "model": endpoint.model,
+            "model_provider": _PROVIDER,
+            "model_context_window": window,
+            # by usage: at an error for its context Codex 0.171.0 gives up
+            "model_auto_compact_token_limit": window - min(endpoint.max_tokens + _ROOM_FOR_RESULTS, window // 2),
+            "approval_policy": "never",
+            "sandbox_mode": "danger-full-access",
+            "check_for_update_on_startup": False,
+            "web_search": "disabled",
+            "analytics": {"enabled": False},
+            "model_providers": {
+                _PROVIDER: {
+                    "name": "Polar",
+                    "base_url": f"{endpoint.origin}/v1",
+                    "env_key": _KEY_VARIABLE,
+                    "wire_api": "responses",
+                    "request_max_retries": _REQUEST_RETRIES,
+                    "stream_max_retries": _STREAM_RETRIES,
+                    "stream_idle_timeout_ms": _IDLE_TIMEOUT_MS,
+                }
+            },
+        }
+        if self._short_prompt:
+            features |= {"goals": False, "multi_agent": False}
+            config |= {"model_catalog_json": "models.json", "skills": {"bundled": {"enabled": False}}}
+        return config | {"features": features}
+
+
+def _describe_model(endpoint: Endpoint) -> dict[str, object]:
+    """An entry of Codex's model catalogue."""
+    return {
+        "slug": endpoint.model,
+        "display_name": endpoint.model,
+        "description": "",
+        "supported_reasoning_levels": [],
+        "shell_type": "unified_exec",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 1,
+        "base_instructions": _INSTRUCTIONS,
+        "supports_reasoning_summaries": False,
+        "support_verbosity": False,
+        "apply_patch_tool_type": "freeform",
+        "truncation_policy": {"mode": "tokens", "limit": 2500},
+        "supports_parallel_tool_calls": True,
+        "context_window": endpoint.max_model_len,
+        "experimental_supported_tools": [],
+    }
+
+
+def _write_toml(table: Mapping[str, object], path: tuple[str, ...] = ()) -> str:
+    """A TOML document: the plain values of a table, then its tables."""
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    lines = [f"{key} = {_write_value(value)}" for key, value in plain.items()]
+    if path and lines:
+        lines.insert(0, f"[{'.'.join(path)}]")
+    parts = ["\n".join(lines)] if lines else []
+    parts += [_write_toml(value, (*path, key)) for key, value in table.items() if isinstance(value, Mapping)]
+    return "\n\n".join(parts)
+
+
+def _write_value(value: object) -> str:
+    # JSON writes texts, numbers and booleans as TOML does, but for one character
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
