@@ -36,9 +36,7 @@ class MiniSWEAgentHarness:
     verified_version = VERIFIED_VERSION
     parallel_tool_calls = True
 
-    def __init__(
-        self, *, step_limit: int = 0, command_timeout_s: int = 30, version: str = VERIFIED_VERSION
-    ) -> None:
+    def __init__(self, *, step_limit: int = 0, command_timeout_s: int = 30, version: str = VERIFIED_VERSION) -> None:
         self._step_limit = step_limit
         self._command_timeout_s = command_timeout_s
         self._package = PyPIPackage(name="mini-swe-agent", version=version, binary="mini")

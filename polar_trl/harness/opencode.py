@@ -36,7 +36,9 @@ _SHORT_PROMPT_TOOLS = ("bash", "read", "edit", "write", "glob", "grep")
 # plugins need it, and there are none.
 _NO_INSTALL = {
     ".config/opencode/node_modules/.polar": "",
-    ".config/opencode/package-lock.json": json.dumps({"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}),
+    ".config/opencode/package-lock.json": json.dumps(
+        {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
+    ),
 }
 
 

@@ -1,7 +1,6 @@
 """Pi (`@earendil-works/pi-coding-agent`) on Node 22, with its settings and one model in HOME.
 
-Verified at 1.6.0. It refuses an API that Pi does not speak. The instruction is read from stdin; Pi trims the whitespace
-around it.
+Verified at 1.6.0. It refuses an API that Pi does not speak. Pi reads the instruction from stdin, and trims it.
 """
 
 import json
@@ -122,8 +121,7 @@ class PiHarness:
 def _build_settings(endpoint: Endpoint) -> dict[str, object]:
     window = endpoint.max_model_len
     return {
-        # its own retries wait for fixed times and know no end of a session; these, one level below, do what the reply's
-        # headers say
+        # its own retries wait for fixed times, whatever failed; these, one level below, obey the reply's headers
         "retry": {"enabled": False, "provider": {"maxRetries": 4}},
         # no limit: an answer may wait for the engine, and the session has an outer timer
         "httpIdleTimeoutMs": 0,

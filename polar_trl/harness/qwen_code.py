@@ -35,7 +35,7 @@ class QwenCodeHarness:
     Args:
         api: The provider API that it speaks to the policy.
         short_prompt: Its `--bare` mode: half the prompt and six tools. It then reads no settings file: it takes the
-            context window for 200,000 tokens, compacts only when told of an overflow, and asks up to 28 times where
+            context window for 200,000 tokens, compacts only when told of an overflow, and asks more often where
             the proxy fails.
         images: Tell it that the model reads images.
         version: Of the npm package.
@@ -131,9 +131,10 @@ class QwenCodeHarness:
             "telemetry": {"enabled": False},
             "general": {
                 "enableAutoUpdate": False,
-                # it takes a command's exit for the end of its output, and learns of the exit too early where another
-                # of its processes ends at that moment: of ten `echo`s one came back empty. It starts one of those,
-                # systemd-inhibit, with every command
+                # 0.24.4 takes a command's exit for the end of its output, and hears of the exit first where another of
+                # its processes ends at that moment: quick commands then come back empty. With this switch on it starts
+                # such a process, systemd-inhibit, with every command. (A terminal for commands loses more: the end of
+                # whatever is longer than 4 kB)
                 "preventSystemSleep": False,
             },
             "memory": {

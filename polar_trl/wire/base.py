@@ -164,7 +164,7 @@ def read_arguments(arguments: str) -> dict[str, Any]:
         return {}
     try:
         value = orjson.loads(arguments)
-        orjson.dumps(value)  # it reads deeper nesting than it writes
+        orjson.dumps([[[[[[[[value]]]]]]]])  # it reads deeper than it writes, and the body of a reply lies around it
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         value = None
     return value if isinstance(value, dict) else {UNPARSED_ARGUMENTS: arguments}

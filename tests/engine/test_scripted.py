@@ -6,7 +6,7 @@ import pytest
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.errors import EngineError
+from polar_trl.errors import EngineBusyError, EngineError
 from polar_trl.types import Completion
 
 PARAMS = GenerationParams(max_tokens=4)
@@ -30,6 +30,15 @@ def test_replies_come_in_order_until_the_script_is_used_up() -> None:
     assert generate(engine).token_ids == (7,)
     with pytest.raises(EngineError, match="no reply left for request 3"):
         generate(engine)
+
+
+def test_a_reply_may_be_an_error() -> None:
+    busy = EngineBusyError("later", retry_after_s=1.0)
+    engine = ScriptedEngine([busy, [7]])
+    with pytest.raises(EngineBusyError) as caught:
+        generate(engine)
+    assert caught.value is busy
+    assert generate(engine).token_ids == (7,)
 
 
 def test_a_reply_is_cut_at_max_tokens() -> None:

@@ -68,7 +68,7 @@ def test_a_reply_sent_back_matches_its_call(dialect: Dialect, data: st.DataObjec
 
 @every_dialect
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("depth", [200, 300, 900, 1100])
+@pytest.mark.parametrize("depth", [200, *range(240, 260), 900, 1100])
 def test_arguments_of_any_depth_are_sent_back(dialect: Dialect, depth: int, streamed: bool) -> None:
     style = Style(block_lists=False, nulls=False, unknown_fields=False, reserialised=False, with_ids=True)
     tool = Tool(name="sh", parameters={"type": "object"})
