@@ -8,6 +8,8 @@ from polar_trl.harness.base import AgentHarness
 from polar_trl.harness.claude_code import ClaudeCodeHarness
 from polar_trl.harness.codex import CodexHarness
 from polar_trl.harness.gemini_cli import GeminiCLIHarness
+from polar_trl.harness.mini_swe_agent import MiniSWEAgentHarness
+from polar_trl.harness.opencode import OpenCodeHarness
 from polar_trl.harness.pi import PiHarness
 from polar_trl.harness.qwen_code import QwenCodeHarness
 
@@ -15,6 +17,8 @@ AGENTS: Mapping[str, type[AgentHarness]] = {
     "claude_code": ClaudeCodeHarness,
     "codex": CodexHarness,
     "gemini_cli": GeminiCLIHarness,
+    "mini_swe_agent": MiniSWEAgentHarness,
+    "opencode": OpenCodeHarness,
     "pi": PiHarness,
     "qwen_code": QwenCodeHarness,
 }

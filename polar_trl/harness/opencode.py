@@ -96,7 +96,7 @@ class OpenCodeHarness:
         return text, ()
 
     def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """By the last answer: 1.18.33 exits with 0 after an empty one, and with 1 after an overflow that it got over."""
+        """By the last answer: 1.18.33 exits with 0 after an empty one, with 1 after an overflow that it got over."""
         return judge_by_answer(calls)
 
     def classify(self, request: ChatRequest) -> Purpose:
