@@ -1,6 +1,6 @@
 """What bubblewrap and Docker sandboxes have in common: one network address, limits, and an end.
 
-Needs root and a container engine: without one these tests fail, they are never skipped.
+Needs root and a container engine: `scripts/test_containers.sh` starts one of its own and runs these.
 """
 
 import threading
@@ -17,6 +17,8 @@ from polar_trl.sandbox.docker import DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.owner import list_mounts
 from polar_trl.types import Task
+
+pytestmark = pytest.mark.containers
 
 LIMITS = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
 TASK = Task(id="t", instruction="x", files={"a/b.txt": "hello\n"})
