@@ -1,0 +1,87 @@
+"""Codex as npm ships it: sub-agents, compaction, wrong calls, the short prompt, and a key that is not known."""
+
+import json
+
+import pytest
+from sessions import BusyEngine, answer_in_order, call_tool, change_env, purposes, results, run_session, say
+from test_three_turns import GRADER, build_replies, count_drifted
+
+from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.harness.codex import CodexHarness
+
+HARNESS = CodexHarness()
+WRITE = HARNESS.build_shell_call("printf one > one.txt")
+PRINT = [HARNESS.build_shell_call(f"head -c 9000 /dev/zero | tr '\\0' {letter}") for letter in "abcdefghi"]
+LONG_WORK = [*(say("More.", tool_call) for tool_call in PRINT), say("All is done.")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    HARNESS.install()
+
+
+def test_three_turns_with_the_short_prompt() -> None:
+    harness = CodexHarness(short_prompt=True)
+    finished = run_session(harness, build_replies(harness), grader=GRADER)
+    rollout = finished.rollout
+    assert (rollout.error, rollout.reward, rollout.stop_reason) == (None, 1.0, "completed")
+    assert (count_drifted(rollout), len(finished.reconstruction.trajectories)) == (0, 1)
+    assert len(rollout.calls[0].prompt_ids) < 12_000
+
+
+def test_a_freeform_patch_is_applied() -> None:
+    patch = "*** Begin Patch\n*** Add File: new.txt\n+hello\n*** End Patch"
+    replies = [say("", call_tool("apply_patch", json.dumps({"input": patch}))), say("The file is there.")]
+    harness = CodexHarness(short_prompt=True)
+    finished = run_session(harness, replies, grader='test "$(cat new.txt)" = hello')
+    rollout = finished.rollout
+    assert [tool.kind for tool in rollout.calls[0].request.tools if tool.name == "apply_patch"] == ["freeform"]
+    assert (rollout.reward, count_drifted(rollout), len(finished.reconstruction.trajectories)) == (1.0, 0, 1)
+
+
+def test_wrong_tool_calls_are_answered_and_the_session_goes_on() -> None:
+    wrong = [
+        call_tool("exec_command", '{"cmd": "pri'),
+        call_tool("no_such_tool", '{"a": 1}'),
+        call_tool("exec_command", '{"command": "ls"}'),
+    ]
+    finished = run_session(HARNESS, [*(say("", tool_call) for tool_call in wrong), say("I give up.")])
+    rollout = finished.rollout
+    assert (rollout.stop_reason, len(rollout.calls), count_drifted(rollout)) == ("completed", 4, 0)
+    assert len(finished.reconstruction.trajectories) == 1
+    assert len(results(rollout)) == 3
+
+
+def test_it_compacts_before_the_window_is_full() -> None:
+    engine = ScriptedEngine(answer_in_order(LONG_WORK), max_model_len=80_000)
+    finished = run_session(HARNESS, engine, max_tokens=2000)
+    rollout = finished.rollout
+    assert (rollout.stop_reason, rollout.counters) == ("completed", {})
+    assert purposes(rollout).count("a") >= 1
+    assert len(finished.reconstruction.trajectories) == 1 + purposes(rollout).count("a")
+
+
+def test_an_overflow_ends_the_session_at_once() -> None:
+    engine = ScriptedEngine(answer_by_turn([say("", WRITE), say("end")]), max_model_len=20_000)
+    rollout = run_session(HARNESS, engine).rollout
+    assert (rollout.counters, rollout.stop_reason, rollout.calls) == ({"context_overflows": 1}, "no_calls", ())
+
+
+def test_pings_keep_a_late_answer_alive() -> None:
+    engine = ScriptedEngine(answer_by_turn([say("", WRITE), say("end")]), delay_s=2.5, max_model_len=MAX_MODEL_LEN)
+    finished = run_session(HARNESS, engine, ping_interval_s=0.2)
+    assert (finished.rollout.stop_reason, finished.rollout.counters, engine.num_aborted) == ("completed", {}, 0)
+
+
+def test_a_busy_engine_is_asked_again() -> None:
+    engine = BusyEngine([say("", WRITE), say("end")])
+    finished = run_session(HARNESS, engine)
+    assert (finished.rollout.stop_reason, finished.rollout.counters) == ("completed", {"calls_sent_back": 1})
+    assert engine.num_asked == 3
+    assert len(finished.reconstruction.trajectories) == 1
+
+
+def test_a_key_that_is_not_known_ends_it() -> None:
+    rollout = run_session(HARNESS, [say("end")], change=change_env(POLAR_API_KEY="sk-closed")).rollout
+    assert (rollout.calls, rollout.stop_reason) == ((), "no_calls")
