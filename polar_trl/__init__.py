@@ -15,6 +15,7 @@ _LAZY = {
     "PolarGRPOConfig": "polar_trl.grpo.config",
     "LocalSandboxBackend": "polar_trl.sandbox.local",
     "ShellHarness": "polar_trl.harness.shell",
+    "build_agent": "polar_trl.harness",
     "CommandGrader": "polar_trl.grade.command",
     "FunctionGrader": "polar_trl.grade.function",
     "Task": "polar_trl.types",

@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PolarError as error:
         print(f"polar-trl: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("polar-trl: stopped", file=sys.stderr)
+        return 130
     return status
 
 

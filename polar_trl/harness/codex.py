@@ -25,12 +25,12 @@ _INSTRUCTION = ".polar/instruction.txt"
 _CATALOGUE = ".codex/models.json"
 _PROVIDER = "polar"
 _KEY_VARIABLE = "POLAR_API_KEY"
-# Each answered with 401 or lost is tried this often more, within about a second; the engine's own pauses name a time
+# a stream that is refused or lost is asked for this often more, within seconds; a busy engine says when to ask again
 _STREAM_RETRIES = 3
 _REQUEST_RETRIES = 2
 _IDLE_TIMEOUT_MS = 1_200_000
 _ROOM_FOR_RESULTS = 4096
-"""Tokens that the results of one turn's tools may bring before Codex looks at the usage again."""
+"""Tokens by which Codex may be wrong: before it compacts, it takes four bytes of a tool's result for one token."""
 _INSTRUCTIONS = (
     "You are a coding agent that works in a folder of the user's machine. Do what the user asks, completely, with the "
     "tools that you have; nobody can answer questions meanwhile. Look at the files before you change them, change no "
@@ -45,6 +45,9 @@ class CodexHarness:
     Args:
         short_prompt: A prompt of 8 kB and not 41: the model is described to Codex in a catalogue of its own, with
             short instructions and the `apply_patch` tool; no goals, sub-agents or bundled skills.
+        images: With the short prompt, tell it that the model reads images. Otherwise it answers `view_image` with a
+            refusal of its own. With its default prompt it takes every model for one that does, and at the 400 of a
+            text model the session ends.
         version: Of the npm package.
     """
 
@@ -52,8 +55,9 @@ class CodexHarness:
     verified_version = VERIFIED_VERSION
     parallel_tool_calls = True
 
-    def __init__(self, *, short_prompt: bool = False, version: str = VERIFIED_VERSION) -> None:
+    def __init__(self, *, short_prompt: bool = False, images: bool = False, version: str = VERIFIED_VERSION) -> None:
         self._short_prompt = short_prompt
+        self._images = images
         self._package = NpmPackage(name="@openai/codex", version=version, binary="codex")
 
     def install(self) -> None:
@@ -69,7 +73,7 @@ class CodexHarness:
         program = self._find_build() / "bin" / "codex"
         files = {_INSTRUCTION: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
         if self._short_prompt:
-            files[_CATALOGUE] = json.dumps({"models": [_describe_model(endpoint)]})
+            files[_CATALOGUE] = json.dumps({"models": [_describe_model(endpoint, images=self._images)]})
         return Launch(
             command=(
                 'export CODEX_HOME="$HOME/.codex"\n'
@@ -135,7 +139,7 @@ class CodexHarness:
         return config | {"features": features}
 
 
-def _describe_model(endpoint: Endpoint) -> dict[str, object]:
+def _describe_model(endpoint: Endpoint, *, images: bool) -> dict[str, object]:
     """An entry of Codex's model catalogue."""
     return {
         "slug": endpoint.model,
@@ -150,6 +154,7 @@ def _describe_model(endpoint: Endpoint) -> dict[str, object]:
         "supports_reasoning_summaries": False,
         "support_verbosity": False,
         "apply_patch_tool_type": "freeform",
+        "input_modalities": ["text", "image"] if images else ["text"],
         "truncation_policy": {"mode": "tokens", "limit": 2500},
         "supports_parallel_tool_calls": True,
         "context_window": endpoint.max_model_len,

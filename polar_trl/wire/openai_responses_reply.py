@@ -11,7 +11,8 @@ import orjson
 
 from polar_trl.types import Call, ToolCall
 from polar_trl.wire.base import ReplyHead, find_tool
-from polar_trl.wire.openai_responses_request import RAW_INPUT_SUFFIX, encode_summary
+from polar_trl.wire.freeform import render_input
+from polar_trl.wire.openai_responses_request import encode_summary
 from polar_trl.wire.openai_responses_tools import read_local_shell_action
 from polar_trl.wire.sse import render_event
 
@@ -115,9 +116,7 @@ def _build_call(tool_call: ToolCall, call: Call, item_id: str) -> dict[str, Any]
     if tool and tool.namespace:
         names = {"name": tool_call.name.removeprefix(f"{tool.namespace}__"), "namespace": tool.namespace}
     if kind == "freeform":
-        text = _read_input(tool_call.arguments)
-        call_id = tool_call.id if text is not None else tool_call.id + RAW_INPUT_SUFFIX
-        text = tool_call.arguments if text is None else text
+        call_id, text = render_input(tool_call)
         return {"id": f"ctc_{item_id}", "type": "custom_tool_call", "call_id": call_id, **names, "input": text}
     base = {"call_id": tool_call.id, "status": "completed"}
     action = _read_action(tool_call.arguments) if kind == "local_shell" else None
@@ -125,17 +124,6 @@ def _build_call(tool_call: ToolCall, call: Call, item_id: str) -> dict[str, Any]
         return {"id": f"lsh_{item_id}", "type": "local_shell_call", **base, "action": action}
     arguments = tool_call.arguments if tool_call.arguments.strip() else "{}"
     return {"id": f"fc_{item_id}", "type": "function_call", **base, **names, "arguments": arguments}
-
-
-def _read_input(arguments: str) -> str | None:
-    """The text that a custom tool is called with; None where the arguments are not exactly that."""
-    try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return None
-    if isinstance(value, dict) and value.keys() == {"input"} and isinstance(value["input"], str):
-        return value["input"]
-    return None
 
 
 def _read_action(arguments: str) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ import orjson
 from polar_trl.errors import WireError
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
 from polar_trl.wire.base import ItemMemo, is_json_object, json_type, list_unread, read_field, require_string
+from polar_trl.wire.freeform import parse_input
 from polar_trl.wire.openai_responses_tools import (
     LOCAL_SHELL,
     parse_tool_choice,
@@ -23,8 +24,6 @@ from polar_trl.wire.openai_responses_tools import (
     read_local_shell_action,
 )
 
-RAW_INPUT_SUFFIX = "_raw"
-"""Ends the call id of a custom tool call whose arguments were not {"input": text}: its input is all of them."""
 COMPACTION_PROMPT = (
     "The conversation is about to be replaced by a summary, which you write now. Write it for whoever goes on with "
     "the work and knows nothing else of it. State the task in the user's own terms, with every condition that was "
@@ -288,9 +287,7 @@ def _parse_call(item: Mapping[str, Any], kind: str, path: str) -> ToolCall:
             raise WireError(f"{path}.action: must be an object with a command, which is an array of strings")
         return ToolCall(id=call_id, name=LOCAL_SHELL, arguments=orjson.dumps(action).decode())
     if kind == "custom_tool_call":
-        arguments = require_string(item, "input", path)
-        if not call_id.endswith(RAW_INPUT_SUFFIX):
-            arguments = orjson.dumps({"input": arguments}).decode()
+        arguments = parse_input(call_id, require_string(item, "input", path))
     else:
         arguments = read_field(item, "arguments", str, path) or ""
     return ToolCall(

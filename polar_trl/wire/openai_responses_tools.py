@@ -10,6 +10,7 @@ from typing import Any
 from polar_trl.errors import WireError
 from polar_trl.types import Tool
 from polar_trl.wire.base import json_type, list_unread, read_field, require_string
+from polar_trl.wire.freeform import FREEFORM_PARAMETERS, describe_grammar
 
 LOCAL_SHELL = "local_shell"
 _ACTION_FIELDS = ("command", "env", "timeout_ms", "user", "working_directory")
@@ -105,27 +106,28 @@ def _parse_tool(item: dict[str, Any], path: str, unread: list[str], namespace: s
     if kind == "function":
         parameters = read_field(item, "parameters", dict, path) or {}
         return [Tool(name=name, description=description, parameters=parameters, namespace=namespace)]
-    grammar = _describe_format(read_field(item, "format", dict, path) or {}, f"{path}.format", unread)
-    description = "\n\n".join(text for text in (description, grammar) if text)
-    parameters = {
-        "type": "object",
-        "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
-        "required": ["input"],
-    }
-    return [Tool(name=name, description=description, parameters=parameters, kind="freeform", namespace=namespace)]
+    description = _add_format(description, read_field(item, "format", dict, path) or {}, f"{path}.format", unread)
+    return [
+        Tool(
+            name=name,
+            description=description,
+            parameters=FREEFORM_PARAMETERS,
+            kind="freeform",
+            namespace=namespace,
+        )
+    ]
 
 
-def _describe_format(form: Mapping[str, Any], path: str, unread: list[str]) -> str:
-    """What a custom tool's input must look like, in words: nothing here samples under a grammar."""
+def _add_format(description: str, form: Mapping[str, Any], path: str, unread: list[str]) -> str:
+    """A custom tool's description, with what its input must look like."""
     kind = form.get("type")
-    if kind in (None, "text"):
-        return ""
-    if kind != "grammar":
+    if kind == "grammar":
+        return describe_grammar(
+            description, require_string(form, "syntax", path), require_string(form, "definition", path)
+        )
+    if kind not in (None, "text"):
         unread.append(path)
-        return ""
-    syntax = require_string(form, "syntax", path)
-    definition = require_string(form, "definition", path)
-    return f"The input must match this grammar ({syntax}):\n{definition}"
+    return description
 
 
 def read_local_shell_action(action: Mapping[str, Any]) -> dict[str, Any] | None:

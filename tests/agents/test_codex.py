@@ -1,14 +1,26 @@
 """Codex as npm ships it: sub-agents, compaction, wrong calls, the short prompt, and a key that is not known."""
 
 import json
+import re
 
 import pytest
-from sessions import BusyEngine, answer_in_order, call_tool, change_env, purposes, results, run_session, say
+from sessions import (
+    SUMMARY,
+    BusyEngine,
+    answer_in_order,
+    call_tool,
+    change_env,
+    purposes,
+    results,
+    run_session,
+    say,
+)
 from test_three_turns import GRADER, build_replies, count_drifted
 
 from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.harness.codex import CodexHarness
+from polar_trl.types import TokenIds
 
 HARNESS = CodexHarness()
 WRITE = HARNESS.build_shell_call("printf one > one.txt")
@@ -53,6 +65,50 @@ def test_wrong_tool_calls_are_answered_and_the_session_goes_on() -> None:
     assert len(results(rollout)) == 3
 
 
+def test_patches_that_are_no_input_are_answered_and_come_back_as_they_were() -> None:
+    wrong = ['{"patch": "x"}', "*** Begin Patch", '{"input": 3}', ""]
+    replies = [say("", call_tool("apply_patch", arguments)) for arguments in wrong]
+    finished = run_session(CodexHarness(short_prompt=True), [*replies, say("I give up.")])
+    rollout = finished.rollout
+    assert (rollout.stop_reason, len(rollout.calls), count_drifted(rollout)) == ("completed", 5, 0)
+    assert len(finished.reconstruction.trajectories) == 1
+    assert all("invalid patch" in result for result in results(rollout))
+
+
+def test_a_text_model_is_shown_no_image() -> None:
+    look = [
+        say("", HARNESS.build_shell_call("printf x > a.png")),
+        say("", call_tool("view_image", '{"path": "a.png"}')),
+    ]
+    rollout = run_session(CodexHarness(short_prompt=True), [*look, say("I see nothing.")]).rollout
+    assert (rollout.stop_reason, count_drifted(rollout)) == ("completed", 0)
+    assert "do not support image inputs" in results(rollout)[-1]
+
+
+def test_a_sub_agents_calls_are_the_policys_own() -> None:
+    finished = run_session(
+        HARNESS, ScriptedEngine(_delegate, max_model_len=MAX_MODEL_LEN), grader='test "$(cat sub.txt)" = sub'
+    )
+    rollout = finished.rollout
+    assert (rollout.stop_reason, rollout.reward, purposes(rollout)) == ("completed", 1.0, "ppppp")
+    assert sorted(len(trajectory.call_indices) for trajectory in finished.reconstruction.trajectories) == [2, 3]
+    assert "multi_agent_v1__spawn_agent" in [call.name for call in rollout.calls[0].message.tool_calls]
+
+
+def _delegate(prompt_ids: TokenIds) -> TokenIds:
+    """A model that has a sub-agent write sub.txt, and that sub-agent."""
+    text = bytes(token_id for token_id in prompt_ids if token_id < 256).decode()
+    work = [say("", HARNESS.build_shell_call("printf sub > sub.txt")), say("It is written.")]
+    spawned = re.findall(r'"agent_id":"([^"]+)"', text)
+    lead = [
+        say("", call_tool("multi_agent_v1__spawn_agent", '{"message": "SUBTASK: write sub.txt"}')),
+        say("", call_tool("multi_agent_v1__wait_agent", json.dumps({"targets": spawned}))),
+        say("All is done."),
+    ]
+    # the instruction of the session comes first, that of the sub-agent only where it is one
+    return answer_by_turn(lead if "Do the work." in text else work)(prompt_ids)
+
+
 def test_it_compacts_before_the_window_is_full() -> None:
     engine = ScriptedEngine(answer_in_order(LONG_WORK), max_model_len=80_000)
     finished = run_session(HARNESS, engine, max_tokens=2000)
@@ -60,6 +116,8 @@ def test_it_compacts_before_the_window_is_full() -> None:
     assert (rollout.stop_reason, rollout.counters) == ("completed", {})
     assert purposes(rollout).count("a") >= 1
     assert len(finished.reconstruction.trajectories) == 1 + purposes(rollout).count("a")
+    after = rollout.calls[purposes(rollout).index("a") + 1].request
+    assert after.messages[-1].role == "user" and SUMMARY in after.messages[-1].text
 
 
 def test_an_overflow_ends_the_session_at_once() -> None:
