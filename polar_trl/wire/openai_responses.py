@@ -81,7 +81,7 @@ class OpenAIResponses:
         if error.kind == "overloaded" and error.retry_after_s is not None:
             # Codex waits as long as these words say
             details["code"] = "rate_limit_exceeded"
-            details["message"] += f" Please try again in {error.retry_after_s:.3f}s."
+            details["message"] = f"{details['message'].rstrip('.')}. Please try again in {error.retry_after_s:.3f}s."
         flat = {key: details[key] for key in ("code", "message", "param")}
         head = ReplyHead(id="failed", model="", created_s=0, num_prompt_tokens=0)
         failed = build_response(head, "failed", [], error={"code": details["code"], "message": details["message"]})

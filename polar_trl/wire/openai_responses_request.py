@@ -52,6 +52,8 @@ _BODY_FIELDS = {
 _ITEM_FIELDS = {
     "type", "id", "status", "role", "content", "phase", "summary", "encrypted_content", "call_id", "name", "namespace",
     "arguments", "input", "action", "output",
+    # Codex 0.171.0 to a server that it takes for OpenAI's own
+    "internal_chat_message_metadata_passthrough",
 }  # fmt: skip
 
 

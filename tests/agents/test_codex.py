@@ -1,12 +1,16 @@
 """Codex as npm ships it: sub-agents, compaction, wrong calls, the short prompt, and a key that is not known."""
 
+import asyncio
 import json
 import re
+import tomllib
+from dataclasses import replace
 
 import pytest
 from sessions import (
     SUMMARY,
     BusyEngine,
+    Change,
     answer_in_order,
     call_tool,
     change_env,
@@ -18,9 +22,12 @@ from sessions import (
 from test_three_turns import GRADER, build_replies, count_drifted
 
 from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
+from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.harness.base import Launch
 from polar_trl.harness.codex import CodexHarness
-from polar_trl.types import TokenIds
+from polar_trl.types import Completion, TokenIds
+from polar_trl.wire.openai_responses_request import COMPACTION_PROMPT, SUMMARY_LEAD
 
 HARNESS = CodexHarness()
 WRITE = HARNESS.build_shell_call("printf one > one.txt")
@@ -120,20 +127,64 @@ def test_it_compacts_before_the_window_is_full() -> None:
     assert after.messages[-1].role == "user" and SUMMARY in after.messages[-1].text
 
 
+def test_a_compaction_of_openais_own_kind() -> None:
+    engine = ScriptedEngine(answer_in_order(LONG_WORK), max_model_len=80_000)
+    rollout = run_session(HARNESS, engine, max_tokens=2000, change=_pose_as_openai).rollout
+    assert (rollout.stop_reason, rollout.counters) == ("completed", {})
+    place = purposes(rollout).index("a")
+    assert rollout.calls[place].request.messages[-1].text == COMPACTION_PROMPT
+    assert SUMMARY_LEAD + SUMMARY in [message.text for message in rollout.calls[place + 1].request.messages]
+
+
+def _pose_as_openai(launch: Launch) -> Launch:
+    """The settings of somebody who only gives Codex another address for OpenAI: it tries a WebSocket first."""
+    path = ".codex/config.toml"
+    config = tomllib.loads(launch.files[path])
+    address = config["model_providers"]["polar"]["base_url"]
+    text = launch.files[path].replace('model_provider = "polar"', f'openai_base_url = "{address}"')
+    key = launch.env["POLAR_API_KEY"]
+    return replace(launch, files={**launch.files, path: text}, env={**launch.env, "CODEX_API_KEY": key})
+
+
 def test_an_overflow_ends_the_session_at_once() -> None:
     engine = ScriptedEngine(answer_by_turn([say("", WRITE), say("end")]), max_model_len=20_000)
     rollout = run_session(HARNESS, engine).rollout
     assert (rollout.counters, rollout.stop_reason, rollout.calls) == ({"context_overflows": 1}, "no_calls", ())
 
 
-def test_pings_keep_a_late_answer_alive() -> None:
+def test_a_ping_restarts_its_timer_for_silent_streams() -> None:
     engine = ScriptedEngine(answer_by_turn([say("", WRITE), say("end")]), delay_s=2.5, max_model_len=MAX_MODEL_LEN)
-    finished = run_session(HARNESS, engine, ping_interval_s=0.2)
+    finished = run_session(HARNESS, engine, ping_interval_s=0.2, change=_set_idle_timeout(1000))
     assert (finished.rollout.stop_reason, finished.rollout.counters, engine.num_aborted) == ("completed", {}, 0)
 
 
-def test_a_busy_engine_is_asked_again() -> None:
-    engine = BusyEngine([say("", WRITE), say("end")])
+def test_without_pings_a_late_answer_is_given_up() -> None:
+    engine = ScriptedEngine(answer_by_turn([say("end")]), delay_s=2.5, max_model_len=MAX_MODEL_LEN)
+    rollout = run_session(HARNESS, engine, ping_interval_s=60.0, change=_set_idle_timeout(1000)).rollout
+    assert (rollout.stop_reason, rollout.calls) == ("no_calls", ())
+
+
+def _set_idle_timeout(milliseconds: int) -> Change:
+    def change(launch: Launch) -> Launch:
+        path = ".codex/config.toml"
+        text = re.sub(r"(?<=stream_idle_timeout_ms = )\d+", str(milliseconds), launch.files[path])
+        assert text != launch.files[path]
+        return replace(launch, files={**launch.files, path: text})
+
+    return change
+
+
+class LateBusyEngine(BusyEngine):
+    """Sends its second request back once the stream has begun."""
+
+    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
+        await asyncio.sleep(0.3)
+        return await super().generate(prompt_ids, params)
+
+
+@pytest.mark.parametrize("engine_class", [BusyEngine, LateBusyEngine])
+def test_a_busy_engine_is_asked_again(engine_class: type[BusyEngine]) -> None:
+    engine = engine_class([say("", WRITE), say("end")])
     finished = run_session(HARNESS, engine)
     assert (finished.rollout.stop_reason, finished.rollout.counters) == ("completed", {"calls_sent_back": 1})
     assert engine.num_asked == 3

@@ -147,6 +147,104 @@ def test_a_reply_calls_what_was_declared_and_comes_back_as_it_was() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"command": "ls"}',
+        '{"command": ["ls"], "timeout_ms": 1.5}',
+        '{"command": ["ls"], "cwd": "/"}',
+        '{"command": [1]}',
+        '{"command": ["ls"], "env": {}}',
+        "ls",
+    ],
+)
+def test_what_a_local_shell_call_cannot_carry_goes_as_it_is(arguments: str) -> None:
+    request = parse(tools=[{"type": "local_shell"}]).request
+    message = Message(role="assistant", tool_calls=(ToolCall(id="d", name="local_shell", arguments=arguments),))
+    (item,) = orjson.loads(DIALECT.render(HEAD, build_call(request, message)))["output"]
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "local_shell", arguments)
+
+
+def test_a_local_shell_call_keeps_what_it_was_told() -> None:
+    request = parse(tools=[{"type": "local_shell"}]).request
+    arguments = '{"command":["ls"],"env":{"A":"b"},"timeout_ms":5,"working_directory":"/tmp"}'
+    message = Message(role="assistant", tool_calls=(ToolCall(id="d", name="local_shell", arguments=arguments),))
+    (item,) = orjson.loads(DIALECT.render(HEAD, build_call(request, message)))["output"]
+    assert item["type"] == "local_shell_call"
+    assert parse(input=[USER, item]).request.messages[1].tool_calls == message.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("value", "choice", "unread"),
+    [
+        (None, "auto", ()),
+        ("required", "required", ()),
+        ({"type": "function", "name": "f"}, "f", ()),
+        ({"type": "function", "name": "f", "namespace": "n"}, "n__f", ()),
+        ({"type": "custom", "name": "patch"}, "patch", ()),
+        ({"type": "local_shell"}, "local_shell", ()),
+        ({"type": "allowed_tools", "mode": "required", "tools": []}, "required", ("tool_choice.tools",)),
+        ({"type": "web_search"}, "auto", ("tool_choice",)),
+    ],
+)
+def test_a_choice_of_tools(value: object, choice: str, unread: tuple[str, ...]) -> None:
+    request = parse(tool_choice=value).request
+    assert (request.tool_choice, request.unread) == (choice, unread)
+
+
+def test_what_is_not_read_is_named_once() -> None:
+    request = parse(
+        truncation="auto",
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_object"}, "verbosity": "low"},
+        top_logprobs=None,
+        input=[
+            USER | {"x_new": 1},
+            USER | {"x_new": 2},
+            {"type": "web_search_call", "id": "w", "status": "completed"},
+            {"type": "message", "role": "assistant", "content": "found"},
+            {"type": "web_search_call", "id": "w", "status": "completed"},
+            {"type": "x_news"},
+        ],
+    ).request
+    assert request.unread == (
+        "truncation",
+        "text.verbosity",
+        "text.format",
+        "parallel_tool_calls",
+        "input[0].x_new",
+        "input[2]",
+        "input[5]",
+    )
+    assert [message.text for message in request.messages] == ["hi", "hi", "found"]
+
+
+def test_a_history_that_was_read_before_gives_the_same_messages() -> None:
+    memo = ItemMemo()
+    reply = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    ]
+    items = [USER, *reply, {"type": "function_call_output", "call_id": "c", "output": "x"}]
+    bodies = [orjson.dumps({"input": history}) for history in (items, [*items, *reply], [USER, USER, *items])]
+    first, grown, other = (DIALECT.parse(Incoming(body=body), memo).request for body in bodies)
+    assert all(ours is theirs for ours, theirs in zip(first.messages, grown.messages, strict=False))
+    for body, request in zip(bodies, (first, grown, other), strict=True):
+        assert request == DIALECT.parse(Incoming(body=body), ItemMemo()).request
+
+
+def test_images_come_from_messages_and_results() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "high"}
+    request = parse(
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]},
+            {"type": "function_call", "call_id": "c", "name": "view", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [image]},
+        ]
+    ).request
+    assert [message.images for message in request.messages] == [(image["image_url"],), (), (image["image_url"],)]
+
+
 def test_a_stream_has_every_event_and_ends_with_the_whole() -> None:
     call = build_call(
         parse().request,
@@ -201,6 +299,17 @@ def test_a_compaction_is_a_summary_that_comes_back(way: str) -> None:
         ({"previous_response_id": "r"}, "previous_response_id: nothing is stored here; send the whole"),
         ({"conversation": "c"}, "conversation: nothing is stored here"),
         ({"background": True}, "background: must be false"),
+        ({"prompt": {"id": "p"}}, "prompt: nothing is stored here"),
+        ({"input": [{"type": "compaction_trigger"}]}, "input: must hold at least one message"),
+        (
+            {"input": [{"type": "compaction", "encrypted_content": "gAAA_foreign"}]},
+            r"input\[0\].encrypted_content: was not made here",
+        ),
+        (
+            {"input": [{"type": "local_shell_call", "call_id": "c", "action": {"command": "ls"}}]},
+            r"input\[0\].action: must be an object with a command",
+        ),
+        ({"tool_choice": "some"}, "tool_choice: must be auto, none, required or"),
         ({"max_output_tokens": 0}, "max_output_tokens: must be at least 1"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name: must be a string, not null"),
     ],
