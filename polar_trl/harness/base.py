@@ -68,7 +68,9 @@ def judge_by_answer(calls: Sequence[Call]) -> bool:
 
     Exit codes of agents lie in both directions: 0 after an empty reply, 1 after a run that recovered.
     """
-    last = next((call for call in reversed(calls) if call.purpose == "policy"), None)
+    # a budget message is the proxy's answer and not the policy's
+    answered = (call for call in reversed(calls) if call.purpose == "policy" and call.completion.token_ids)
+    last = next(answered, None)
     if last is None or last.completion.finish_reason == "length":
         return False
     return bool(last.message.text.strip()) and not last.message.tool_calls
