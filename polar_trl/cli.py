@@ -102,7 +102,9 @@ def run_doctor(args: argparse.Namespace) -> int:
     from polar_trl.harness.install import find_cache
     from polar_trl.sandbox import build_backend
 
-    harnesses = [build_agent(name) for name in args.agents or AGENTS]
+    if not 0 <= args.answer_s < 86400:
+        raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
+    harnesses = [build_agent(name) for name in dict.fromkeys(args.agents or AGENTS)]
     backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=[find_cache()])
     checkups: dict[str, Checkup] = {}
     for harness in harnesses:

@@ -199,7 +199,9 @@ class Proxy:
         for dialect, route in sorted(served, key=lambda pair: pair[1].header is None):
             endpoint = _DialectEndpoint(self._sessions, dialect, route, self._policy.model, self._ping_interval_s)
             routes.append(_HeaderRoute(route, endpoint))
-        return Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
+        app.router.redirect_slashes = False
+        return app
 
 
 class _HeaderRoute(HTTPRoute):

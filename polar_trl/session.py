@@ -31,8 +31,8 @@ from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest, Repl
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Question = tuple[ChatRequest, bytes]
-"""What only a retry of a request shares with it: the request, its tools apart since they do not hash."""
+_Question = tuple[str, ChatRequest, bytes]
+"""What only a retry of a request shares with it: its dialect, the request, its tools apart since they do not hash."""
 
 Classify = Callable[[ChatRequest], Purpose]
 """Whether a request is the policy at its task, or an agent's side business such as a title for its window."""
@@ -356,7 +356,7 @@ def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[Parsed
     except orjson.JSONEncodeError as error:
         raise WireError(f"tools: {error}; nest the parameters less deeply") from error
     # whether it streams is no part of the question: agents whose stream broke ask again without
-    return parsed, (replace(parsed.request, stream=False, tools=()), tools)
+    return parsed, (dialect.name, replace(parsed.request, stream=False, tools=()), tools)
 
 
 def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> tuple[Message, str | None]:

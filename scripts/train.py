@@ -181,9 +181,13 @@ def build_harness(run: RunArguments) -> Harness:
         if options:
             raise ConfigError("agent_options are for the agents that are known by name; agent_command takes none")
         return ShellHarness(run.agent_command, files=read_agent_files(run.agent_files))
+    if run.agent not in AGENTS:
+        raise ConfigError(f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}")
     for name in ("agent_command", "agent_files"):
         if getattr(run, name):
-            raise ConfigError(f"{name} is read only with agent: shell, and agent is {run.agent!r}")
+            raise ConfigError(
+                f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
+            )
     return build_agent(run.agent, options)
 
 

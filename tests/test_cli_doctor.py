@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from polar_trl.cli import main
+from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.pi import PiHarness
 
@@ -39,6 +40,28 @@ def test_an_agent_that_does_not_run_the_command_is_found_out(
     assert main(["doctor", "pi", "--install", "--json"]) == 1
     (checkup,) = json.loads(capsys.readouterr().out)["agents"].values()
     assert not checkup["works"] and "the shell command of the first turn was not run" in checkup["why"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_an_odd_answer_time_is_one_sentence(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    assert main(["doctor", "pi", "--answer_s", seconds]) == 2
+    assert "--answer_s must be a number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("codex", {"short_prompt": "yes"}, "short_prompt must be true or false"),
+        ("codex", {"version": "../../x"}, "version must be an exact version"),
+        ("claude_code", {"max_turns": "a"}, "max_turns must be a whole number"),
+        ("mini_swe_agent", {"step_limit": "x"}, "step_limit must be a whole number"),
+        ("pi", {"api": "smoke"}, "api must be one of"),
+        ("pi", {"nosuch": 1}, "unexpected keyword argument 'nosuch'"),
+    ],
+)
+def test_odd_options_are_named(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_agent(name, options)
 
 
 def test_an_unknown_agent_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Agents. `AGENTS` is every one that is known by name."""
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import AgentHarness
@@ -28,9 +29,23 @@ def build_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentHar
     """The agent of that name. `options` are its class's arguments. Raises `ConfigError` for what it does not know."""
     if name not in AGENTS:
         raise ConfigError(f"agent {name!r} is not known; known are {', '.join(AGENTS)}")
+    _check_options(name, options or {})
     try:
         return AGENTS[name](**(options or {}))
     except TypeError as error:
         raise ConfigError(
             f"agent {name!r}: {str(error).removeprefix(f'{AGENTS[name].__name__}.__init__() ')}"
         ) from error
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Values of the wrong type would be found out only in the middle of a run, or name a folder that is not ours."""
+    kinds = get_type_hints(AGENTS[name].__init__)
+    for key, value in options.items():
+        kind = kinds.get(key)
+        if kind is bool and not isinstance(value, bool):
+            raise ConfigError(f"agent {name!r}: {key} must be true or false, not {value!r}")
+        if kind in (int, int | None) and value is not None and (type(value) is not int or value < 0):
+            raise ConfigError(f"agent {name!r}: {key} must be a whole number from 0, not {value!r}")
+        if key == "version" and not (isinstance(value, str) and re.fullmatch(r"[0-9][0-9A-Za-z.+-]*", value)):
+            raise ConfigError(f"agent {name!r}: version must be an exact version such as 1.2.3, not {value!r}")

@@ -31,10 +31,13 @@ def decode_body(body: bytes, content_encoding: str, max_bytes: int) -> bytes:
 
 
 def _decode_zlib(body: bytes, coding: str, max_bytes: int) -> bytes:
-    decoder = zlib.decompressobj(_ZLIB_BITS[coding])
-    unpacked = decoder.decompress(body, max_bytes + 1)
-    if not decoder.eof and len(unpacked) <= max_bytes:
-        raise EOFError("it ends too early")
+    unpacked = b""
+    while body and len(unpacked) <= max_bytes:  # gzip files may be several, one after the other
+        decoder = zlib.decompressobj(_ZLIB_BITS[coding])
+        unpacked += decoder.decompress(body, max_bytes + 1 - len(unpacked))
+        if not decoder.eof and len(unpacked) <= max_bytes:
+            raise EOFError("it ends too early")
+        body = decoder.unused_data
     return unpacked
 
 

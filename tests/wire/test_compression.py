@@ -20,6 +20,10 @@ def test_a_body_comes_back_whole(coding: str) -> None:
     assert decode_body(CODERS[coding](BODY), coding.upper(), len(BODY)) == BODY
 
 
+def test_gzip_may_come_in_several_members() -> None:
+    assert decode_body(gzip.compress(BODY[:7]) + gzip.compress(BODY[7:]), "gzip", 1 << 20) == BODY
+
+
 def test_codings_are_undone_from_the_last() -> None:
     assert decode_body(zlib.compress(gzip.compress(BODY)), "gzip, deflate", 1 << 20) == BODY
     assert decode_body(BODY, "identity", 1 << 20) == BODY
