@@ -31,7 +31,8 @@ You are a coding agent at work in the user's current folder. Nobody can answer q
 Use the tools to look at files, change them and run commands. Check your work by running it.
 When the task is done, answer with a short summary and call no tool.
 """
-_SHORT_PROMPT_TOOLS = ("bash", "read", "edit", "write", "glob", "grep")
+# "invalid" is never shown to the model; without it, a call that does not parse is answered with a wrong reason
+_SHORT_PROMPT_TOOLS = ("bash", "read", "edit", "write", "glob", "grep", "invalid")
 # At its start it installs its plugin library from npm into this folder, unless these say that it is there. Only
 # plugins need it, and there are none.
 _NO_INSTALL = {

@@ -31,7 +31,8 @@ WRITE = HARNESS.build_shell_call("printf one > one.txt")
 # a byte is a token here: the short prompt has 13 kB, each of these turns adds 12 kB
 PRINT = [HARNESS.build_shell_call(f"head -c 12000 /dev/zero | tr '\\0' {letter}") for letter in "abc"]
 LONG_WORK = [*(say("More.", tool_call) for tool_call in PRINT), say("All is done.")]
-NOTHING_WAS_INSTALLED = 'test -d ~/.config/opencode/node_modules && test -z "$(ls ~/.config/opencode/node_modules)"'
+# it takes a lock before it asks the npm registry
+NOTHING_WAS_INSTALLED = "test -d ~/.local/state/opencode && test ! -e ~/.local/state/opencode/locks"
 
 
 @pytest.fixture(scope="module", autouse=True)
