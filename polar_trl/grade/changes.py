@@ -58,12 +58,6 @@ def apply_changes(changes: Mapping[str, Change], folder: Path) -> None:
             _write(folder, path, change)
 
 
-def render_patch(changes: Mapping[str, Change]) -> str:
-    """The changes for people to read: one line per path, with its size."""
-    lines = [f"{change.kind:5} {len(change.content):9} {path}" for path, change in changes.items()]
-    return "\n".join(lines)
-
-
 def _walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     for folder, names, files in os.walk(root):
         links = [name for name in names if os.path.islink(os.path.join(folder, name))]

@@ -38,7 +38,7 @@ cpus = 2
 memory = "2G"
 storage_mb = 512
 network_mode = "allowlist"
-allowed_hosts = ["pypi.org"]
+allowed_hosts = ["example.org"]
 env = { WHO = "${HARBOR_TEST_WHO}" }
 colour = "red"
 """
@@ -73,7 +73,7 @@ def test_everything_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "build_context": str(folder / "environment"),
         "workdir": "/app",
         "network_mode": "allowlist",
-        "allowed_hosts": ["pypi.org"],
+        "allowed_hosts": ["example.org"],
         "cpus": 2,
         "memory_mb": 2048,
         "storage_mb": 512,
