@@ -99,13 +99,12 @@ def run_doctor(args: argparse.Namespace) -> int:
     """`polar-trl doctor`."""
     # the proxy and all it needs; the other subcommands start without
     from polar_trl.doctor import check_agent
-    from polar_trl.harness.install import find_cache
     from polar_trl.sandbox import build_backend
 
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
     harnesses = [build_agent(name) for name in dict.fromkeys(args.agents or AGENTS)]
-    backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=[find_cache()])
+    backend = build_backend(args.sandbox, image=args.sandbox_image)
     checkups: dict[str, Checkup] = {}
     for harness in harnesses:
         print(f"polar-trl: trying {harness.name} ...", file=sys.stderr)

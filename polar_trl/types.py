@@ -28,6 +28,10 @@ class TestSpec:
     """Ids of tests that pass before the fix and must still pass."""
     runner: str = "pytest"
     """"pytest": ids are its node ids, relative to the work folder. "swebench": the row in `Task.metadata` says how."""
+    python: str = "python3"
+    """The program inside the sandbox that runs pytest."""
+    requirements: str | None = None
+    """Host path of a requirements file with all that the tests import; None: the sandbox has it."""
     folder: str = ""
     """Host folder of hidden test files, which are laid over the work folder for grading; "" where there is none."""
     files: tuple[str, ...] = ()
@@ -52,8 +56,17 @@ class Task:
     instruction: str
     image: str | None = None
     """Container image; None where the sandbox backend needs none."""
+    build_context: str | None = None
+    """Folder of this machine with the Dockerfile that `image` is built from where none is named."""
     workspace: str | None = None
     """Folder of this machine that the work folder begins as; never written to."""
+    workdir: str | None = None
+    """Absolute path of the work folder in the sandbox; None leaves it to the sandbox. Without `workspace`, the work
+    folder begins as what the image has there."""
+    network: Literal["none", "public"] = "none"
+    """What can be reached besides the proxy: nothing, or whatever the container engine's own network reaches."""
+    writable_root: bool = False
+    """Whether files outside of the work folder, HOME and /tmp can be changed (images only; no disk limit there)."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Path relative to the work folder -> text, laid over that before the agent starts."""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -33,7 +33,6 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.base import Harness
-from polar_trl.harness.install import find_cache
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
@@ -199,7 +198,7 @@ def build_sandbox(run: RunArguments) -> SandboxBackend:
         pids=run.sandbox_pids,
         disk_mb=run.sandbox_disk_mb,
     )
-    return build_backend(run.sandbox, image=run.sandbox_image, limits=limits, mounts=[find_cache()])
+    return build_backend(run.sandbox, image=run.sandbox_image, limits=limits)
 
 
 def _refuse_unread(model_config: ModelConfig) -> None:

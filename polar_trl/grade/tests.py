@@ -47,9 +47,9 @@ class TestsGrader:
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """The reward, and under which names the agent's attempts on its judge are counted. Raises `GradeError`."""
-        if task.tests is None or task.workspace is None:
+        if task.tests is None or sandbox.base_tree is None:
             raise GradeError(f"task {task.id} has no tests, or no work tree that they belong to")
-        changes = find_changes(Path(task.workspace), sandbox.host_workdir)
+        changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
         return self.grade_changes(task, task.tests, changes, timeout_s=timeout_s)
 
     def grade_changes(self, task: Task, spec: TestSpec, changes: dict[str, Change], *, timeout_s: float) -> Grade:

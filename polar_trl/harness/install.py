@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.errors import ConfigError
 
-CACHE_VARIABLE = "POLAR_TRL_CACHE"
 INSTALL_TIMEOUT_S = 1200
 _MARK = ".installed"
 _WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
@@ -60,14 +60,6 @@ class Package(Protocol):
     def install(self) -> None:
         """Install it unless it is there. Raises `ConfigError`."""
         ...
-
-
-def find_cache() -> Path:
-    """Where agents are installed: $POLAR_TRL_CACHE, else the user's cache folder."""
-    root = os.environ.get(CACHE_VARIABLE) or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "polar-trl"
-    )
-    return Path(root) / "agents"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +264,7 @@ def _build_env() -> Mapping[str, str]:
 
 
 def _build_folder(package: Package) -> Path:
-    return find_cache() / f"{_slug(package.name)}-{_slug(package.version)}"
+    return find_cache("agents") / f"{_slug(package.name)}-{_slug(package.version)}"
 
 
 def _slug(name: str) -> str:

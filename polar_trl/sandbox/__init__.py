@@ -1,8 +1,9 @@
 """Where agents run. `build_backend` makes one of the kinds by its name."""
 
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
+from polar_trl.cache import VISIBLE, find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
@@ -11,15 +12,14 @@ KINDS = ("local", "bwrap", "docker")
 
 
 def build_backend(
-    kind: str, *, image: str | None = None, limits: Limits = Limits(), mounts: Sequence[Path] = (), run_id: str = "run"
+    kind: str, *, image: str | None = None, limits: Limits = Limits(), run_id: str = "run"
 ) -> SandboxBackend:
-    """A backend by its name.
+    """A backend by its name. Its sandboxes see the installed agents and test environments, and the Python of this one.
 
     Args:
         kind: "local" (folders of this user, no isolation), "bwrap" or "docker".
         image: For tasks that name none; docker only.
         limits: Per session; "local" has none.
-        mounts: Host folders that sandboxes see read-only at the same path.
         run_id: Label of what is made.
 
     Raises `ConfigError` for an unknown kind, `SandboxError` where it cannot work on this machine.
@@ -28,6 +28,7 @@ def build_backend(
         raise ConfigError(f"sandbox {kind!r} is not known; known are {', '.join(KINDS)}")
     if image is not None and kind != "docker":
         raise ConfigError(f"sandbox_image is read by the docker sandbox only, and the sandbox is {kind!r}")
+    mounts = [*(find_cache(part) for part in VISIBLE), *find_python()]
     if kind == "docker":
         from polar_trl.sandbox.docker import DockerSandboxBackend
 
@@ -39,3 +40,8 @@ def build_backend(
     from polar_trl.sandbox.local import LocalSandboxBackend
 
     return LocalSandboxBackend()
+
+
+def find_python() -> list[Path]:
+    """Where the Python that runs this lies; empty where it is the system's, which an image has its own of."""
+    return [path for path in (Path(sys.base_prefix),) if not path.is_relative_to("/usr")]

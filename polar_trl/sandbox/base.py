@@ -48,6 +48,16 @@ class Sandbox(Protocol):
         """The same folder on this machine."""
         ...
 
+    @property
+    def host_home(self) -> Path:
+        """HOME on this machine."""
+        ...
+
+    @property
+    def base_tree(self) -> Path | None:
+        """What the work folder began as, before `Task.files`, on this machine; never written to. None: empty."""
+        ...
+
     def run(self, command: str, *, env: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Run a shell command in the work folder; at the deadline it and everything it started is killed.
 
@@ -66,6 +76,13 @@ class Sandbox(Protocol):
         """Read a file (`path` as for `put`); None if there is no regular file. Follows no link out of it.
 
         Raises `FileTooLargeError` if it is larger than `max_bytes`.
+        """
+        ...
+
+    def upload(self, source: Path, target: str) -> None:
+        """Copy a folder of this machine to an absolute path inside, replacing what is there.
+
+        Raises `SandboxError` where that cannot be written.
         """
         ...
 
@@ -99,4 +116,8 @@ class SandboxBackend(Protocol):
 
     def create(self, task: Task, session_id: str) -> Sandbox:
         """A fresh sandbox with the task's files in its work folder. Raises `SandboxError`."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the backend itself holds. Sandboxes are their owners' to destroy."""
         ...

@@ -34,6 +34,7 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
+from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
 
 WORKDIR = "/workspace"
@@ -65,10 +66,14 @@ class BwrapSandboxBackend:
         python = {Path(sys.prefix), Path(sys.base_prefix)}
         self._mounts = tuple(dict.fromkeys([*mounts, *(path for path in python if not path.is_relative_to("/usr"))]))
         self._root = root or find_state_folder()
+        self._trees = WorkTrees()
         reap_session_folders(self._root)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Nothing: there are no images."""
+        """Prepare the work trees. Raises `SandboxError`."""
+        for task in tasks:
+            if task.workspace:
+                self._trees.find(task.workspace)
 
     def create(self, task: Task, session_id: str) -> "BwrapSandbox":
         """Folders with the task's files, a network namespace, and limits. Raises `SandboxError`."""
@@ -79,13 +84,14 @@ class BwrapSandboxBackend:
         folder = make_session_folder(self._root, session_id)
         sandbox = None
         try:
-            workspace = Path(task.workspace) if task.workspace else None
+            tree = self._trees.find(task.workspace) if task.workspace else None
             if self._has_limits:
-                files = SessionFolder(make_disk(folder, workspace, self._limits.disk_mb))
+                files = SessionFolder(make_disk(folder, tree, self._limits.disk_mb))
             else:
-                make_folders(folder / "disk", workspace)
+                make_folders(folder / "disk", tree)
                 files = SessionFolder(folder / "disk")
-            sandbox = BwrapSandbox(folder, files, self._mounts, self._limits if self._has_limits else None)
+            limits = self._limits if self._has_limits else None
+            sandbox = BwrapSandbox(folder, files, tree, self._mounts, limits)
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
         except BaseException:
@@ -96,13 +102,24 @@ class BwrapSandboxBackend:
             raise
         return sandbox
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
 
 class BwrapSandbox:
     """One session's folders, network namespace and control group."""
 
     workdir = WORKDIR
 
-    def __init__(self, folder: Path, files: SessionFolder, mounts: Sequence[Path], limits: Limits | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: SessionFolder,
+        base_tree: Path | None,
+        mounts: Sequence[Path],
+        limits: Limits | None,
+    ) -> None:
+        self.base_tree = base_tree
         self._folder = folder
         self._files = files
         self._mounts = mounts
@@ -143,6 +160,11 @@ class BwrapSandbox:
         """The work folder on this machine."""
         return self._files.base / "work"
 
+    @property
+    def host_home(self) -> Path:
+        """HOME on this machine."""
+        return self._files.base / "home"
+
     def put(self, path: str, content: bytes) -> None:
         """See `SessionFolder.put`."""
         self._files.put(path, content)
@@ -150,6 +172,10 @@ class BwrapSandbox:
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """See `SessionFolder.get`."""
         return self._files.get(path, max_bytes=max_bytes)
+
+    def upload(self, source: Path, target: str) -> None:
+        """Refused: it has no root of its own. Raises `SandboxError`."""
+        raise SandboxError("a bubblewrap sandbox has no files of its own outside of the work folder; use docker")
 
     def open_listener(self) -> socket.socket:
         """On the sandbox's own loopback."""

@@ -16,11 +16,11 @@ UPPER = "upper"
 FULL_BYTES = 2 << 20
 
 
-def make_disk(folder: Path, workspace: Path | None, size_mb: int) -> Path:
+def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
     """Make and mount a disk in a session folder; the mount point, with work/, home/ and tmp/ in it.
 
     Args:
-        workspace: What the work folder holds at first; None: nothing.
+        tree: What the work folder holds at first; None: nothing.
 
     Raises `SandboxError`.
     """
@@ -34,22 +34,18 @@ def make_disk(folder: Path, workspace: Path | None, size_mb: int) -> Path:
     for name in (*SUBFOLDERS, UPPER, "overlay"):
         (disk / name).mkdir()
     (disk / "tmp").chmod(0o1777)
-    if workspace is not None:
-        if not workspace.is_dir():
-            raise SandboxError(f"the work tree {workspace} is no folder")
-        layers = f"lowerdir={workspace},upperdir={disk / UPPER},workdir={disk / 'overlay'}"
+    if tree is not None:
+        layers = f"lowerdir={tree},upperdir={disk / UPPER},workdir={disk / 'overlay'}"
         _run("mount", "-t", "overlay", "overlay", "-o", layers, str(disk / "work"))
     return disk
 
 
-def make_folders(base: Path, workspace: Path | None) -> None:
+def make_folders(base: Path, tree: Path | None) -> None:
     """The same three folders without a disk of their own, and so without root: a copy of the work tree, no limit."""
     for name in SUBFOLDERS:
         (base / name).mkdir(parents=True)
-    if workspace is not None:
-        if not workspace.is_dir():
-            raise SandboxError(f"the work tree {workspace} is no folder")
-        shutil.copytree(workspace, base / "work", symlinks=True, dirs_exist_ok=True)
+    if tree is not None:
+        shutil.copytree(tree, base / "work", symlinks=True, dirs_exist_ok=True)
 
 
 def is_full(disk: Path) -> bool:

@@ -37,6 +37,7 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
+from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class DockerSandboxBackend:
         self._client = _connect(host)
         self._starting = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
         self._pulling = threading.Lock()
+        self._trees = WorkTrees()
         reap(self._client, self._root)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
@@ -101,7 +103,8 @@ class DockerSandboxBackend:
         image = self._require_image(task)
         folder = make_session_folder(self._root, session_id)
         try:
-            disk = make_disk(folder, Path(task.workspace) if task.workspace else None, self._limits.disk_mb)
+            tree = self._trees.find(task.workspace) if task.workspace else None
+            disk = make_disk(folder, tree, self._limits.disk_mb)
             files = SessionFolder(disk)
             for path, text in task.files.items():
                 files.put(path, encode_text(text, f"task {task.id}: file {path}"))
@@ -110,7 +113,7 @@ class DockerSandboxBackend:
         except BaseException:
             remove_session_folder(folder)
             raise
-        return DockerSandbox(self._client, container, folder, files)
+        return DockerSandbox(self._client, container, folder, files, tree)
 
     def _choose_image(self, task: Task) -> str:
         image = task.image or self._image
@@ -168,13 +171,19 @@ class DockerSandboxBackend:
 
         return _retry(start, f"task {task.id}: no container could be started from {image} for {session_id}")
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
 
 class DockerSandbox:
     """One session's container."""
 
     workdir = WORKDIR
 
-    def __init__(self, client: Any, container: Any, folder: Path, files: SessionFolder) -> None:
+    def __init__(
+        self, client: Any, container: Any, folder: Path, files: SessionFolder, base_tree: Path | None
+    ) -> None:
+        self.base_tree = base_tree
         self._client = client
         self._container = container
         self._folder = folder
@@ -219,6 +228,11 @@ class DockerSandbox:
         """The work folder on this machine."""
         return self._files.base / "work"
 
+    @property
+    def host_home(self) -> Path:
+        """HOME on this machine."""
+        return self._files.base / "home"
+
     def put(self, path: str, content: bytes) -> None:
         """See `SessionFolder.put`."""
         self._files.put(path, content)
@@ -226,6 +240,10 @@ class DockerSandbox:
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """See `SessionFolder.get`."""
         return self._files.get(path, max_bytes=max_bytes)
+
+    def upload(self, source: Path, target: str) -> None:
+        """Copy a folder of this machine to an absolute path inside, replacing what is there. Raises `SandboxError`."""
+        raise SandboxError("not yet")
 
     def open_listener(self) -> socket.socket:
         """On the container's own loopback."""

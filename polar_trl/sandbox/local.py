@@ -25,6 +25,7 @@ from polar_trl.sandbox.disk import make_folders
 from polar_trl.sandbox.folder import SessionFolder, encode_text, remove_tree
 from polar_trl.sandbox.owner import find_state_folder, make_session_folder, reap_session_folders
 from polar_trl.sandbox.supervise import KILL_LIMIT_S
+from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
 
 INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
@@ -48,10 +49,14 @@ class LocalSandboxBackend:
         self.capabilities = Capabilities(cuts_network=False, limits_memory=False, limits_disk=False, uses_images=False)
         self._root = root or find_state_folder()
         self._inherit_env = tuple(inherit_env)
+        self._trees = WorkTrees()
         reap_session_folders(self._root)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Nothing: folders are made in no time."""
+        """Prepare the work trees. Raises `SandboxError`."""
+        for task in tasks:
+            if task.workspace:
+                self._trees.find(task.workspace)
 
     def create(self, task: Task, session_id: str) -> "LocalSandbox":
         """A fresh folder with the task's files. Raises `SandboxError`."""
@@ -60,13 +65,14 @@ class LocalSandboxBackend:
                 f"task {task.id}: the local sandbox has no images, and this task names {task.image!r}; "
                 "use the docker sandbox, or leave `image` out of the task"
             )
+        tree = self._trees.find(task.workspace) if task.workspace else None
         try:
             base = make_session_folder(self._root, session_id)
-            make_folders(base, Path(task.workspace) if task.workspace else None)
+            make_folders(base, tree)
         except OSError as error:
             raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
         env = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
-        sandbox = LocalSandbox(base, {"PATH": os.defpath, **env, **task.env})
+        sandbox = LocalSandbox(base, tree, {"PATH": os.defpath, **env, **task.env})
         try:
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
@@ -74,6 +80,9 @@ class LocalSandboxBackend:
             sandbox.destroy()
             raise
         return sandbox
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 class LocalSandbox:
@@ -83,9 +92,11 @@ class LocalSandbox:
     supervisor, which kills everything. The folders of a killed trainer are removed by the next one.
     """
 
-    def __init__(self, base: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, base: Path, base_tree: Path | None, env: Mapping[str, str]) -> None:
         self.workdir = str(base / "work")
         self.host_workdir = base / "work"
+        self.host_home = base / "home"
+        self.base_tree = base_tree
         self._base = base
         self._folder = SessionFolder(base)
         self._env = {**env}
@@ -124,6 +135,10 @@ class LocalSandbox:
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """See `SessionFolder.get`."""
         return self._open_folder().get(path, max_bytes=max_bytes)
+
+    def upload(self, source: Path, target: str) -> None:
+        """Refused: it has no root of its own. Raises `SandboxError`."""
+        raise SandboxError("the local sandbox has no files of its own outside of the work folder; use docker")
 
     def open_listener(self) -> None:
         """None: it shares the host's network."""

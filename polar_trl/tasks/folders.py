@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from polar_trl.cache import find_cache
 from polar_trl.errors import TaskError
 from polar_trl.sandbox.run_tests import RUNNER
-from polar_trl.tasks.releases import find_cache, find_import_roots, list_tests
+from polar_trl.tasks.releases import find_import_roots, list_tests
 from polar_trl.tasks.suite import SuiteRun, copied_tree, run_suite
 
 SUITE_TIMEOUT_S = 300.0
@@ -254,7 +255,7 @@ def _run_cached(tools: Tools, tree: Path, spec: Path, hash_seed: int) -> SuiteRu
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 key.update(f"\n{file.relative_to(folder)}\n".encode())
                 key.update(file.read_bytes())
-        kept = find_cache() / "suites" / f"{key.hexdigest()[:32]}.json"
+        kept = find_cache("suites") / f"{key.hexdigest()[:32]}.json"
         if kept.is_file():
             read = json.loads(kept.read_text(encoding="utf-8"))
             return SuiteRun(**read, timed_out=False, cpu_s=0.0, said="")

@@ -16,7 +16,7 @@ from polar_trl.types import Task, TestSpec
 
 _FIELDS = {field.name for field in dataclasses.fields(Task)}
 _SPEC_FIELDS = [field.name for field in dataclasses.fields(TestSpec)]
-_TEXTS = ("id", "instruction", "image", "grader", "workspace")
+_TEXTS = ("id", "instruction", "image", "grader", "workspace", "workdir", "build_context")
 _TEXT_MAPS = ("files", "env")
 _REQUIRED = ("id", "instruction")
 
@@ -67,8 +67,8 @@ def parse_test_spec(value: Any, where: str) -> TestSpec:
             raise TaskError(
                 f"{where}: unknown field 'tests.{name}'" + (f"; did you mean {near[0]!r}?" if near else "")
             )
-        if name in ("runner", "folder", "gold_patch"):
-            if not (isinstance(item, str) or (name == "gold_patch" and item is None)):
+        if name in ("runner", "folder", "gold_patch", "python", "requirements"):
+            if not (isinstance(item, str) or (name in ("gold_patch", "requirements") and item is None)):
                 raise TaskError(f"{where}: 'tests.{name}' must be text, not {item!r}")
             fields[name] = item
         elif isinstance(item, Sequence) and not isinstance(item, str) and all(isinstance(text, str) for text in item):
@@ -114,6 +114,10 @@ def _complain(name: str, value: Any) -> str | None:
     if name.endswith("_timeout_s"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return None if is_number and math.isfinite(value) and value > 0 else "a number of seconds above 0"
+    if name == "network":
+        return None if value in ("none", "public") else "'none' or 'public'"
+    if name == "writable_root":
+        return None if isinstance(value, bool) else "true or false"
     if name == "tests" and value is None:
         return None
     return None if isinstance(value, Mapping) else "an object"

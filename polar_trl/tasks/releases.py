@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from polar_trl.cache import find_cache
 from polar_trl.errors import TaskError
 
-CACHE_VARIABLE = "POLAR_TRL_CACHE"
 DOWNLOAD_TIMEOUT_S = 300.0
 
 _TEST_FOLDER = re.compile(r"(tests?|testing|unit_?tests?|.*_tests?)", re.IGNORECASE)
@@ -26,14 +26,6 @@ _TEST_FILE = re.compile(r"(test_.*|.*_test|tests?|conftest)\.py")
 _SKIPPED = {*(".git", ".github", "docs", "doc", "examples", "example", "benchmarks", "benchmark", "bench", "build")}
 _SKIPPED |= {"tasks", "scripts", "tools"}
 _CHANGELOG = re.compile(r"(changelog|changes|history|news|release_?notes)(\.\w+)?", re.IGNORECASE)
-
-
-def find_cache() -> Path:
-    """Where releases and test environments are kept: $POLAR_TRL_CACHE, else the user's cache folder."""
-    root = os.environ.get(CACHE_VARIABLE) or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "polar-trl"
-    )
-    return Path(root) / "tasks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +44,7 @@ def fetch_release(release: Release, pip: Path) -> Path:
     Args:
         pip: Python of an environment that has the build backends: pip asks a source archive for its metadata.
     """
-    folder = find_cache() / "releases" / release.package / release.version
+    folder = find_cache("releases") / release.package / release.version
     archive = _find_archive(folder)
     if archive is None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.sandbox.run_tests import RUNNER
-from polar_trl.tasks.releases import find_cache
 
 INSTALL_TIMEOUT_S = 900.0
 MEMORY_MB = 3072
@@ -50,7 +50,7 @@ def find_environment(requirements: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot read the requirements {requirements}: {error.strerror}") from error
     digest = hashlib.sha256(f"{sys.version}\n{text}".encode()).hexdigest()[:12]
-    return find_cache() / f"{requirements.stem}-{digest}"
+    return find_cache("environments") / f"{requirements.stem}-{digest}"
 
 
 def install_environment(requirements: Path) -> Path:

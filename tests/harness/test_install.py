@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from polar_trl.cache import CACHE_VARIABLE
 from polar_trl.errors import ConfigError
-from polar_trl.harness import install
 from polar_trl.harness.install import UV, NpmPackage, PyPIPackage
 
 AGENT = NpmPackage(name="@org/agent", version="1.2.3", binary="agent")
@@ -38,7 +38,7 @@ esac
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the programs note what they were called with; the cache is empty."""
-    monkeypatch.setenv(install.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
     return tmp_path / "log"
@@ -137,7 +137,7 @@ def test_two_processes_at_once_install_once(log: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_one_sentence(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_npm(log)
     (log.parent / "file").touch()
-    monkeypatch.setenv(install.CACHE_VARIABLE, str(log.parent / "file"))  # root may write into any folder
+    monkeypatch.setenv(CACHE_VARIABLE, str(log.parent / "file"))  # root may write into any folder
     with pytest.raises(ConfigError) as caught:
         AGENT.install()
     assert str(caught.value) == (

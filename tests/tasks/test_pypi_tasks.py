@@ -19,6 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.errors import TaskError
 from polar_trl.tasks.folders import PROTECTED, Tools, apply_patch, check_task, diff_trees, render_toml, write_task
 from polar_trl.tasks.harbor import load_harbor
@@ -26,10 +27,8 @@ from polar_trl.tasks.mutants import build_mutants
 from polar_trl.tasks.mutate import OPERATORS, list_edits
 from polar_trl.tasks.pypi import build_draft, load_specs, parse_spec
 from polar_trl.tasks.releases import (
-    CACHE_VARIABLE,
     Release,
     fetch_release,
-    find_cache,
     find_import_roots,
     hash_file,
     is_changelog,
@@ -97,7 +96,7 @@ TOTAL_IDS = [f"tests/test_calc.py::test_total[values{index}]" for index in range
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return find_cache()
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ def tools(tmp_path: Path) -> Tools:
 
 def make_release(version: str, files: Mapping[str, str], package: str = "calc") -> Release:
     """An archive of the files, where `fetch_release` looks first."""
-    path = find_cache() / "releases" / package / version / f"{package}-{version}.tar.gz"
+    path = find_cache("releases") / package / version / f"{package}-{version}.tar.gz"
     path.parent.mkdir(parents=True)
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():

@@ -1,0 +1,18 @@
+"""Where this package keeps what it can make again: agents, environments, downloads, work trees, results of checks."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+CACHE_VARIABLE = "POLAR_TRL_CACHE"
+Part = Literal["agents", "environments", "releases", "suites", "trees", "checks"]
+VISIBLE: tuple[Part, ...] = ("agents", "environments")
+"""Parts that sandboxes may see. Downloaded releases hold the very fixes that tasks ask for."""
+
+
+def find_cache(part: Part) -> Path:
+    """The folder of one part, in $POLAR_TRL_CACHE or else in the user's cache folder."""
+    root = os.environ.get(CACHE_VARIABLE) or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "polar-trl"
+    )
+    return Path(root) / part
