@@ -22,7 +22,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from polar_trl.errors import LawError, PolarError
-from polar_trl.grade.base import Grader
+from polar_trl.grade.attempts import count_peeks
+from polar_trl.grade.base import FreshSandboxGrader, Grader
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
@@ -126,6 +127,7 @@ class _Session:
         )
         self._sandbox: Sandbox | None = None
         self._cancelled = threading.Event()
+        self._grading_is_ordered = False
         self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES), 0.0)
 
     def cancel(self) -> None:
@@ -140,6 +142,7 @@ class _Session:
         reward = error = None
         try:
             self._sandbox = self._prepare()
+            self._order_grading()
             stop_reason = "agent_failed"
             stop_reason, error = self._run_agent(self._sandbox)
             if error is None:
@@ -151,7 +154,11 @@ class _Session:
         except (PolarError, OSError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         finally:
+            self._withdraw_grading()
             self._destroy_sandbox()
+        if peeks := count_peeks(self._log.calls):
+            self._log.count("peeks", peeks)
+            self._log.count("rollouts_that_peeked")
         rollout = Rollout(
             id=self._job.rollout_id,
             task_id=self._job.task.id,
@@ -197,6 +204,17 @@ class _Session:
         with self._stage("prepare"):
             return self._runner.backend.create(self._job.task, self._job.rollout_id)
 
+    def _order_grading(self) -> None:
+        grader = self._runner.grader
+        if isinstance(grader, FreshSandboxGrader):
+            grader.order(self._job.task)
+            self._grading_is_ordered = True
+
+    def _withdraw_grading(self) -> None:
+        grader = self._runner.grader
+        if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
+            grader.withdraw(self._job.task)
+
     def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, str | None]:
         """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
         runner, task = self._runner, self._job.task
@@ -213,6 +231,10 @@ class _Session:
             finally:
                 runner.proxy.close_session(endpoint.api_key)
         self._raise_if_cancelled()
+        if result.out_of_memory:
+            self._log.count("agent_out_of_memory")
+        if result.disk_full:
+            self._log.count("agent_disk_full")
         sampled = sum(len(call.completion.token_ids) for call in self._log.calls)
         if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
             return "agent_failed", f"{faults} model calls failed on our side; the agent's result says nothing"
@@ -228,6 +250,7 @@ class _Session:
         if grader is None:
             return None, None
         with self._stage("grade"):
+            self._grading_is_ordered = False  # from here on it is the grader's own affair
             try:
                 grade = grader.grade(self._job.task, sandbox, timeout_s=self._job.task.grade_timeout_s)
                 reward = float(grade.reward)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Install what the tests need, check the code, run the tests. Arguments go to pytest:
+# Install what the tests need, check the code, start a container engine, run the tests. Arguments go to pytest:
 #
-#   bash scripts/test.sh                 # everything, as CI runs it
-#   bash scripts/test.sh tests/wire -x   # a part
+#   bash scripts/test.sh                              everything, as CI runs it (Debian, as root)
+#   bash scripts/test.sh tests/wire -x                a part
+#   CONTAINERS=no bash scripts/test.sh                without the tests of containers, for machines without root
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install.sh
@@ -10,4 +11,13 @@ bin=${VENV:-.venv}/bin
 "$bin/python" scripts/get_model.py > /dev/null
 "$bin/python" scripts/get_agents.py
 bash scripts/check
-exec "$bin/python" -m pytest "$@"
+if [ "${CONTAINERS:-yes}" = no ]; then
+  exec "$bin/python" -m pytest -m "not containers" "$@"
+fi
+POLAR_ENGINE=$(mktemp -d /tmp/polar-trl-engine.XXXXXX)
+export POLAR_ENGINE
+trap 'bash scripts/container_engine.sh down' EXIT
+engine=$(bash scripts/container_engine.sh up)
+eval "$engine"
+"$bin/python" scripts/make_test_image.py
+"$bin/python" -m pytest "$@"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
@@ -26,4 +26,17 @@ class Grader(Protocol):
         Raises `GradeError` (or anything else) where none can be determined: the rollout then has no reward and
         enters neither a baseline nor a gradient.
         """
+        ...
+
+
+@runtime_checkable
+class FreshSandboxGrader(Protocol):
+    """A grader that looks at the work in a sandbox of its own, which can be made while the agent still works."""
+
+    def order(self, task: Task) -> None:
+        """`grade` will be called for this task: have made ready what it will want."""
+        ...
+
+    def withdraw(self, task: Task) -> None:
+        """It will not be called after all."""
         ...

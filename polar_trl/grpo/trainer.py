@@ -37,11 +37,13 @@ from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.importance import importance_ratio, logprob_gap
 from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
 from polar_trl.grpo.selfcheck import check_engine
+from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout import Finished, Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.sandbox.pool import WarmPool
 from polar_trl.session import SessionLimits
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
@@ -58,7 +60,8 @@ class PolarGRPOTrainer(GRPOTrainer):
         train_dataset: Tasks, or a `Dataset` whose columns are `Task`'s fields.
         eval_dataset: The same, for evaluation.
         harness: The agent.
-        sandbox: Where agents run; a folder and a process group each by default.
+        sandbox: Where agents run; a folder and a process group each by default. Sandboxes of a `WarmPool` are made
+            while the model trains.
         grader: What a session is worth. By default the command that each task names; None with tasks that name none
             leaves the reward to `reward_funcs`.
         reward_funcs: TRL reward functions, called once per rollout with `prompts`, `completions` (the conversation
@@ -116,6 +119,7 @@ class PolarGRPOTrainer(GRPOTrainer):
                 optimizers=optimizers,
             )
         self.args: PolarGRPOConfig
+        self.data_collator: Callable[..., Any]
         self.vllm_generation: ColocatedVllm
         self._engine_checked = False
         self._num_batches = 0
@@ -141,9 +145,12 @@ class PolarGRPOTrainer(GRPOTrainer):
             model=args.model_label,
         )
         self.proxy.start()
+        backend = sandbox or LocalSandboxBackend()
+        repeats = args.steps_per_generation * args.num_iterations
+        self.upcoming = UpcomingBatches(backend, repeats=repeats) if isinstance(backend, WarmPool) else None
         self.runner = RolloutRunner(
             proxy=self.proxy,
-            backend=sandbox or LocalSandboxBackend(),
+            backend=backend,
             harness=harness,
             grader=self.grader,
             config=RolloutConfig(
@@ -159,9 +166,20 @@ class PolarGRPOTrainer(GRPOTrainer):
     def close(self) -> None:
         """Stop the proxy and the engine. The model, and what was saved, stay."""
         self.proxy.stop()
+        self.runner.backend.close()
         self.vllm_generation.engine.close()
 
     # From data rows to tensors.
+
+    def get_train_dataloader(self) -> Any:
+        """TRL's, with an ear for the batch after the current one."""
+        if self.upcoming is None:
+            return super().get_train_dataloader()
+        collate, self.data_collator = self.data_collator, self.upcoming.wrap(self.data_collator)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collate
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Roll out once per generation batch, and hand out its rows part by part.
@@ -187,6 +205,8 @@ class PolarGRPOTrainer(GRPOTrainer):
         started = time.monotonic()
         finished = self.runner.run(self._build_jobs(inputs, mode), show_progress=self._shows_progress())
         self.vllm_generation.sleep()
+        if self.upcoming is not None and mode == "train":
+            self.upcoming.finish_rollouts()
         self._log_phase(mode, "rollouts", started)
 
         advantages = self._score(inputs, finished, mode)

@@ -13,6 +13,7 @@ from trl.trainer import grpo_trainer
     [
         (GRPOTrainer, "_generate_and_score_completions", ["self", "inputs"]),
         (GRPOTrainer, "_prepare_inputs", ["self", "generation_batch"]),
+        (GRPOTrainer, "get_train_dataloader", ["self"]),
         (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
         (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
         (VLLMGeneration, "_init_vllm", ["self"]),

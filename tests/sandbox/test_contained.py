@@ -1,6 +1,6 @@
 """What bubblewrap and Docker sandboxes have in common: one network address, limits, and an end.
 
-Needs root and a container engine: `scripts/test_containers.sh` starts one of its own and runs these.
+Needs root and a container engine: `scripts/test.sh` starts one of its own.
 """
 
 import threading

@@ -1,0 +1,52 @@
+"""The batches that the data loader has fetched ahead -> orders for their sandboxes, made while the GPU trains."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from polar_trl.grpo.dataset import parse_task
+from polar_trl.sandbox.pool import WarmPool
+
+Rows = list[dict[str, Any]]
+
+
+class UpcomingBatches:
+    """Sits between the data loader and its collator.
+
+    A loader fetches one batch ahead of the trainer. Orders for a batch are placed once every earlier one has been
+    rolled out: sandboxes for later would only take the places of those that are needed now.
+
+    Args:
+        pool: Takes the orders, `depth` of them per batch.
+        repeats: How many times in a row the loader gives each generation batch.
+    """
+
+    def __init__(self, pool: WarmPool, *, repeats: int) -> None:
+        self._pool = pool
+        self._repeats = repeats
+        self._num_collated = 0
+        self._batches: deque[Rows] = deque()
+
+    def wrap(self, collate: Callable[[Rows], Any]) -> Callable[[Rows], Any]:
+        """The collator, which notes what passes through."""
+
+        def note(rows: Rows) -> Any:
+            if self._num_collated % self._repeats == 0:
+                self._batches.append(rows)
+                if len(self._batches) == 1:
+                    self._order(rows)
+            self._num_collated += 1
+            return collate(rows)
+
+        return note
+
+    def finish_rollouts(self) -> None:
+        """The oldest batch was rolled out; the next one's sandboxes may be made."""
+        if self._batches:
+            self._batches.popleft()
+        if self._batches:
+            self._order(self._batches[0])
+
+    def _order(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows[: self._pool.depth]:
+            self._pool.order(parse_task(row))
