@@ -20,7 +20,8 @@ from polar_trl.cache import find_cache
 from polar_trl.errors import SandboxError
 
 GIT_TIMEOUT_S = 600
-_LEFTOVERS = ("FETCH_HEAD", "ORIG_HEAD", "MERGE_HEAD", "logs", "worktrees", "modules", "hooks")
+_KEPT = frozenset({"HEAD", "config", "index", "info", "objects", "packed-refs", "refs", "shallow"})
+"""All else in .git tells of what was done: logs, ORIG_HEAD, COMMIT_EDITMSG, worktrees, ..."""
 _IDENTITY = {
     f"GIT_{role}_{name}": value
     for role in ("AUTHOR", "COMMITTER")
@@ -81,11 +82,13 @@ def cut_future(tree: Path) -> None:
             _git(tree, "update-ref", "--no-deref", "-d", name)
     for remote in (_git(tree, "remote") or "").split():
         _git(tree, "remote", "remove", remote)
-    for leftover in [folder / name for name in _LEFTOVERS] + list((folder / "objects" / "pack").glob("*.keep")):
+    leftovers = [path for path in folder.iterdir() if path.name not in _KEPT]
+    for leftover in [*leftovers, *(folder / "objects" / "pack").glob("*.keep")]:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
     _git(tree, "repack", "-a", "-d", "-q")
     (folder / "objects" / "info" / "alternates").unlink(missing_ok=True)
     _git(tree, "gc", "--quiet", "--prune=now")
+    (folder / "gc.log").unlink(missing_ok=True)
     _refuse_future(tree)
 
 

@@ -2,7 +2,7 @@
 
 Nothing is scripted here but the weights. Whatever an agent makes of noise, its session ends and is graded, the record
 holds exactly what the engine sampled, and the trajectories obey the laws. What the model says leans towards markup
-(see `tiny_qwen35`), so that agents get whole answers, cut ones, and tool calls that cannot be read.
+(see `tiny_qwen`), so that agents get whole answers, cut ones, and tool calls that cannot be read.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen35 import build_tiny_qwen35
+from tiny_qwen import build_tiny_qwen35
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import set_environment

@@ -1,4 +1,4 @@
-"""A folder with a tiny Qwen3.5 of random weights, SmolLM2's vocabulary, and Qwen's markup and chat template.
+"""Folders with a tiny Qwen3.5 and a tiny Qwen3 of random weights, SmolLM2's vocabulary, and Qwen's markup and templates.
 
 Its text is noise. It leans towards the tokens of markup only, so that reasoning, turns and tool calls end now and then
 as a model's do: agents then get answers, cut answers and tool calls that no tool understands. It never names a tool.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 LEANING: Mapping[str, float] = {"</think>": 0.2, "<tool_call>": 0.2, "</tool_call>": 0.15, "<|im_end|>": 0.05}
 """Token of markup -> about how often it is sampled at temperature 1. All other tokens share the rest."""
@@ -25,11 +25,7 @@ _HIDDEN_SIZE = 64
 
 def build_tiny_qwen35(smollm2: Path, folder: Path) -> Path:
     """Write config, weights and tokenizer to `folder`; about 13 MB. `smollm2` is where the vocabulary comes from."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.add_tokens(list(_MARKUP), special_tokens=False)
-    tokenizer.unk_token = None  # here "<|endoftext|>", which Qwen's formats know as a token of its own
-    tokenizer.chat_template = _read_trl_template("qwen3_5_think")
+    tokenizer = _build_tokenizer(smollm2, "qwen3_5_think")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
@@ -57,6 +53,42 @@ def build_tiny_qwen35(smollm2: Path, folder: Path) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def build_tiny_qwen3(smollm2: Path, folder: Path) -> Path:
+    """The same for Qwen3, which has attention only; in float32, about 13 MB."""
+    tokenizer = _build_tokenizer(smollm2, "qwen3")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=_HIDDEN_SIZE,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=1 << 15,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        _lean(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _build_tokenizer(smollm2: Path, template: str) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(list(_MARKUP), special_tokens=False)
+    tokenizer.unk_token = None  # here "<|endoftext|>", which Qwen's formats know as a token of its own
+    tokenizer.chat_template = _read_trl_template(template)
+    return tokenizer
 
 
 def _lean(model: Any, tokenizer: Any) -> None:
