@@ -36,7 +36,7 @@ def commit(repo: Path, text: str) -> str:
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """Two commits, and the fix everywhere that history can hide: behind branches, tags, notes, stash, reflog, a remote."""
+    """Two commits, and the fix everywhere history can hide: branches, tags, notes, stash, reflog, a remote."""
     repo, upstream = tmp_path / "repo", tmp_path / "upstream"
     for folder in (repo, upstream):
         folder.mkdir()

@@ -1,0 +1,44 @@
+"""A task to a gradient through real parts: Pi in Docker, a bug of a PyPI release, hidden tests, vLLM, TRL."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import docker
+import pytest
+from test_loss import run_worker
+from tiny_qwen import build_tiny_qwen3
+
+from polar_trl.record import read_session
+from polar_trl.sandbox.owner import find_state_folder
+
+pytestmark = pytest.mark.containers
+
+ROOT = Path(__file__).parents[2]
+TASK = "xmltodict-0.14.1-to-0.14.2"
+
+
+@pytest.mark.timeout(600)
+def test_one_step_on_a_real_bug(smollm2: Path, tmp_path: Path) -> None:
+    model = build_tiny_qwen3(smollm2, tmp_path / "tiny-qwen3")
+    tasks, out = tmp_path / "tasks", tmp_path / "run"
+    build = [sys.executable, str(ROOT / "scripts" / "build_pypi_tasks.py"), "--out", str(tasks), "--only", TASK]
+    subprocess.run(build, check=True, timeout=300)
+    out.mkdir()
+    run_worker("pypi_worker.py", str(model), str(out), str(tasks))
+
+    result = json.loads((out / "result.json").read_text())
+    (step,) = [entry for entry in result["log"] if "reward" in entry]
+    assert result["moved"] > 0
+    assert step["rewards/grader/mean"] == 0.0, "noise cannot have fixed it"
+    assert step["polar/rollouts_without_reward"] == 0
+    assert step["polar/sampled_tokens"] == step["polar/trained_tokens"] > 0
+    assert step["grad_norm"] > 0
+    rollouts = [read_session(path) for path in out.glob("sessions/**/*.jsonl")]
+    assert len(rollouts) == 4
+    for rollout in rollouts:
+        assert rollout.calls and rollout.reward == 0.0 and rollout.error is None
+        assert any(tool.name == "bash" for tool in rollout.calls[0].request.tools), "these are Pi's own tools"
+    assert not [c for c in docker.from_env().containers.list(all=True) if "xmltodict" in str(c.attrs["Mounts"])]
+    assert not list(find_state_folder().glob("train-*"))
