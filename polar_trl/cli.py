@@ -20,6 +20,7 @@ from polar_trl.record import SessionRecord, read_record
 from polar_trl.sandbox import KINDS
 
 if TYPE_CHECKING:
+    from polar_trl.check_tasks import Checked
     from polar_trl.doctor import Checkup
 
 REPLAY_EPILOG = """\
@@ -41,6 +42,17 @@ examples:
 
 An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
 its own shell tool, and its calls continue each other token for token. Exits with 1 if one that was asked for does not.
+"""
+
+CHECK_TASKS_EPILOG = """\
+examples:
+  polar-trl check-tasks tasks.jsonl --sandbox bwrap
+  polar-trl check-tasks tasks/ --sandbox docker --limit 10      Harbor folders
+  polar-trl check-tasks swe-bench-verified --sandbox docker     rows of the hub; files of rows work as well
+
+SOURCE is what `tasks` of a run may be. Each task's solution is graded three times and an empty change once, by the
+graders of a run: 1 and 0 is good, and rewards that differ among the three are flaky. Good results are kept until the
+task, its image or a grader changes. Exits with 1 if a task is not good.
 """
 
 
@@ -71,6 +83,7 @@ def _build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="SUBCOMMAND", required=True)
     _add_doctor(subparsers)
     _add_replay(subparsers)
+    _add_check_tasks(subparsers)
     return parser
 
 
@@ -126,6 +139,68 @@ def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
         works = "yes" if checkup.works else "no"
         table.add_row(name, checkup.installed or "-", checkup.verified, works, checkup.why)
     Console().print(table)
+
+
+def _add_check_tasks(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "check-tasks",
+        help="whether the graders tell each task's solution from no change",
+        description="Grade the known solution of each task, and no change, in sandboxes as a run has them.",
+        epilog=CHECK_TASKS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a data set of the hub")
+    parser.add_argument("--sandbox", choices=KINDS, default="local", help="where to grade (default: %(default)s)")
+    parser.add_argument("--sandbox_image", metavar="IMAGE", help="container image, for --sandbox docker")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N tasks (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tasks at a time (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="check again what is known to be good")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run_check_tasks)
+
+
+def run_check_tasks(args: argparse.Namespace) -> int:
+    """`polar-trl check-tasks`."""
+    from polar_trl.check_tasks import TaskChecker, has_tests
+    from polar_trl.sandbox import build_backend
+    from polar_trl.tasks.environment import provide_python
+    from polar_trl.tasks.load import load_task_set
+
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
+    loaded = load_task_set(args.source, limit=args.limit)
+    tasks = [task for task in loaded if has_tests(task)]
+    if not tasks:
+        raise ConfigError(f"no task of {args.source} has tests or a verifier; there is nothing to check")
+    if len(tasks) < len(loaded):
+        print(f"polar-trl: {len(loaded) - len(tasks)} tasks have no tests and are left out", file=sys.stderr)
+    backend = build_backend(args.sandbox, image=args.sandbox_image, run_id="check-tasks")
+    try:
+        tasks = provide_python(tasks, builds_images=args.sandbox == "docker" and args.sandbox_image is None)
+        checker = TaskChecker(backend, kind=args.sandbox, image=args.sandbox_image, fresh=args.fresh)
+        results = checker.check_all(tasks, jobs=args.jobs)
+    finally:
+        backend.close()
+    if args.json:
+        print(json.dumps({"tasks": [asdict(checked) for checked in results]}))
+    else:
+        _print_checks(results)
+    return 1 if any(checked.problem for checked in results) else 0
+
+
+def _print_checks(results: Sequence["Checked"]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "gold", "empty", "seconds", "flaky", "problem")
+    for checked in results:
+        gold, empty = ("-" if value is None else f"{value:g}" for value in (checked.gold, checked.empty))
+        flaky = "yes" if checked.flaky else "no"
+        table.add_row(checked.id, gold, empty, f"{checked.seconds:g}", flaky, checked.problem)
+    console = Console()
+    console.print(table)
+    good = sum(not checked.problem for checked in results)
+    console.print(f"{good} of {len(results)} tasks are good")
 
 
 def _add_replay(subparsers: Any) -> None:

@@ -136,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> list[Row]:
     tools = Tools(python=install_environment(args.requirements), requirements=args.requirements)
-    pip = install_environment(CONFIGS / "sdist_requirements.txt")
+    pip = install_environment(CONFIGS / "sdist_requirements.txt", "releases")
     rows = build_edits(args, tools, pip) if args.mutate else build_fixes(args, tools, pip)
     total = args.count if args.mutate else len(args.only or load_specs(args.specs))
     done = []

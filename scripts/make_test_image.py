@@ -30,7 +30,8 @@ PACKAGES = (
         "git",
     ),
     *("grep", "gzip", "hostname", "libc-bin", "mawk", "ncurses-base", "patch", "procps", "python3", "sed", "tar"),
-    *("util-linux", "ca-certificates"),
+    # what the Node of agents is linked with
+    *("util-linux", "ca-certificates", "libstdc++6"),
 )
 # needed only to install packages
 LEFT_OUT = frozenset(("debconf", "dpkg", "perl", "perl-base", "perl-modules-5.36", "libperl5.36", "passwd", "openssl"))

@@ -1,17 +1,17 @@
 """Two folder trees to what changed between them, and that laid over a third: an agent's work, without its sandbox.
 
-Works on bytes, so binary files, new files, modes and links come through; ignores version control's own folders. It
-refuses to write outside of the folder it was given, whatever links the trees hold.
+Works on bytes, so binary files, new files, modes and links come through; ignores version control's own folders. Of an
+overlay and the tree below it only what changed is read. It refuses to write outside of the folder it was given, whatever links the trees hold.
 """
 
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from polar_trl.errors import GradeError
+from polar_trl.errors import FileTooLargeError
 
 MAX_BYTES = 512 << 20
 IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
@@ -25,24 +25,29 @@ class Change:
     content: bytes = b""
     """Of a file; where a link points."""
     is_executable: bool = False
+    is_new: bool = False
+    """There was nothing at this path."""
 
 
-def find_changes(before: Path, after: Path) -> dict[str, Change]:
+def find_changes(before: Path | None, after: Path) -> dict[str, Change]:
     """Relative path -> change, in the order of paths. FIFOs, sockets and devices are nobody's work and are left out.
 
-    Raises `GradeError` if the changes are larger than 512 MiB.
+    Args:
+        before: None: an empty tree.
+
+    Raises `FileTooLargeError` if the changes are larger than 512 MiB.
     """
-    old, new = dict(_walk(before)), dict(_walk(after))
+    old, new = {} if before is None else dict(_walk(before)), dict(_walk(after))
     changes: dict[str, Change] = {}
     size = 0
     for path in sorted(old.keys() | new.keys()):
         if path not in new:
             changes[path] = Change(kind="gone")
-        elif path not in old or not _is_same(before / path, old[path], after / path, new[path]):
-            change = _read(after / path, new[path])
+        elif before is None or path not in old or not _is_same(before / path, old[path], after / path, new[path]):
+            change = replace(_read(after / path, new[path]), is_new=path not in old)
             size += len(change.content)
             if size > MAX_BYTES:
-                raise GradeError(f"the agent changed more than {MAX_BYTES >> 20} MiB")
+                raise FileTooLargeError(f"the agent changed more than {MAX_BYTES >> 20} MiB")
             changes[path] = change
     return changes
 
@@ -74,6 +79,9 @@ def _is_same(before: Path, old: os.stat_result, after: Path, new: os.stat_result
         return False
     if _is_executable(old) != _is_executable(new):
         return False
+    # an overlay shows an untouched file as the very one below it; nobody can set the time of a file's last change
+    if (old.st_mtime_ns, old.st_ctime_ns) == (new.st_mtime_ns, new.st_ctime_ns):
+        return True
     return _read(before, old) == _read(after, new)
 
 
@@ -81,7 +89,7 @@ def _read(path: Path, state: os.stat_result) -> Change:
     if stat.S_ISLNK(state.st_mode):
         return Change(kind="link", content=os.fsencode(os.readlink(path)))
     if state.st_size > MAX_BYTES:
-        raise GradeError(f"the agent left a file of {state.st_size >> 20} MiB, {path.name}")
+        raise FileTooLargeError(f"the agent left a file of {state.st_size >> 20} MiB, {path.name}")
     return Change(kind="file", content=path.read_bytes(), is_executable=_is_executable(state))
 
 

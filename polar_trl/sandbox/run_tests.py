@@ -1,29 +1,41 @@
 """Run as a script: pytest over paths of a tree -> the outcome of every test, by node id.
 
-    python run_tests.py --root TREE --report FILE [--import-root DIR]... [--] PATH...
+    python run_tests.py --request REQUEST.json
     python run_tests.py --root TREE --spec SPEC.json [--report FILE] [--reward FILE]
 
-The report is {"outcomes": {node id: outcome}, "messages": {node id: text}}; a run that dies leaves none. The second
-form is for a task folder: it removes the tests that the agent saw, lays the hidden ones (the folder "hidden" beside
-the spec), runs them, and rewards 1 where every test that decides passed, else 0.
+The report is {"outcomes": {node id: outcome}, "messages": {node id: text}}; a run that dies leaves none. The first
+form is for a grader: the request, {"paths", "import_roots", "report", "key"}, is removed as soon as it was read, and
+the report begins with a line that proves the key. The second form is for a task folder: it removes the tests that the
+agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every test that
+decides passed, else 0.
+
+Tests run in a process of their own, which hands its outcomes over once, at its end, through a pipe. The key, the
+report's place and the reward stay in this one, so nothing that the tested code leaves running can write them later.
 
 A copy of this file lies in every task folder and in every sandbox that grades, so it needs the standard library and
 pytest, nothing else. It refuses to read what a run prints: outcomes come from pytest's own reports. (JUnit files would
 not do: they name the file in which an inherited test is defined, and ids of mixin classes come out wrong.) What the
-tested code does in this very process is not guarded against here; see the graders for that.
+tested code does to pytest in their common process is not guarded against here; see the graders for that.
 """
 
 import argparse
 import configparser
+import ctypes
+import hashlib
+import hmac
+import importlib.util
 import json
 import os
 import resource
+import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -35,6 +47,9 @@ OPTIONS = (
     *("-o", "addopts=", "-o", "xfail_strict=false"),
 )
 MAX_MESSAGE = 300
+NO_PYTEST = 96
+"""Exit code where this Python has no pytest."""
+PR_SET_DUMPABLE = 4  # prctl(2)
 TEST_LIMIT_S = 30.0
 """Of one test: where a defect makes a test wait for ever, the others are still wanted."""
 _PROGRAM = """\
@@ -117,6 +132,77 @@ def run_tests(root: Path, paths: list[str], import_roots: list[str]) -> Collecto
     return collector
 
 
+def run_apart(root: Path, paths: list[str], import_roots: list[str]) -> dict[str, Any] | None:
+    """Run pytest in a process of its own; what it found, None where it died."""
+    read_end, write_end = os.pipe()
+    flags = ["-B"] if sys.flags.dont_write_bytecode else []
+    child = subprocess.Popen(
+        [sys.executable, *flags, __file__, "--child", str(write_end)],
+        stdin=subprocess.PIPE,
+        pass_fds=[write_end],
+        cwd=root,
+    )
+    os.close(write_end)
+    assert child.stdin is not None
+    with child.stdin:
+        # not as arguments: those can be read by everything that runs in the process
+        child.stdin.write(json.dumps([str(root), paths, import_roots]).encode())
+    said = b""
+    try:
+        while not said.endswith(b"\n"):
+            if select.select([read_end], [], [], 0.1)[0]:
+                block = os.read(read_end, 1 << 16)
+                if not block:
+                    break
+                said += block
+            elif child.poll() is not None:  # what it forked may hold the pipe open
+                break
+    finally:
+        os.close(read_end)
+        child.kill()
+        child.wait()
+    try:
+        found = json.loads(said)
+        return found if isinstance(found, dict) and isinstance(found.get("outcomes"), dict) else None
+    except ValueError:
+        return None
+
+
+def run_child(pipe: int) -> None:
+    """What `run_apart` starts. Leaves no name of this file's in reach of an `import __main__`."""
+    os.set_inheritable(pipe, False)
+    root, paths, import_roots = json.loads(sys.stdin.read())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv[:] = ["pytest"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    dumps, write, leave = json.dumps, os.write, os._exit
+    collector = run_tests(Path(root), paths, import_roots)
+    said = dumps({"outcomes": collector.outcomes, "messages": collector.messages}).encode() + b"\n"
+    while said:
+        said = said[write(pipe, said) :]
+    sys.stdout.flush()
+    leave(0)  # no exit handler of the tested code runs
+
+
+def run_request(file: Path) -> None:
+    """The form for graders."""
+    request = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    # the tested code runs as the same user, and could read the key in this process's memory
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    found = run_apart(Path.cwd(), request["paths"], request["import_roots"])
+    if found is not None:
+        text = json.dumps(found)
+        report = Path(request["report"])
+        report.unlink(missing_ok=True)
+        report.write_text(f"{sign(request['key'], text)}\n{text}", encoding="utf-8")
+
+
+def sign(key: str, text: str) -> str:
+    """What proves that a report was written by someone who has the key."""
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
 def lay_tests(root: Path, spec: dict[str, list[str]], hidden: Path) -> None:
     """Remove the tests that the agent saw, and put the hidden ones in their place."""
     for path in spec["removed"]:
@@ -127,44 +213,48 @@ def lay_tests(root: Path, spec: dict[str, list[str]], hidden: Path) -> None:
         shutil.copy2(hidden / path, root / path)
 
 
-def run_spec(root: Path, file: Path, reward: Path | None) -> Collector:
-    """Lay and run a task's hidden tests, and write the reward."""
+def run_spec(root: Path, file: Path, report: Path | None, reward: Path | None) -> None:
+    """Lay and run a task's hidden tests, and write the report and the reward."""
     spec = json.loads(file.read_text(encoding="utf-8"))
-    if reward is not None:
-        reward.unlink(missing_ok=True)
+    for path in (report, reward):
+        if path is not None:
+            path.unlink(missing_ok=True)
     lay_tests(root, spec, file.parent / "hidden")
-    collector = run_tests(root, spec["paths"], spec["import_roots"])
+    found = run_apart(root, spec["paths"], spec["import_roots"])
+    outcomes = {} if found is None else found["outcomes"]
     decisive = (*spec["fail_to_pass"], *spec["pass_to_pass"])
-    failed = [name for name in decisive if collector.outcomes.get(name) != "passed"]
+    failed = [name for name in decisive if outcomes.get(name) != "passed"]
     print(f"{len(failed)} of {len(decisive)} tests that decide did not pass", *failed[:20], sep="\n  ")
     if reward is not None:
         reward.parent.mkdir(parents=True, exist_ok=True)
         reward.write_text("0\n" if failed else "1\n", encoding="utf-8")
-    return collector
+    if report is not None and found is not None:
+        report.write_text(json.dumps(found), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--report", type=Path)
-    parser.add_argument("--import-root", action="append", default=[])
+    parser.add_argument("--request", type=Path)
+    parser.add_argument("--child", type=int)
+    parser.add_argument("--root", type=Path)
     parser.add_argument("--spec", type=Path)
+    parser.add_argument("--report", type=Path)
     parser.add_argument("--reward", type=Path)
     parser.add_argument("--memory-mb", type=int, default=3072)
-    parser.add_argument("paths", nargs="*")
     args = parser.parse_args()
+    if args.child is not None:
+        run_child(args.child)
+    if importlib.util.find_spec("pytest") is None:
+        print(f"{sys.executable} has no pytest", file=sys.stderr)
+        sys.exit(NO_PYTEST)
     limit = args.memory_mb << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    root = args.root.resolve()
+    if args.request is not None:
+        run_request(args.request)
+        return
     # resolved before the run, which changes the folder
     report, reward = (None if path is None else path.resolve() for path in (args.report, args.reward))
-    if args.spec is not None:
-        collector = run_spec(root, args.spec.resolve(), reward)
-    else:
-        collector = run_tests(root, args.paths, args.import_root or ["."])
-    if report is not None:
-        found = {"outcomes": collector.outcomes, "messages": collector.messages}
-        report.write_text(json.dumps(found), encoding="utf-8")
+    run_spec(args.root.resolve(), args.spec.resolve(), report, reward)
 
 
 if __name__ == "__main__":

@@ -211,6 +211,7 @@ def _write_rest(draft: Draft, made: Path, tools: Tools) -> None:
     """The parts of a task folder that say how the rest is used."""
     (made / "instruction.md").write_text(draft.instruction.strip() + "\n", encoding="utf-8")
     shutil.copy2(tools.requirements, made / "environment" / "requirements.txt")
+    roots = [root for root in find_import_roots(draft.broken) if root != "."]
     (made / "environment" / "Dockerfile").write_text(_DOCKERFILE.format(python=draft.python), encoding="utf-8")
     for path, text in (("tests/test.sh", _TEST_SH), ("solution/solve.sh", _SOLVE_SH)):
         (made / path).write_text(text, encoding="utf-8")
@@ -228,6 +229,8 @@ def _write_rest(draft: Draft, made: Path, tools: Tools) -> None:
             "memory_mb": 4096,
             "storage_mb": 4096,
         },
+        # `python -m pytest` works as it is: without what packaging would install, and without plugins of the package
+        "environment.env": {"PYTEST_ADDOPTS": " ".join(["-o addopts=", *(f"-o pythonpath={root}" for root in roots)])},
     }
     (made / "task.toml").write_text(render_toml('schema_version = "1.4"\n', tables), encoding="utf-8")
 

@@ -4,8 +4,9 @@ The format is Harbor's of schema 1.4 and before (package `harbor` 0.25). Keys of
 tolerated and listed in `metadata["harbor"]["unread"]`. It refuses tasks that would be another task without what they
 ask for: several steps or containers, Windows, accelerators, MCP servers, a verifier in a container of its own.
 
-A folder that scripts/build_pypi_tasks.py wrote also has environment/workspace, which becomes the work folder, and
-tests/spec.json with the ids of the tests that decide.
+A folder that scripts/build_pypi_tasks.py wrote also has environment/workspace, which becomes the work folder,
+environment/requirements.txt, and tests/spec.json with the ids of the tests that decide. Where a task says nothing of
+the network, Harbor gives it the public one, and we give it none.
 """
 
 import datetime
@@ -16,13 +17,13 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.tasks.jsonl import parse_test_spec
 from polar_trl.types import Task, TestSpec
 
-NETWORK_MODES = ("no-network", "public", "allowlist")
+NETWORK_MODES = ("no-network", "public")
 READ = {
     *("schema_version", "version", "source", "task.name", "steps", "metadata"),
     *("agent.timeout_sec", "verifier.timeout_sec", "verifier.env", "verifier.environment"),
@@ -79,7 +80,12 @@ def parse_folder(folder: Path) -> Task:
         id=folder.name,
         instruction=instruction,
         image=image,
+        build_context=str(context) if has_dockerfile else None,
         workspace=str(workspace) if workspace.is_dir() else None,
+        workdir=config.text("environment.workdir"),
+        network=config.network(),
+        # the format's own verifier writes to /logs and reads /tests
+        writable_root=tests is None,
         env=config.environment("environment.env"),
         prepare_timeout_s=config.seconds("environment.build_timeout_sec", 600.0),
         agent_timeout_s=config.seconds("agent.timeout_sec", 600.0),
@@ -89,10 +95,6 @@ def parse_folder(folder: Path) -> Task:
             "harbor": {
                 "folder": str(folder),
                 "name": config.text("task.name") or folder.name,
-                "build_context": str(context) if has_dockerfile else None,
-                "workdir": config.text("environment.workdir"),
-                "network_mode": config.network_mode(),
-                "allowed_hosts": config.texts("environment.allowed_hosts"),
                 "cpus": config.number("environment.cpus"),
                 "memory_mb": config.megabytes("memory"),
                 "storage_mb": config.megabytes("storage"),
@@ -115,7 +117,9 @@ def _parse_tests(folder: Path, where: str) -> TestSpec | None:
     if not isinstance(spec, dict) or "fail_to_pass" not in spec:
         return None  # another task's own file of that name
     hidden, gold = folder / "tests" / "hidden", folder / "solution" / "gold.patch"
-    spec |= {"folder": str(hidden), "gold_patch": str(gold) if gold.is_file() else None}
+    requirements = folder / "environment" / "requirements.txt"
+    spec |= {"folder": str(hidden), "gold_patch": str(gold) if gold.is_file() else None, "python": "python"}
+    spec["requirements"] = str(requirements) if requirements.is_file() else None
     tests = parse_test_spec(spec, where)
     for file in tests.files:
         if not (hidden / file).is_file():
@@ -159,14 +163,6 @@ class _Config:
             raise self.error(key, f"must be text, not {value!r}")
         return value
 
-    def texts(self, key: str) -> list[str]:
-        value = self.get(key)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(key, f"must be a list of texts, not {value!r}")
-        return value
-
     def number(self, key: str) -> int | float | None:
         value = self.get(key)
         if value is None:
@@ -190,15 +186,16 @@ class _Config:
             raise self.error(key, f"must be a size such as '512M' or '2G', not {old!r}")
         return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2]])
 
-    def network_mode(self) -> str | None:
-        """None where the task says nothing: Harbor would give it the public network, a run here decides itself."""
-        mode = self.text("environment.network_mode")
-        if mode is not None and mode not in NETWORK_MODES:
-            raise self.error("environment.network_mode", f"must be one of {', '.join(NETWORK_MODES)}, not {mode!r}")
-        allowed = self.get("environment.allow_internet")
-        if mode is None and isinstance(allowed, bool):
-            return "public" if allowed else "no-network"
-        return mode
+    def network(self) -> Literal["none", "public"]:
+        key = "environment.network_mode"
+        mode = self.text(key)
+        if mode == "allowlist" or self.get("environment.allowed_hosts"):
+            raise self.error(key, "a network of some hosts only cannot be enforced; the modes are no-network and public")
+        if mode is None:
+            return "public" if self.get("environment.allow_internet") is True else "none"
+        if mode not in NETWORK_MODES:
+            raise self.error(key, f"must be one of {', '.join(NETWORK_MODES)}, not {mode!r}")
+        return "public" if mode == "public" else "none"
 
     def environment(self, key: str) -> dict[str, str]:
         """Variables; "${NAME}" and "${NAME:-default}" in them stand for variables of this process."""

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polar_trl.cache import find_cache
+from polar_trl.cache import VISIBLE, Part, find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.sandbox.run_tests import RUNNER
 
@@ -43,22 +43,23 @@ class SuiteRun:
         return {name for name, outcome in self.outcomes.items() if outcome == "passed"}
 
 
-def find_environment(requirements: Path) -> Path:
+def find_environment(requirements: Path, part: Part = "environments") -> Path:
     """Where the environment of a requirements file is, or would be. Raises `ConfigError`."""
     try:
         text = requirements.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the requirements {requirements}: {error.strerror}") from error
     digest = hashlib.sha256(f"{sys.version}\n{text}".encode()).hexdigest()[:12]
-    return find_cache("environments") / f"{requirements.stem}-{digest}"
+    return find_cache(part) / f"{requirements.stem}-{digest}"
 
 
-def install_environment(requirements: Path) -> Path:
+def install_environment(requirements: Path, part: Part = "environments") -> Path:
     """Python of a virtual environment with exactly the file's packages, made once and kept in the cache.
 
-    Raises `ConfigError`.
+    One that sandboxes see has no pip: it could reach nothing, and the packages that it carries along may be newer
+    than a task's own. Raises `ConfigError`.
     """
-    folder = find_environment(requirements)
+    folder = find_environment(requirements, part)
     python = folder / "bin" / "python"
     mark = folder / ".installed"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,8 @@ def install_environment(requirements: Path) -> Path:
             _install([sys.executable, "-m", "venv", str(folder)])
             pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             _install([*pip, "-r", str(requirements)])
+            if part in VISIBLE:
+                _install([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "pip"])
             mark.touch()
     return python
 

@@ -105,6 +105,8 @@ def parse_row(row: Mapping[str, Any], where: str) -> Task:
         id=row["instance_id"],
         instruction=_INSTRUCTION.format(repo=row["repo"], statement=row["problem_statement"].strip()),
         image=_find_image(row, where),
+        workdir=WORKDIR,
+        writable_root=True,  # eval scripts install into the image's own Python
         prepare_timeout_s=600.0,
         agent_timeout_s=1800.0,
         grade_timeout_s=1800.0,
@@ -116,7 +118,6 @@ def parse_row(row: Mapping[str, Any], where: str) -> Task:
         ),
         metadata={
             "swebench": kept,
-            "workdir": WORKDIR,
             "unread": sorted(set(row) - {*REQUIRED, *KEPT, "FAIL_TO_PASS", "PASS_TO_PASS"}),
         },
     )

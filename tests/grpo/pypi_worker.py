@@ -46,7 +46,7 @@ trainer = PolarGRPOTrainer(
         disable_tqdm=True,
     ),
     train_dataset=provide_python(load_task_set(folder)),
-    harness=build_agent("pi", {"short_prompt": True}),
+    harness=build_agent("pi"),
     sandbox=pool,
     grader=GraderByTask(pool),
     reward_funcs=[variety],

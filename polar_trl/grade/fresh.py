@@ -1,0 +1,55 @@
+"""A task -> a sandbox in which its work is graded: one that the agent never ran in.
+
+It refuses nothing itself; a sandbox that cannot be made raises `SandboxError`, and so decides nothing.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from polar_trl.errors import SandboxError
+from polar_trl.sandbox.base import Sandbox, SandboxBackend
+from polar_trl.sandbox.pool import WarmPool
+from polar_trl.types import Task
+
+logger = logging.getLogger(__name__)
+
+
+class FreshSandboxes:
+    """Makes them, or takes those that a `WarmPool` was told of in time.
+
+    Args:
+        backend: Makes the sandboxes.
+        writable_root: Of all of them, where they come from an image.
+    """
+
+    def __init__(self, backend: SandboxBackend, *, writable_root: bool = False) -> None:
+        self._backend = backend
+        self._writable_root = writable_root
+
+    def order(self, task: Task) -> None:
+        """One will be opened for this task."""
+        if isinstance(self._backend, WarmPool):
+            self._backend.order(self._build_task(task))
+
+    def withdraw(self, task: Task) -> None:
+        """It will not be opened after all."""
+        if isinstance(self._backend, WarmPool):
+            self._backend.withdraw(self._build_task(task))
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        """With the task's work tree, but not its `files`: those come over with the agent's changes."""
+        sandbox = self._backend.create(self._build_task(task), f"{task.id}-grade")
+        try:
+            yield sandbox
+        finally:
+            try:
+                sandbox.destroy()
+            except (SandboxError, OSError) as failure:
+                # what was decided in it is not worth less for it; the next start removes it
+                logger.warning("a sandbox that graded %s could not be removed: %s", task.id, failure)
+
+    def _build_task(self, task: Task) -> Task:
+        return replace(task, files={}, writable_root=task.writable_root or self._writable_root)
