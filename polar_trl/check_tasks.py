@@ -28,8 +28,9 @@ from tqdm import tqdm
 from polar_trl import grade
 from polar_trl.cache import find_cache
 from polar_trl.errors import PolarError, SandboxError, TaskError
-from polar_trl.grade.by_task import GraderByTask
+from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
+from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.run_tests import RUNNER
 from polar_trl.tasks.folders import apply_patch
 from polar_trl.types import Task
@@ -55,7 +56,7 @@ class Checked:
 
 def has_tests(task: Task) -> bool:
     """Whether something more than a command decides, so that an empty change can be told from a solution."""
-    return task.tests is not None or "harbor" in task.metadata
+    return find_kind(task) in ("pytest", "swebench", "harbor")
 
 
 def has_solution(task: Task) -> bool:
@@ -70,8 +71,7 @@ class TaskChecker:
 
     Args:
         backend: Makes the sandboxes, the graders' own included.
-        kind: Name of the backend; results depend on it.
-        image: The run's image, if it has one.
+        kind, image, limits: What the backend was made from; results depend on it.
         gold_runs: How often the solution is graded.
         fresh: Take no result from the cache.
     """
@@ -82,6 +82,7 @@ class TaskChecker:
         *,
         kind: str,
         image: str | None = None,
+        limits: Limits = Limits(),
         gold_runs: int = GOLD_RUNS,
         fresh: bool = False,
     ) -> None:
@@ -89,12 +90,13 @@ class TaskChecker:
         self._grader = GraderByTask(self._backend)
         self._kind = kind
         self._image = image
+        self._limits = limits
         self._gold_runs = gold_runs
         self._fresh = fresh
         self._image_ids: dict[str, str] = {}
 
-    def check_all(self, tasks: Sequence[Task], *, jobs: int = 1) -> list[Checked]:
-        """The results in the tasks' order, with a progress bar on standard error, `jobs` tasks at a time.
+    def check_all(self, tasks: Sequence[Task], *, jobs: int = 1, show_progress: bool = True) -> list[Checked]:
+        """The results in the tasks' order, `jobs` tasks at a time, with a progress bar on standard error.
 
         Raises `KeyboardInterrupt` after every sandbox was removed.
         """
@@ -102,11 +104,11 @@ class TaskChecker:
         futures: list[Future[Checked]] = [executor.submit(self.check, task) for task in tasks]
         waiting = set(futures)
         try:
-            with tqdm(total=len(tasks), desc="checking tasks", unit="task", file=sys.stderr, leave=False) as bar:
+            with tqdm(total=len(tasks), desc="checking", unit="task", leave=False, disable=not show_progress) as bar:
                 while waiting:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     for checked in (future.result() for future in done):
-                        if checked.problem:
+                        if checked.problem and show_progress:
                             bar.write(f"{checked.id}: {checked.problem}", file=sys.stderr)
                     bar.update(len(done))
             return [future.result() for future in futures]
@@ -165,7 +167,7 @@ class TaskChecker:
     @contextmanager
     def _kept(self, task: Task) -> Iterator[Path]:
         """Where the task's result is kept; nobody else checks the same meanwhile (other ranks of a run do)."""
-        digest = build_digest(task, f"{self._kind} {self._find_image(task)}")
+        digest = build_digest(task, f"{self._kind} {self._limits} {self._find_image(task)}")
         folder = find_cache("checks")
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f".{digest}.lock", "w") as lock:

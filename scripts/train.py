@@ -17,7 +17,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from typing import Any
 from trl import ModelConfig, TrlParser, get_peft_config
 from yaml import YAMLError
 
+from polar_trl.check_tasks import TaskChecker, has_solution, has_tests
 from polar_trl.errors import ConfigError, PolarError
 from polar_trl.grade.base import Grader
+from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -37,14 +39,22 @@ from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
-from polar_trl.tasks.jsonl import load_tasks
+from polar_trl.sandbox.pool import WarmPool
+from polar_trl.tasks.environment import provide_python
+from polar_trl.tasks.load import load_task_set
+from polar_trl.types import Task
 
 
 @dataclass
 class RunArguments:
     """What to train on, and in which agent."""
 
-    tasks: str = field(metadata={"help": "JSONL file of tasks."})
+    tasks: str = field(
+        metadata={
+            "help": "What to train on: a JSONL file of tasks, a folder of Harbor tasks, rows of SWE-bench "
+            "(.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. See docs/tasks.md."
+        }
+    )
     agent: str = field(
         default="shell",
         metadata={
@@ -78,7 +88,22 @@ class RunArguments:
     sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})
     sandbox_pids: int = field(default=512, metadata={"help": "Processes and threads of one sandbox."})
     sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox."})
-    eval_tasks: str | None = field(default=None, metadata={"help": "JSONL file of tasks to evaluate on."})
+    sandbox_warm: int = field(
+        default=4,
+        metadata={"help": "Sandboxes made ready before they are needed, while the model trains ('local' needs none)."},
+    )
+    eval_tasks: str | None = field(default=None, metadata={"help": "What to evaluate on, in the forms of tasks."})
+    check_tasks: bool = field(
+        default=True,
+        metadata={
+            "help": "Refuse to start unless the graders give 1 to the known solution of each task with tests and 0 to "
+            "no change. Good results are kept; `polar-trl check-tasks` does the same."
+        },
+    )
+    partial_credit: bool = field(
+        default=False,
+        metadata={"help": "Reward the share of the failing tests that pass, where none of the others broke."},
+    )
     agent_files: list[str] = field(
         default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
     )
@@ -86,7 +111,7 @@ class RunArguments:
         default=None,
         metadata={
             "help": "What a session is worth: 'package.module:function' taking (task, sandbox), or a shell command "
-            "(exit code 0 is reward 1, 1 is 0). Default: the command that each task names."
+            "(exit code 0 is reward 1, 1 is 0). Default: what each task names: its tests, its verifier or its command."
         },
     )
 
@@ -127,6 +152,8 @@ def main() -> None:
         trainer = build_trainer(run, args, model_config)
     except (PolarError, OSError) as error:
         sys.exit(f"train: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train: stopped before the first step")
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         if args.save_strategy != "no":
@@ -190,15 +217,63 @@ def build_harness(run: RunArguments) -> Harness:
     return build_agent(run.agent, options)
 
 
-def build_sandbox(run: RunArguments) -> SandboxBackend:
-    """Where the settings say that agents run."""
-    limits = Limits(
+def build_limits(run: RunArguments) -> Limits:
+    """What one sandbox may use."""
+    return Limits(
         memory_mb=run.sandbox_memory_mb,
         cpus=run.sandbox_cpus,
         pids=run.sandbox_pids,
         disk_mb=run.sandbox_disk_mb,
     )
-    return build_backend(run.sandbox, image=run.sandbox_image, limits=limits)
+
+
+def build_sandbox(run: RunArguments) -> SandboxBackend:
+    """Where the settings say that agents run."""
+    backend = build_backend(run.sandbox, image=run.sandbox_image, limits=build_limits(run))
+    # folders of this machine are made in no time
+    return backend if run.sandbox == "local" else WarmPool(backend, depth=run.sandbox_warm)
+
+
+def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
+    """What to train on and what to evaluate on, with a Python for their tests where they need one."""
+    builds_images = run.sandbox == "docker" and run.sandbox_image is None
+    sources = (run.tasks, run.eval_tasks)
+    train, evals = (
+        provide_python(load_task_set(source), builds_images=builds_images) if source else [] for source in sources
+    )
+    return train, evals
+
+
+def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBackend) -> Grader | None:
+    """What a session is worth; None leaves it to the command that each task names."""
+    by_task = run.grader is None and any(has_tests(task) for task in tasks)
+    if run.partial_credit and not by_task:
+        raise ConfigError("partial_credit is for tasks with tests, graded by them; leave it or the grader out")
+    if not by_task:
+        return load_grader(run.grader)
+    check_gradable(tasks, backend)
+    return GraderByTask(backend, partial=run.partial_credit)
+
+
+def require_good_tasks(
+    run: RunArguments, args: PolarGRPOConfig, tasks: Sequence[Task], backend: SandboxBackend
+) -> None:
+    """Refuse tasks whose graders do not tell their solution from no change. Raises `ConfigError` with their ids."""
+    wanted = [task for task in tasks if has_solution(task)]
+    if not wanted:
+        return
+    is_first = args.local_process_index == 0
+    if is_first:
+        print(f"checking the solutions of {len(wanted)} tasks; good results are kept", file=sys.stderr, flush=True)
+    checker = TaskChecker(backend, kind=run.sandbox, image=run.sandbox_image, limits=build_limits(run), gold_runs=1)
+    results = checker.check_all(wanted, jobs=args.max_grading, show_progress=is_first)
+    if bad := [checked for checked in results if checked.problem]:
+        lines = [f"{checked.id}: {checked.problem}" for checked in bad[:20]]
+        lines += [f"and {len(bad) - 20} more"] * (len(bad) > 20)
+        raise ConfigError(
+            f"{len(bad)} of {len(wanted)} tasks are of no use; take them out, or set check_tasks: false\n  "
+            + "\n  ".join(lines)
+        )
 
 
 def _refuse_unread(model_config: ModelConfig) -> None:
@@ -216,16 +291,29 @@ def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelC
     from polar_trl.grpo.trainer import PolarGRPOTrainer
 
     _refuse_unread(model_config)
-    return PolarGRPOTrainer(
-        model=model_config.model_name_or_path,
-        args=args,
-        train_dataset=load_tasks(Path(run.tasks)),
-        eval_dataset=load_tasks(Path(run.eval_tasks)) if run.eval_tasks else None,
-        harness=build_harness(run),
-        sandbox=build_sandbox(run),
-        grader=load_grader(run.grader),
-        peft_config=get_peft_config(model_config),
-    )
+    harness = build_harness(run)
+    train, evals = load_run_tasks(run)
+    backend = build_sandbox(run)
+    try:
+        tasks = [*train, *evals]
+        grader = build_grader(run, tasks, backend)
+        # what is wrong with images and tasks is said before minutes go into loading a model
+        backend.prepare(tasks)
+        if run.check_tasks and run.grader is None:
+            require_good_tasks(run, args, tasks, backend)
+        return PolarGRPOTrainer(
+            model=model_config.model_name_or_path,
+            args=args,
+            train_dataset=train,
+            eval_dataset=evals or None,
+            harness=harness,
+            sandbox=backend,
+            grader=grader,
+            peft_config=get_peft_config(model_config),
+        )
+    except BaseException:
+        backend.close()
+        raise
 
 
 if __name__ == "__main__":

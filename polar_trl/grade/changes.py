@@ -1,7 +1,8 @@
 """Two folder trees to what changed between them, and that laid over a third: an agent's work, without its sandbox.
 
 Works on bytes, so binary files, new files, modes and links come through; ignores version control's own folders. Of an
-overlay and the tree below it only what changed is read. It refuses to write outside of the folder it was given, whatever links the trees hold.
+overlay and the tree below it, only what changed is read. It refuses to write outside of the folder it was given,
+whatever links the trees hold.
 """
 
 import os

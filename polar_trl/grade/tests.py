@@ -12,10 +12,10 @@ the agent's: a fresh sandbox that cannot be made has decided nothing.
 import hmac
 import json
 import secrets
+import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
 
 from polar_trl.errors import FileTooLargeError, GradeError
 from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
@@ -78,20 +78,68 @@ class TestsGrader:
         timeout_s: float,
     ) -> Grade:
         """The same for changes that are known."""
-        kept, counts = Protection(spec, read_fix(task)).sort(drop_given(task, changes))
+        protection = Protection(spec, read_fix(task))
+        given = {path: text.encode() for path, text in task.files.items()}
+        done = {path: change for path, change in changes.items() if given.get(path) != change.content}
+        kept, counts = protection.sort(done)
         counts.update(planted or {})
         canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass))
         with self._fresh.open(task) as fresh:
             apply_changes(kept, fresh.host_workdir)
-            for path, text in task.files.items():
-                if path not in changes or path not in kept:
-                    fresh.put(path, text.encode())
+            for path, content in given.items():
+                if path not in kept and (path in changes or protection.covers(path)):
+                    fresh.put(path, content)
             lay_hidden_tests(spec, fresh)
             fresh.put(canary.path, canary.text.encode())
-            outcomes, why = self._run(task, spec, fresh, canary, timeout_s)
-        counts[why or canary.find_fault(outcomes, passed="passed", failed="failed") or ""] += 1
-        del counts[""]
-        reward = 0.0
-        if not {"test_runs_died", "test_runs_timed_out", "canaries_broken"} & counts.keys():
-            reward = score(spec, {name for name, outcome in outcomes.items() if outcome == "passed"}, self._partial)
-        return Grade(reward=reward, counters=add_total(counts))
+            outcomes, fault = run_hidden_tests(task, spec, fresh, canary, timeout_s=timeout_s)
+        fault = fault or canary.find_fault(outcomes, passed="passed", failed="failed")
+        if fault is not None:
+            return Grade(reward=0.0, counters=add_total(counts + Counter([fault])))
+        passed = {name for name, outcome in outcomes.items() if outcome == "passed"}
+        return Grade(reward=score(spec, passed, partial=self._partial), counters=add_total(counts))
+
+
+def run_hidden_tests(
+    task: Task, spec: TestSpec, fresh: Sandbox, canary: Canary, *, timeout_s: float
+) -> tuple[dict[str, str], str | None]:
+    """Node id -> outcome, and the counter of what went wrong where the run left no report. Raises `GradeError`."""
+    name, key = secrets.token_hex(8), secrets.token_hex(32)
+    runner, request, report = f"~/run_{name}.py", f"~/request_{name}.json", f"~/report_{name}.json"
+    asked = {
+        "paths": [*spec.paths, canary.path],
+        "import_roots": list(spec.import_roots),
+        "report": report.removeprefix("~/"),
+        "key": key,
+    }
+    fresh.put(runner, RUNNER.read_bytes())
+    fresh.put(request, json.dumps(asked).encode())
+    command = f"{shlex.quote(spec.python)} -I -B {runner} --request {request}"
+    result = fresh.run(command, env={**task.env, **ENV}, timeout_s=timeout_s)
+    try:
+        proof, _, text = (fresh.get(report, max_bytes=MAX_REPORT_BYTES) or b"").decode().partition("\n")
+        if hmac.compare_digest(proof, sign(key, text)):
+            outcomes: dict[str, str] = json.loads(text)["outcomes"]
+            return outcomes, None
+    except (ValueError, TypeError, FileTooLargeError):
+        pass  # a report, but not the runner's
+    if result.timed_out:
+        return {}, "test_runs_timed_out"
+    if result.exit_code in (*NOT_STARTED, NO_PYTEST):
+        raise GradeError(f"task {task.id}: {spec.python!r} cannot run pytest there: {result.stderr.strip()[-300:]}")
+    return {}, "test_runs_died"
+
+
+def lay_hidden_tests(spec: TestSpec, fresh: Sandbox) -> None:
+    """Take away the tests that the agent saw, and lay the hidden ones."""
+    for path in spec.removed:
+        (fresh.host_workdir / path).unlink(missing_ok=True)
+    for path in spec.files:
+        fresh.put(path, (Path(spec.folder) / path).read_bytes())
+
+
+def score(spec: TestSpec, passed: Set[str], *, partial: bool) -> float:
+    """1 where all that must pass did; in part, the share of those that failed before, if none of the others broke."""
+    if not set(spec.pass_to_pass) <= passed:
+        return 0.0
+    share = sum(name in passed for name in spec.fail_to_pass) / len(spec.fail_to_pass)
+    return share if partial or share == 1.0 else 0.0

@@ -2,28 +2,25 @@
 
 Each command is a bubblewrap process with process ids of its own, so nothing that it started outlives it. All commands
 of a session share a network namespace in which only the proxy listens. As root, memory, CPU, processes and disk are
-limited; without root none of them, which `capabilities` says.
+limited. Without root they are not, which `capabilities` says: only a process' own memory, a file's size and the number
+of processes have an end.
 
-It refuses tasks that name a container image.
+It refuses tasks that name a container image, ask for a network, or for files of the system that can be changed.
 """
 
 import os
-import secrets
-import selectors
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult
-from polar_trl.sandbox.cgroup import Cgroup, can_limit
+from polar_trl.sandbox.bwrap_command import BwrapCommand
+from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
 from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
@@ -31,6 +28,7 @@ from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.sandbox.owner import (
     find_state_folder,
     make_session_folder,
+    note_helper,
     reap_session_folders,
     remove_session_folder,
 )
@@ -39,7 +37,7 @@ from polar_trl.types import Task
 
 WORKDIR = "/workspace"
 HOME = "/home/agent"
-TAIL_BYTES = 64 << 10
+TRIAL_TIMEOUT_S = 60.0
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
 
@@ -48,14 +46,14 @@ class BwrapSandboxBackend:
     """Makes bubblewrap sandboxes.
 
     Args:
-        limits: Per session; enforced as root only.
+        limits: Per session; memory, CPU and disk are limited as root only.
         mounts: Further host folders that every sandbox sees read-only at the same path, such as the cache of agents.
             The Python that runs this is always there.
         root: Where session folders are kept; None takes the user's state folder.
     """
 
     def __init__(self, *, limits: Limits = Limits(), mounts: Sequence[Path] = (), root: Path | None = None) -> None:
-        for program in ("bwrap", "nsenter"):
+        for program in ("bwrap", "nsenter", "prlimit"):
             if shutil.which(program) is None:
                 raise SandboxError(f"the bubblewrap sandbox needs `{program}`; install bubblewrap and util-linux")
         self._has_limits = can_limit()
@@ -68,19 +66,19 @@ class BwrapSandboxBackend:
         self._root = root or find_state_folder()
         self._trees = WorkTrees()
         reap_session_folders(self._root)
+        reap_cgroups()
+        self._try_out()
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Prepare the work trees. Raises `SandboxError`."""
         for task in tasks:
+            _refuse_impossible(task)
             if task.workspace:
                 self._trees.find(task.workspace)
 
     def create(self, task: Task, session_id: str) -> "BwrapSandbox":
         """Folders with the task's files, a network namespace, and limits. Raises `SandboxError`."""
-        if task.image is not None:
-            raise SandboxError(
-                f"task {task.id}: bubblewrap has no images, and this task names {task.image!r}; use the docker sandbox"
-            )
+        _refuse_impossible(task)
         folder = make_session_folder(self._root, session_id)
         sandbox = None
         try:
@@ -90,8 +88,10 @@ class BwrapSandboxBackend:
             else:
                 make_folders(folder / "disk", tree)
                 files = SessionFolder(folder / "disk")
-            limits = self._limits if self._has_limits else None
-            sandbox = BwrapSandbox(folder, files, tree, self._mounts, limits)
+            workdir = task.workdir or WORKDIR
+            sandbox = BwrapSandbox(
+                folder, files, tree, self._mounts, self._limits, workdir=workdir, has_cgroup=self._has_limits
+            )
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
         except BaseException:
@@ -105,11 +105,19 @@ class BwrapSandboxBackend:
     def close(self) -> None:
         """Nothing to give back."""
 
+    def _try_out(self) -> None:
+        """Raises `SandboxError` where the system lets this user make no such sandbox."""
+        sandbox = self.create(Task(id="trial", instruction=""), "trial")
+        try:
+            result = sandbox.run("true", env={}, timeout_s=TRIAL_TIMEOUT_S)
+        finally:
+            sandbox.destroy()
+        if result.exit_code != 0:
+            raise SandboxError(f"bubblewrap cannot run a command here: {result.stderr.strip()[-300:]}")
+
 
 class BwrapSandbox:
     """One session's folders, network namespace and control group."""
-
-    workdir = WORKDIR
 
     def __init__(
         self,
@@ -117,41 +125,55 @@ class BwrapSandbox:
         files: SessionFolder,
         base_tree: Path | None,
         mounts: Sequence[Path],
-        limits: Limits | None,
+        limits: Limits,
+        *,
+        workdir: str,
+        has_cgroup: bool,
     ) -> None:
+        self.workdir = workdir
         self.base_tree = base_tree
         self._folder = folder
         self._files = files
-        self._mounts = mounts
-        self._network = NetworkHolder()
+        self._mounts = [mount for mount in mounts if mount.exists()]
+        self._limits = limits
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._command: BwrapCommand | None = None
+        self._is_killed = False
         self._is_destroyed = False
+        self._network = NetworkHolder()
         self._cgroup = None
-        if limits is not None:
-            name = f"{folder.name}-{secrets.token_hex(4)}"
-            self._cgroup = Cgroup(name, memory_mb=limits.memory_mb, cpus=limits.cpus, pids=limits.pids)
+        try:
+            note_helper(folder, self._network.pid)
+            if has_cgroup:
+                self._cgroup = Cgroup(folder.name, memory_mb=limits.memory_mb, cpus=limits.cpus, pids=limits.pids)
+        except BaseException:
+            self._network.close()
+            raise
 
     def run(self, command: str, *, env: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Run `bash -c command`. Raises `SandboxError` if it could not be started."""
         started = time.monotonic()
-        process, oom_kills = self._start(command, env)
+        running, oom_kills = self._start(command, env)
         try:
-            stdout, stderr, timed_out = _read_until(process, started + timeout_s)
+            ended = running.wait_until(started + timeout_s)
         finally:
-            _end(process)
-            with self._lock:
-                self._process = None
-        if process.returncode == 1 and stderr.startswith(b"bwrap: "):
-            raise SandboxError(f"bubblewrap failed: {stderr.decode(errors='replace').strip()}")
-        was_killed = timed_out or process.returncode < 0
+            try:
+                running.end()
+            finally:
+                with self._lock:
+                    self._command = None
+        exit_code = running.exit_code
+        timed_out = not ended and exit_code is None
+        out_of_memory = self._cgroup is not None and self._cgroup.count_oom_kills() > oom_kills
+        if exit_code is None and not (timed_out or out_of_memory or self._is_killed):
+            raise SandboxError(f"a command could not be started, or was killed from outside: {running.stderr[-500:]}")
         return ExecResult(
-            exit_code=None if was_killed else process.returncode,
-            stdout=stdout.decode("utf-8", "replace"),
-            stderr=stderr.decode("utf-8", "replace"),
+            exit_code=exit_code,
+            stdout=running.stdout,
+            stderr=running.stderr,
             timed_out=timed_out,
             seconds=time.monotonic() - started,
-            out_of_memory=self._cgroup is not None and self._cgroup.count_oom_kills() > oom_kills,
+            out_of_memory=out_of_memory,
             disk_full=self._cgroup is not None and is_full(self._files.base),
         )
 
@@ -184,8 +206,9 @@ class BwrapSandbox:
     def kill(self) -> None:
         """Kill what is running; the `run` in progress returns with no exit code."""
         with self._lock:
-            if self._process is not None:
-                self._process.kill()
+            if self._command is not None:
+                self._is_killed = True
+                self._command.kill()
 
     def destroy(self) -> None:
         """Kill and remove everything. Safe to call twice."""
@@ -197,35 +220,34 @@ class BwrapSandbox:
             self._cgroup.remove()
         remove_session_folder(self._folder)
 
-    def _start(self, command: str, env: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", int]:
+    def _start(self, command: str, env: Mapping[str, str]) -> tuple[BwrapCommand, int]:
         """The running command, and how many processes had been killed for their memory before it."""
-        text = encode_text(command, "the command")
+        text = encode_text(command, "the command").decode()
         with self._lock:
             if self._is_destroyed:
                 raise SandboxError("the sandbox was destroyed; make a new one")
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
+            self._is_killed = False
             try:
-                self._process = subprocess.Popen(
-                    [*self._build_prefix(), *self._build_bwrap(env), "bash", "-c", text],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                )
+                options = [*self._build_options(env), "bash", "-c", text]
+                self._command = BwrapCommand(self._build_prefix(), options)
             except (OSError, ValueError) as error:
                 raise SandboxError(f"cannot start a command: {error}") from error
-            return self._process, oom_kills
+            return self._command, oom_kills
 
     def _build_prefix(self) -> list[str]:
         """Join the limits, then the network."""
         prefix = self._network.build_prefix()
         if self._cgroup is None:
-            return prefix
-        joins = "; ".join(f"echo $$ > {path}" for path in self._cgroup.join_files)
+            # counted for each user namespace, and so for each sandbox, unless this is root
+            sizes = {"nproc": self._limits.pids, "data": self._limits.memory_mb << 20, "core": 0}
+            sizes |= {"fsize": self._limits.disk_mb << 20}
+            return [*prefix, "prlimit", *(f"--{name}={size}:{size}" for name, size in sizes.items())]
+        joins = "; ".join(f"echo $$ > '{path}'" for path in self._cgroup.join_files)
         return ["sh", "-c", f'set -e; {joins}; exec "$@"', "sh", *prefix]
 
-    def _build_bwrap(self, env: Mapping[str, str]) -> list[str]:
-        words = ["bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--new-session"]
+    def _build_options(self, env: Mapping[str, str]) -> list[str]:
+        words = ["--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--new-session"]
         words += ["--cap-drop", "ALL", "--clearenv", "--proc", "/proc", "--dev", "/dev"]
         for path in SYSTEM_FOLDERS:
             if os.path.islink(path):
@@ -235,41 +257,24 @@ class BwrapSandbox:
         for path in SYSTEM_FILES:
             words += ["--ro-bind-try", path, path]
         for mount in self._mounts:
-            words += ["--ro-bind-try", str(mount), str(mount)]
-        for name, bind in zip(SUBFOLDERS, (WORKDIR, HOME, "/tmp"), strict=True):
+            words += ["--ro-bind", str(mount), str(mount)]
+        for name, bind in zip(SUBFOLDERS, (self.workdir, HOME, "/tmp"), strict=True):
             words += ["--bind", str(self._files.base / name), bind]
-        words += ["--chdir", WORKDIR]
+        words += ["--chdir", self.workdir]
         path = os.pathsep.join((str(Path(sys.base_prefix, "bin")), "/usr/local/bin", "/usr/bin", "/bin"))
         for name, value in {"PATH": path, "HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", **env}.items():
             words += ["--setenv", name, value]
         return words
 
 
-def _read_until(process: "subprocess.Popen[bytes]", deadline: float) -> tuple[bytes, bytes, bool]:
-    """The ends of both outputs, and whether the deadline came first."""
-    tails = {process.stdout: bytearray(), process.stderr: bytearray()}
-    with selectors.DefaultSelector() as selector:
-        for stream in tails:
-            selector.register(stream, selectors.EVENT_READ)  # type: ignore[arg-type]
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return bytes(tails[process.stdout]), bytes(tails[process.stderr]), True
-            for key, _ in selector.select(left):
-                block = os.read(key.fd, 1 << 16)
-                if not block:
-                    selector.unregister(key.fileobj)
-                tail = tails[key.fileobj]  # type: ignore[index]
-                tail += block
-                del tail[:-TAIL_BYTES]
-    return bytes(tails[process.stdout]), bytes(tails[process.stderr]), False
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
+def _refuse_impossible(task: Task) -> None:
+    """Raises `SandboxError` naming the task."""
+    if task.image is not None:
+        reason = f"bubblewrap has no images, and this task names {task.image!r}"
+    elif task.network != "none":
+        reason = f"bubblewrap has no network but the proxy, and this task asks for the {task.network} one"
+    elif task.writable_root:
+        reason = "bubblewrap shows the system's own files, which this task wants to change"
+    else:
+        return
+    raise SandboxError(f"task {task.id}: {reason}; use the docker sandbox")

@@ -1,14 +1,20 @@
 """Limits of memory, CPU and processes on whatever joins a control group, on version 1 and version 2 hierarchies.
 
-Needs root. Formats: the kernel's admin guide, "cgroup-v1/memory", "cgroup-v1/pids" and "cgroup-v2".
+A group's name says whose it is: "NAME.OWNER", with the owner's tag (see `owner`). It refuses to guess where a group
+cannot be made. Needs root. Formats: the kernel's admin guide, "cgroup-v1/memory", "cgroup-v1/pids" and "cgroup-v2".
 """
 
+import logging
 import os
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox.owner import build_owner_tag, is_dead
+
+logger = logging.getLogger(__name__)
 
 ROOT = Path("/sys/fs/cgroup")
 PARENT = "polar-trl"
@@ -30,7 +36,8 @@ class Cgroup:
     def __init__(self, name: str, *, memory_mb: int, cpus: float, pids: int) -> None:
         self._is_v2 = (ROOT / "cgroup.controllers").exists()
         controllers = [""] if self._is_v2 else ["memory", "cpu", "pids"]
-        self._folders = [ROOT / controller / PARENT / name for controller in controllers]
+        full_name = f"{name}.{build_owner_tag()}"
+        self._folders = [ROOT / controller / PARENT / full_name for controller in controllers]
         try:
             for folder in self._folders:
                 folder.mkdir(parents=True)
@@ -56,21 +63,15 @@ class Cgroup:
         return 0
 
     def remove(self) -> None:
-        """Remove it; its processes have to be gone, and the kernel may take a moment to notice."""
+        """Kill what is in it, and remove it."""
         for folder in self._folders:
-            for _ in range(100):
-                try:
-                    folder.rmdir()
-                except FileNotFoundError:
-                    break
-                except OSError:
-                    time.sleep(0.02)
-                    continue
-                break
+            _remove(folder)
 
     def _set_limits(self, memory: int, cpu_us: int, pids: int) -> None:
         if self._is_v2:
             (folder,) = self._folders
+            with suppress(OSError):  # an init that did it already may not let us
+                (ROOT / "cgroup.subtree_control").write_text("+memory +cpu +pids")
             (folder.parent / "cgroup.subtree_control").write_text("+memory +cpu +pids")
             limits = {
                 "memory.max": memory,
@@ -91,5 +92,43 @@ class Cgroup:
 
 
 def can_limit() -> bool:
-    """Whether this process may make control groups."""
-    return os.geteuid() == 0 and os.access(ROOT, os.W_OK)
+    """Whether this process may make control groups with these limits."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        Cgroup("probe", memory_mb=64, cpus=1.0, pids=8).remove()
+    except SandboxError as error:
+        logger.warning("sandboxes have no limits: %s", error)
+        return False
+    return True
+
+
+def reap_cgroups() -> list[str]:
+    """Kill what dead processes left running in their groups, and remove those; their names."""
+    reaped: dict[str, None] = {}  # a group has a folder for each controller
+    for folder in [*ROOT.glob(f"{PARENT}/*"), *ROOT.glob(f"*/{PARENT}/*")]:
+        name, _, owner = folder.name.rpartition(".")
+        if folder.is_dir() and is_dead(owner) and _remove(folder):
+            reaped[name] = None
+    return list(reaped)
+
+
+def _remove(folder: Path) -> bool:
+    """The kernel takes a moment to let go of the dead."""
+    error: OSError | None = None
+    for _ in range(250):
+        try:
+            for pid in map(int, (folder / "cgroup.procs").read_text().split()):
+                with suppress(ProcessLookupError):
+                    if pid > 0:  # 0 stands for a process of another namespace, and would be our own group
+                        os.kill(pid, signal.SIGKILL)
+            folder.rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError as failure:
+            error = failure
+            time.sleep(0.02)
+        else:
+            return True
+    logger.warning("the control group %s could not be removed: %s", folder, error)
+    return False

@@ -76,7 +76,10 @@ class NetworkHolder:
             _, complaint = self._process.communicate()
             ours.close()
             reason = complaint.decode(errors="replace").strip().splitlines()[-1:]
-            raise SandboxError(f"no network namespace can be made here: {''.join(reason)}")
+            raise SandboxError(
+                f"no network namespace can be made here ({''.join(reason)}); without root, the system has to allow "
+                "user namespaces (kernel.apparmor_restrict_unprivileged_userns=0 where AppArmor restricts them)"
+            )
         self._listener: socket.socket | None = socket.socket(fileno=fds[0])
 
     def open_listener(self) -> socket.socket:
@@ -85,6 +88,11 @@ class NetworkHolder:
         if listener is None:
             raise SandboxError("the sandbox's listener was given out already")
         return listener
+
+    @property
+    def pid(self) -> int:
+        """Of the process that keeps it."""
+        return self._process.pid
 
     def build_prefix(self) -> list[str]:
         """Words that run a command in the namespace."""

@@ -1,33 +1,50 @@
 """Whose a sandbox is: a tag that names one process, so that a later one can tell what a dead one left behind.
 
-A process id alone is used again by the system; together with the time that the process started, and the boot, it
-names one process for ever. It refuses to call a process dead that belongs to another machine's boot.
+A process id alone is used again by the system; together with the time that the process started, the machine's boot
+and the namespace of the id, it names one process for ever. It refuses to call a process dead that it could not see:
+one of another machine, whose engine is shared, or of another container on this one.
 """
 
+import hashlib
+import logging
 import os
 import re
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from polar_trl.errors import SandboxError
 from polar_trl.sandbox.folder import remove_tree
 
+logger = logging.getLogger(__name__)
+
 OWNER_FILE = "owner"
+HELPER_FILE = "helper"
+"""In a session folder: the tag of a process that was started for the session and must not outlive it."""
+UNOWNED_LIFE_S = 60.0
 
 
-def build_owner_tag() -> str:
-    """This process's tag."""
-    return f"{_read_boot_id()}:{os.getpid()}:{_read_start_ticks(os.getpid())}"
+def build_owner_tag(pid: int | None = None) -> str:
+    """The tag of a process of this machine; None is this one."""
+    pid = os.getpid() if pid is None else pid
+    return ":".join((_read_machine(), _read_boot_id(), _read_pid_namespace(), str(pid), _read_start_ticks(pid)))
 
 
 def is_dead(tag: str) -> bool:
-    """Whether the tag's process ran on this boot of this machine and is no more, or the machine was booted since."""
-    boot_id, _, process = tag.partition(":")
-    pid, _, start_ticks = process.partition(":")
-    if not pid.isdigit():
+    """Whether the tag's process ran here and is no more, or this machine was booted since."""
+    machine, _, rest = tag.partition(":")
+    boot_id, _, rest = rest.partition(":")
+    namespace, _, rest = rest.partition(":")
+    pid, _, start_ticks = rest.partition(":")
+    if not pid.isdigit() or machine != _read_machine():
         return False
-    return boot_id != _read_boot_id() or _read_start_ticks(int(pid)) != start_ticks
+    if boot_id != _read_boot_id():
+        return True
+    return namespace == _read_pid_namespace() and _read_start_ticks(int(pid)) != start_ticks
 
 
 def find_state_folder() -> Path:
@@ -39,9 +56,16 @@ def make_session_folder(root: Path, session_id: str) -> Path:
     """A fresh folder with this process's tag in it."""
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60]
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if root.stat().st_uid != os.getuid():
+        raise SandboxError(f"{root} belongs to another user; set TMPDIR to a folder of your own")
     folder = Path(tempfile.mkdtemp(prefix=f"{label}-", dir=root)).resolve()
     (folder / OWNER_FILE).write_text(build_owner_tag())
     return folder
+
+
+def note_helper(folder: Path, pid: int) -> None:
+    """Have a process killed by whoever reaps the session folder."""
+    (folder / HELPER_FILE).write_text(build_owner_tag(pid))
 
 
 def remove_session_folder(folder: Path) -> None:
@@ -52,17 +76,37 @@ def remove_session_folder(folder: Path) -> None:
 
 
 def reap_session_folders(root: Path) -> list[str]:
-    """Remove the folders of dead processes; their names."""
+    """Remove the folders of dead processes, and end what they started; their names."""
     reaped = []
     for folder in sorted(root.glob("*")):
         try:
-            tag = (folder / OWNER_FILE).read_text()
-        except OSError:
-            continue
-        if is_dead(tag):
-            remove_session_folder(folder)
-            reaped.append(folder.name)
+            if _is_left(folder):
+                _kill_helper(folder)
+                remove_session_folder(folder)
+                reaped.append(folder.name)
+        except (OSError, SandboxError) as error:  # one that resists keeps nobody from working
+            logger.warning("%s was left by a process that is dead, and could not be removed: %s", folder, error)
     return reaped
+
+
+def count_session_folders(root: Path) -> int:
+    """How many there are, of whomever."""
+    return len(list(root.glob(f"*/{OWNER_FILE}")))
+
+
+def _is_left(folder: Path) -> bool:
+    try:
+        return is_dead((folder / OWNER_FILE).read_text())
+    except FileNotFoundError:  # killed before it could write that, or about to
+        return folder.is_dir() and not any(folder.iterdir()) and time.time() - folder.stat().st_mtime > UNOWNED_LIFE_S
+
+
+def _kill_helper(folder: Path) -> None:
+    with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+        tag = (folder / HELPER_FILE).read_text()
+        pid = int(tag.split(":")[-2])
+        if tag == build_owner_tag(pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 def list_mounts(folder: Path) -> Sequence[str]:
@@ -76,6 +120,17 @@ def list_mounts(folder: Path) -> Sequence[str]:
     return sorted(found)
 
 
+def _read_machine() -> str:
+    # both: machines made from one image have one id, and names are given twice
+    path = Path("/etc/machine-id")
+    name = f"{os.uname().nodename} {path.read_text().strip() if path.exists() else ''}"
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
+
+
+def _read_pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+
+
 def _read_boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -83,6 +138,8 @@ def _read_boot_id() -> str:
 def _read_start_ticks(pid: int) -> str:
     try:
         # after the command's name, which is in parentheses and may hold anything: field 22 of proc(5)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # a zombie is dead, though nobody has asked for its exit code yet
+        return "" if state in "ZX" else fields[18]
     except OSError:
         return ""

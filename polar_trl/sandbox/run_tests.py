@@ -4,8 +4,8 @@
     python run_tests.py --root TREE --spec SPEC.json [--report FILE] [--reward FILE]
 
 The report is {"outcomes": {node id: outcome}, "messages": {node id: text}}; a run that dies leaves none. The first
-form is for a grader: the request, {"paths", "import_roots", "report", "key"}, is removed as soon as it was read, and
-the report begins with a line that proves the key. The second form is for a task folder: it removes the tests that the
+form is for a grader, in the tree: the request, {"paths", "import_roots", "report", "key"}, is removed when it was
+read, and the report begins with a line that proves the key. The second form is for a task folder: it removes the tests that the
 agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every test that
 decides passed, else 0.
 
@@ -175,6 +175,7 @@ def run_child(pipe: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv[:] = ["pytest"]
     sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"].__file__ = sys.argv[0]  # without it, tested code takes this for an interactive shell
     dumps, write, leave = json.dumps, os.write, os._exit
     collector = run_tests(Path(root), paths, import_roots)
     said = dumps({"outcomes": collector.outcomes, "messages": collector.messages}).encode() + b"\n"
@@ -188,12 +189,12 @@ def run_request(file: Path) -> None:
     """The form for graders."""
     request = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
+    report = file.parent.resolve() / request["report"]
     # the tested code runs as the same user, and could read the key in this process's memory
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     found = run_apart(Path.cwd(), request["paths"], request["import_roots"])
     if found is not None:
         text = json.dumps(found)
-        report = Path(request["report"])
         report.unlink(missing_ok=True)
         report.write_text(f"{sign(request['key'], text)}\n{text}", encoding="utf-8")
 

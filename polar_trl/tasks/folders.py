@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,19 +68,6 @@ class Tools:
     """The file that this environment was made from."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
-    """What the tests of a finished folder say about its gold patch and about no change."""
-
-    id: str
-    gold: float | None
-    """1.0: every test that decides passes. None: the run died or was too slow."""
-    empty: float | None
-    """0.0: none of the tests that should fail passes."""
-    seconds: float
-    problem: str = ""
-
-
 def write_task(draft: Draft, folder: Path, tools: Tools, *, max_fail_to_pass: int | None = None) -> SuiteRun:
     """Write the task to `folder`; the run on the broken tree. Raises `TaskError`.
 
@@ -105,34 +91,6 @@ def write_task(draft: Draft, folder: Path, tools: Tools, *, max_fail_to_pass: in
         _write_rest(draft, made, tools)
         os.rename(made, folder)
     return broken
-
-
-def check_task(folder: Path, tools: Tools) -> Checked:
-    """Apply the finished folder's gold patch, then nothing, to copies of its workspace, and run its tests on both."""
-    started = time.monotonic()
-    spec = folder / "tests" / "spec.json"
-    workspace = folder / "environment" / "workspace"
-    wanted = json.loads(spec.read_text(encoding="utf-8"))
-    decisive = [*wanted["fail_to_pass"], *wanted["pass_to_pass"]]
-    with copied_tree(workspace) as tree:
-        apply_patch(tree, folder / "solution" / "gold.patch")
-        gold = run_suite(tools.python, tree, spec, timeout_s=SUITE_TIMEOUT_S, hash_seed=2)
-    with copied_tree(workspace) as tree:
-        empty = run_suite(tools.python, tree, spec, timeout_s=SUITE_TIMEOUT_S, hash_seed=2)
-    failed = [name for name in decisive if gold.outcomes.get(name) != "passed"]
-    solved = [name for name in wanted["fail_to_pass"] if empty.outcomes.get(name) == "passed"]
-    problem = "" if not failed else f"the gold patch leaves {failed[:3]} failing"
-    if solved:
-        problem = f"{solved[:3]} pass without any change"
-    elif not gold.outcomes or not empty.outcomes:
-        problem = f"a run died{' at its time limit' if gold.timed_out or empty.timed_out else ''}"
-    return Checked(
-        id=folder.name,
-        gold=None if not gold.outcomes else float(not failed),
-        empty=None if not empty.outcomes else len(solved) / len(wanted["fail_to_pass"]),
-        seconds=round(time.monotonic() - started, 1),
-        problem=problem,
-    )
 
 
 def diff_trees(before: Path, after: Path) -> bytes:

@@ -190,7 +190,7 @@ class _Config:
         key = "environment.network_mode"
         mode = self.text(key)
         if mode == "allowlist" or self.get("environment.allowed_hosts"):
-            raise self.error(key, "a network of some hosts only cannot be enforced; the modes are no-network and public")
+            raise self.error(key, "a network of some hosts only cannot be had; there are no-network and public")
         if mode is None:
             return "public" if self.get("environment.allow_internet") is True else "none"
         if mode not in NETWORK_MODES:

@@ -50,7 +50,7 @@ def find_environment(requirements: Path, part: Part = "environments") -> Path:
     except OSError as error:
         raise ConfigError(f"cannot read the requirements {requirements}: {error.strerror}") from error
     digest = hashlib.sha256(f"{sys.version}\n{text}".encode()).hexdigest()[:12]
-    return find_cache(part) / f"{requirements.stem}-{digest}"
+    return find_cache(part) / f"python-{digest}"  # whatever the file is called: task folders have copies of one
 
 
 def install_environment(requirements: Path, part: Part = "environments") -> Path:

@@ -40,6 +40,7 @@ def task(tmp_path: Path) -> Task:
     (hidden / "test_m.py").write_text("from m import f\n\n\ndef test_f(): assert f() == 2\n\n\ndef test_ok(): pass\n")
     spec = TestSpec(
         fail_to_pass=("test_m.py::test_f",),
+        python=sys.executable,
         pass_to_pass=("test_m.py::test_ok",),
         folder=str(hidden),
         files=("test_m.py",),
@@ -54,7 +55,7 @@ def grade(task: Task, command: str, tmp_path: Path) -> tuple[float, dict[str, in
     sandbox = backend.create(task, "agent")
     try:
         assert sandbox.run(command, env={}, timeout_s=20).exit_code == 0
-        result = TestsGrader(backend, python=sys.executable).grade(task, sandbox, timeout_s=60)
+        result = TestsGrader(backend).grade(task, sandbox, timeout_s=60)
     finally:
         sandbox.destroy()
     assert list((tmp_path / "boxes").iterdir()) == [], "the fresh sandbox was left behind"

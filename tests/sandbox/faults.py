@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -139,13 +140,14 @@ class OwnEngine:
     def connect(self) -> docker.DockerClient:
         return docker.DockerClient(base_url=self.host)
 
-    def restart(self) -> None:
-        pid_file = self._state / "dockerd.pid"
-        self._signal(signal.SIGTERM)
+    def restart(self, number: signal.Signals) -> None:
+        """End it by a signal, then start it again."""
+        state = Path("/proc", (self._state / "dockerd.pid").read_text(), "status")
+        self._signal(number)
         for _ in range(600):
-            if not pid_file.exists():
+            if not state.exists() or "State:\tZ" in state.read_text():
                 break
-            threading.Event().wait(0.1)
+            time.sleep(0.1)
         self.up()
 
     def freeze(self) -> None:

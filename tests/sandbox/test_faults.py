@@ -15,7 +15,6 @@ from pathlib import Path
 import docker
 import pytest
 from faults import LIMITS, REPLY, Leftovers, OwnEngine, Sessions, build, list_processes
-from serving import wait_until
 
 from polar_trl.rollout import Finished
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
@@ -50,7 +49,6 @@ def own_engine() -> Iterator[OwnEngine]:
         engine.load_image()
         yield engine
     finally:
-        engine.thaw()
         engine.down()
 
 
@@ -97,13 +95,14 @@ def test_killed_from_outside_is_no_zero(sessions: Sessions, engine: docker.Docke
     require_fine(results["other"])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_engine_that_is_restarted_costs_what_ran_and_nothing_more(
-    sessions: Sessions, own_engine: OwnEngine
+    sessions: Sessions, own_engine: OwnEngine, number: signal.Signals
 ) -> None:
     backend = build("docker", sessions.root, host=own_engine.host)
     running = sessions.start(backend, {"victim": "python3 ~/ask.py; sleep 600"}, read_result)
     sessions.wait_until_asked(1)
-    own_engine.restart()
+    own_engine.restart(number)
     rollout = running.result(timeout=120)["victim"].rollout
     assert (rollout.stop_reason, rollout.reward, len(rollout.calls)) == ("agent_failed", None, 1)
     assert rollout.error is not None and rollout.error.startswith("SandboxError: ")

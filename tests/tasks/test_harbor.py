@@ -37,8 +37,7 @@ workdir = "/app"
 cpus = 2
 memory = "2G"
 storage_mb = 512
-network_mode = "allowlist"
-allowed_hosts = ["example.org"]
+network_mode = "public"
 env = { WHO = "${HARBOR_TEST_WHO}" }
 colour = "red"
 """
@@ -67,13 +66,12 @@ def test_everything_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (task.prepare_timeout_s, task.agent_timeout_s, task.grade_timeout_s) == (300.0, 90.0, 45.0)
     assert task.env == {"WHO": "me"}
     assert (task.workspace, task.tests) == (None, None)
+    assert (task.build_context, task.workdir) == (str(folder / "environment"), "/app")
+    # its own verifier decides, which writes outside of the work folder
+    assert (task.network, task.writable_root) == ("public", True)
     assert task.metadata["harbor"] == {
         "folder": str(folder),
         "name": "org/first",
-        "build_context": str(folder / "environment"),
-        "workdir": "/app",
-        "network_mode": "allowlist",
-        "allowed_hosts": ["example.org"],
         "cpus": 2,
         "memory_mb": 2048,
         "storage_mb": 512,
@@ -86,9 +84,11 @@ def test_everything_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_empty_config_has_the_defaults_of_the_format(tmp_path: Path) -> None:
     (task,) = load_harbor(make(tmp_path / "t"))
     assert (task.prepare_timeout_s, task.agent_timeout_s, task.grade_timeout_s) == (600.0, 600.0, 600.0)
-    assert task.metadata["harbor"]["network_mode"] is None
-    (old,) = load_harbor(make(tmp_path / "o", 'version = "1.0"\n[environment]\nallow_internet = false\n'))
-    assert old.metadata["harbor"]["network_mode"] == "no-network"
+    assert (task.network, task.workdir) == ("none", None)
+    for allowed, network in (("false", "none"), ("true", "public")):
+        toml = f'version = "1.0"\n[environment]\nallow_internet = {allowed}\n'
+        (old,) = load_harbor(make(tmp_path / allowed, toml))
+        assert old.network == network
 
 
 def test_a_folder_of_folders(tmp_path: Path) -> None:
@@ -109,14 +109,17 @@ def test_the_tests_that_decide(tmp_path: Path) -> None:
     folder = make(
         tmp_path / "t",
         **{"tests/spec.json": json.dumps(SPEC), "tests/hidden/test_a.py": "", "solution/gold.patch": "x"},
-        **{"environment/workspace/a.py": ""},
+        **{"environment/workspace/a.py": "", "environment/requirements.txt": "pytest\n"},
     )
     (task,) = load_harbor(folder)
+    assert not task.writable_root
     assert task.workspace == str(folder / "environment" / "workspace")
     assert task.tests is not None
     assert (task.tests.fail_to_pass, task.tests.files) == (("test_a.py::test_x[1]",), ("test_a.py",))
     assert task.tests.folder == str(folder / "tests" / "hidden")
     assert task.tests.gold_patch == str(folder / "solution" / "gold.patch")
+    assert task.tests.requirements == str(folder / "environment" / "requirements.txt")
+    assert task.tests.python == "python"
     # and they survive both forms that tasks are stored in
     save_tasks(tmp_path / "t.jsonl", [task])
     assert load_tasks(tmp_path / "t.jsonl") == [task]
@@ -149,6 +152,8 @@ def test_another_files_name_is_no_spec(tmp_path: Path) -> None:
         ("[environment]\ndocker_image = 3", {}, "task 't': environment.docker_image: must be text, not 3"),
         ('[environment]\nmemory = "much"', {}, "task 't': environment.memory: must be a size"),
         ('[environment]\nnetwork_mode = "some"', {}, "task 't': environment.network_mode: must be one of no-network"),
+        ('[environment]\nnetwork_mode = "allowlist"', {}, "environment.network_mode: a network of some hosts only"),
+        ('[environment]\nallowed_hosts = ["a"]', {}, "environment.network_mode: a network of some hosts only"),
         ("[environment]\nenv = { A = 1 }", {}, "task 't': environment.env: must be a table of texts"),
         ('[environment.env]\nA = "${NOT_SET_ANYWHERE}"', {}, "environment.env: the variable NOT_SET_ANYWHERE is not"),
         ("", {"tests/spec.json": "{"}, "task 't': tests/spec.json cannot be read"),

@@ -54,7 +54,8 @@ def test_a_row_of_verified() -> None:
     assert task.tests.protected == ("tests/test_a.py", "tests/\\303\\251.txt")
     assert (task.prepare_timeout_s, task.agent_timeout_s, task.grade_timeout_s) == (600.0, 1800.0, 1800.0)
     assert task.metadata["unread"] == ["shape"]
-    assert task.metadata["workdir"] == "/testbed"
+    # what an eval script installs goes into the image's own Python
+    assert (task.workdir, task.workspace, task.writable_root, task.network) == ("/testbed", None, True, "none")
     assert task.metadata["swebench"] == {
         name: value for name, value in VERIFIED.items() if name not in ("shape", "FAIL_TO_PASS", "PASS_TO_PASS")
     }

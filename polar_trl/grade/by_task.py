@@ -1,0 +1,105 @@
+"""A task -> the grader that its own fields ask for: a command, hidden tests, SWE-bench's way, Harbor's verifier.
+
+It refuses, before a run starts, a task that none of them can grade.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from polar_trl.errors import GradeError, TaskError
+from polar_trl.grade.base import FreshSandboxGrader, Grade, Grader
+from polar_trl.grade.command import CommandGrader
+from polar_trl.grade.harbor import HarborGrader
+from polar_trl.grade.swebench import SwebenchGrader, check_row
+from polar_trl.grade.tests import TestsGrader
+from polar_trl.sandbox.base import Sandbox, SandboxBackend
+from polar_trl.types import Task
+
+Kind = Literal["command", "pytest", "swebench", "harbor"]
+
+
+class GraderByTask:
+    """Grades each task in its own way.
+
+    Args:
+        backend: Makes the fresh sandboxes of hidden tests. A `WarmPool` has them ready in time.
+        command: For tasks that bring no way of their own.
+        command_reward: What the commands say; see `CommandGrader`.
+        partial: Reward the share of the failing tests that pass, as long as none of the others broke.
+    """
+
+    def __init__(
+        self,
+        backend: SandboxBackend,
+        *,
+        command: str | None = None,
+        command_reward: Literal["exit_code", "stdout"] = "exit_code",
+        partial: bool = False,
+    ) -> None:
+        self._has_command = command is not None
+        self._graders: dict[Kind, Grader] = {
+            "command": CommandGrader(command, reward=command_reward),
+            "pytest": TestsGrader(backend, partial=partial),
+            "swebench": SwebenchGrader(backend, partial=partial),
+            "harbor": HarborGrader(),
+        }
+
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
+        """The reward. Raises `GradeError` where the task's grader decided nothing."""
+        grader = self._find(task)
+        if grader is None:
+            raise GradeError(f"task {task.id}: {NOBODY}")
+        return grader.grade(task, sandbox, timeout_s=timeout_s)
+
+    def order(self, task: Task) -> None:
+        """See `FreshSandboxGrader`."""
+        grader = self._find(task)
+        if isinstance(grader, FreshSandboxGrader):
+            grader.order(task)
+
+    def withdraw(self, task: Task) -> None:
+        """See `FreshSandboxGrader`."""
+        grader = self._find(task)
+        if isinstance(grader, FreshSandboxGrader):
+            grader.withdraw(task)
+
+    def _find(self, task: Task) -> Grader | None:
+        kind = find_kind(task, has_command=self._has_command)
+        return None if kind is None else self._graders[kind]
+
+
+NOBODY = "it has no `grader` command, no tests and no Harbor verifier, and the run has no grader command"
+
+
+def find_kind(task: Task, *, has_command: bool = False) -> Kind | None:
+    """Who grades a task; None: nobody. A task's own command comes before its tests."""
+    if task.grader is not None:
+        return "command"
+    if task.tests is not None:
+        return "swebench" if task.tests.runner == "swebench" else "pytest"
+    if "harbor" in task.metadata:
+        return "harbor"
+    return "command" if has_command else None
+
+
+def check_gradable(tasks: Sequence[Task], backend: SandboxBackend, *, has_command: bool = False) -> None:
+    """Raises `TaskError` naming the first task that nobody can grade, and why; `ConfigError` if a package is missing.
+
+    Args:
+        backend: Where the tasks run.
+        has_command: Whether the run has a grader command for tasks that bring nothing.
+    """
+    for task in tasks:
+        kind = find_kind(task, has_command=has_command)
+        if kind is None:
+            raise TaskError(f"task {task.id!r} cannot be graded: {NOBODY}")
+        if kind == "swebench":
+            check_row(task)
+        elif kind == "pytest" and task.tests is not None and task.tests.runner != "pytest":
+            runner = task.tests.runner
+            raise TaskError(f"task {task.id!r}: 'tests.runner' must be 'pytest' or 'swebench', not {runner!r}")
+        elif kind == "harbor" and not (task.writable_root and backend.capabilities.uses_images):
+            raise TaskError(
+                f"task {task.id!r} cannot be graded here: its verifier is laid into /tests of a container whose root "
+                "can be written; use the docker sandbox"
+            )

@@ -1,0 +1,221 @@
+"""A row of SWE-bench or SWE-Gym and an agent's changes -> the reward, decided by the row's own script and parser.
+
+The changes are laid over a fresh copy of the image's /testbed, none at paths that decide how tests run. Then the row's
+`eval_script` runs, or the script that `swebench` 4.1 has for its repository and version, and that package's parser
+reads the test command's output: 1 where all of FAIL_TO_PASS and PASS_TO_PASS passed. A skipped test has not passed.
+
+Two tests of known outcome ride along where the command takes paths, as in `tests.py`. Where it does not (Django,
+SymPy), what the tested code prints is believed. It refuses rows that neither have a script nor are known to the
+package, unless their tests are plain pytest files.
+"""
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
+from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
+from polar_trl.grade.base import Grade
+from polar_trl.grade.canary import Canary
+from polar_trl.grade.changes import apply_changes, find_changes
+from polar_trl.grade.fresh import FreshSandboxes
+from polar_trl.grade.tests import NOT_STARTED, score
+from polar_trl.sandbox.base import Sandbox, SandboxBackend
+from polar_trl.types import Task, TestSpec
+
+WORKDIR = "/testbed"
+ENVIRONMENT = "testbed"
+MAX_LOG_BYTES = 64 << 20
+# there is no network; what an install command wants has to be in the image, as its build tools are
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+# read by pip as the value of "build isolation", not of its opposite: 0 turns it off
+PASSED = ("PASSED", "XFAIL")
+_START = re.compile(r"^.*>>>>> Start Test Output.*\n", re.MULTILINE)
+_END = re.compile(r"^.*>>>>> End Test Output.*$", re.MULTILINE)
+_TAKES_PATHS = re.compile(r"(?:^|[\s/])(?:pytest|py\.test)\s|^tox\s.*\s--(?:\s|$)")
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR) (.*\S)\s*$", re.MULTILINE)
+
+
+class SwebenchGrader:
+    """Grades tasks that have `tests` with the runner "swebench".
+
+    Args:
+        backend: Makes the fresh sandboxes, from the row's image.
+        partial: Reward the share of the failing tests that pass, as long as none of the others broke.
+    """
+
+    def __init__(self, backend: SandboxBackend, *, partial: bool = False) -> None:
+        # install commands write into the image's environment
+        self._fresh = FreshSandboxes(backend, writable_root=True)
+        self._partial = partial
+
+    def order(self, task: Task) -> None:
+        """See `FreshSandboxGrader`."""
+        self._fresh.order(task)
+
+    def withdraw(self, task: Task) -> None:
+        """See `FreshSandboxGrader`."""
+        self._fresh.withdraw(task)
+
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
+        """The reward, and under which names the agent's attempts on its judge are counted. Raises `GradeError`."""
+        spec = task.tests
+        if spec is None:
+            raise GradeError(f"task {task.id} has no tests")
+        script, canary = build_script(task), Canary((*spec.fail_to_pass, *spec.pass_to_pass))
+        try:
+            changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
+        except FileTooLargeError:
+            self._fresh.withdraw(task)
+            return Grade(reward=0.0, counters={"changes_too_large": 1})
+        kept, counts = Protection(spec, read_fix(task)).sort(changes)
+        counts.update(count_planted(changes, sandbox.host_home))
+        with self._fresh.open(task) as fresh:
+            apply_changes(kept, fresh.host_workdir)
+            script, has_canary = add_canary(script, canary.path)
+            if has_canary:
+                fresh.put(canary.path, canary.text.encode())
+            log, fault = run_script(task, script, fresh, timeout_s=timeout_s)
+        return self._decide(task, spec, log, fault, counts, canary if has_canary else None)
+
+    def _decide(
+        self, task: Task, spec: TestSpec, log: str, fault: str | None, counts: Counter[str], canary: Canary | None
+    ) -> Grade:
+        outcomes = parse_log(task, log)
+        if fault is None and canary is not None:
+            fault = canary.find_fault(outcomes, passed="PASSED", failed="FAILED")
+        if fault is None and contradicts_itself(log):
+            fault = "logs_contradict"
+        if fault is not None:
+            return Grade(reward=0.0, counters=add_total(counts + Counter([fault])))
+        passed = {name for name in (*spec.fail_to_pass, *spec.pass_to_pass) if has_passed(name, outcomes)}
+        return Grade(reward=score(spec, passed, partial=self._partial), counters=add_total(counts))
+
+
+def check_row(task: Task) -> None:
+    """Raises `TaskError` for a row that cannot be graded, `ConfigError` where `swebench` is not installed."""
+    build_script(task)
+
+
+def build_script(task: Task) -> str:
+    """What is run in a fresh sandbox. Raises `TaskError`, `ConfigError`."""
+    row = task.metadata.get("swebench")
+    if not isinstance(row, Mapping):
+        raise TaskError(f"task {task.id!r}: metadata.swebench, the columns of its row, is missing")
+    harness = _import_harness()
+    if row.get("eval_script"):
+        return str(row["eval_script"])
+    workdir = task.workdir or WORKDIR
+    specs = harness.constants.MAP_REPO_VERSION_TO_SPECS.get(row["repo"], {}).get(row.get("version"), {})
+    make = harness.test_spec.python.make_eval_script_list_py
+    if "test_cmd" in specs and harness.constants.MAP_REPO_TO_EXT.get(row["repo"]) == "py":
+        lines = make(row, specs, ENVIRONMENT, workdir, row["base_commit"], row["test_patch"])
+    else:
+        lines = _build_pytest_script(task, row, workdir)
+    # the package's way to restore no file at all would leave the commit instead
+    lines = [line for line in lines if line != f"git checkout {row['base_commit']} "]
+    return "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines]) + "\n"
+
+
+def _build_pytest_script(task: Task, row: Mapping[str, Any], workdir: str) -> list[str]:
+    """For repositories that the package does not know, such as SWE-Gym's."""
+    files = [name for name in (task.tests.protected if task.tests else ()) if name.endswith(".py")]
+    if not files or not all("::" in name for name in (task.tests.fail_to_pass if task.tests else ())):
+        raise TaskError(
+            f"task {task.id!r}: swebench does not know {row['repo']} in version {row.get('version')!r}, "
+            "the row has no eval_script, and its tests are not pytest's"
+        )
+    old = [name for name in files if f"--- a/{name}\n" in row["test_patch"]]
+    return [
+        "source /opt/miniconda3/bin/activate",
+        f"conda activate {ENVIRONMENT}",
+        f"git config --global --add safe.directory {workdir}",
+        f"cd {workdir}",
+        f"git checkout {row['base_commit']} {' '.join(old)}",
+        f"git apply -v - <<'EOF_114329324912'\n{row['test_patch']}\nEOF_114329324912",
+        ": '>>>>> Start Test Output'",
+        " ".join(["pytest", "-rA", "--tb=no", *(shlex.quote(name) for name in files)]),
+        ": '>>>>> End Test Output'",
+    ]
+
+
+def add_canary(script: str, path: str) -> tuple[str, bool]:
+    """The script with one more path for its test command, and whether that command takes paths."""
+    before, body, after = _cut(script)
+    lines = body.rstrip("\n").split("\n")
+    if not _TAKES_PATHS.search(lines[-1]):
+        return script, False
+    lines[-1] = f"{lines[-1].rstrip()} {path}"
+    return before + "\n".join(lines) + "\n" + after, True
+
+
+def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> tuple[str, str | None]:
+    """What the test command printed, and the counter of what went wrong with it. Raises `GradeError`."""
+    before, body, after = _cut(script)
+    # into a file of its own: a line that the tested code prints cannot end it, and no tail is cut off
+    fresh.put("~/eval.sh", f'{before}{{\n{body}}} > "$HOME/eval.log" 2>&1 < /dev/null\n{after}'.encode())
+    env = {**task.env, **(OFFLINE if task.network == "none" else {})}
+    result = fresh.run("bash ~/eval.sh", env=env, timeout_s=timeout_s)
+    if result.exit_code in NOT_STARTED:
+        raise GradeError(f"task {task.id}: its script does not run there: {result.stderr.strip()[-300:]}")
+    try:
+        log = fresh.get("~/eval.log", max_bytes=MAX_LOG_BYTES)
+    except FileTooLargeError:
+        return "", "test_runs_died"
+    if result.timed_out:
+        return "", "test_runs_timed_out"
+    return (log or b"").decode("utf-8", "replace"), "test_runs_died" if log is None else None
+
+
+def parse_log(task: Task, log: str) -> dict[str, str]:
+    """Test -> "PASSED", "FAILED", "ERROR", "SKIPPED" or "XFAIL", by the package's parser for the row's repository."""
+    row, harness = task.metadata["swebench"], _import_harness()
+    parsers = harness.log_parsers.MAP_REPO_TO_PARSER
+    by_name = {parser.__name__: parser for parser in parsers.values()}
+    named = by_name.get(str(row.get("log_parser")))
+    parser = named or parsers.get(row["repo"]) or by_name["parse_log_pytest"]
+    outcomes: dict[str, str] = parser(log, None)
+    return outcomes
+
+
+def has_passed(name: str, outcomes: Mapping[str, str]) -> bool:
+    """Whether a test of a row passed. Ids with parameters may have been cut at a blank: all that begin so count."""
+    if name in outcomes:
+        return outcomes[name] in PASSED
+    is_cut = "[" in name and not name.endswith("]")
+    found = [outcome for other, outcome in outcomes.items() if is_cut and other.startswith(name)]
+    return bool(found) and all(outcome in PASSED for outcome in found)
+
+
+def contradicts_itself(log: str) -> bool:
+    """Whether pytest's summary says of one test that it passed and that it did not: something else wrote to it."""
+    passed, failed = set[str](), set[str]()
+    for outcome, name in _OUTCOME.findall(log):
+        if outcome == "PASSED":
+            passed.add(name)
+        else:
+            parts = name.split(" - ")  # a message may follow, and a parameter may hold the same sign
+            failed.update(" - ".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return not passed.isdisjoint(failed)
+
+
+def _cut(script: str) -> tuple[str, str, str]:
+    """What comes before the tests are run, what runs them, what comes after; all runs them where no mark is."""
+    start = _START.search(script)
+    end = _END.search(script, start.end()) if start else None
+    if start is None or end is None:
+        return "", script.rstrip("\n") + "\n", ""
+    return script[: start.start()], script[start.end() : end.start()], script[end.end() :]
+
+
+def _import_harness() -> Any:
+    try:
+        import swebench.harness.log_parsers
+        import swebench.harness.test_spec.python
+    except ImportError as error:
+        raise ConfigError(
+            f"SWE-bench rows are graded by the package swebench 4.1: pip install 'polar-trl[swe]' ({error})"
+        ) from error
+    return swebench.harness

@@ -1,0 +1,162 @@
+"""A bubblewrap command line becomes a running command, and then an exit code or the reason why there is none.
+
+When `end` returns, no process of the sandbox is left, however it was detached: the first process of its namespace is
+dead, which the kernel reports only after all others. It refuses to take what a command prints for bubblewrap's own
+words: that the command ran is read from a pipe which the sandbox does not have.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from polar_trl.errors import SandboxError
+
+TAIL_BYTES = 64 << 10
+END_TIMEOUT_S = 30.0
+
+
+class Tail:
+    """The last `TAIL_BYTES` of a pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.buffer = bytearray()
+        os.set_blocking(fd, False)
+
+    def read(self) -> bool:
+        """Take in one block. False where there is none, for now or for ever."""
+        try:
+            block = os.read(self.fd, TAIL_BYTES)
+        except BlockingIOError:
+            return False
+        self.buffer += block
+        del self.buffer[:-TAIL_BYTES]
+        return bool(block)
+
+
+class BwrapCommand:
+    """A command that runs in bubblewrap.
+
+    Args:
+        prefix: Words before "bwrap", which end by running what follows them in their own place.
+        options: Words of bubblewrap, the command last.
+
+    Raises `OSError` or `ValueError` if it cannot be started.
+    """
+
+    def __init__(self, prefix: Sequence[str], options: Sequence[str]) -> None:
+        status, status_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [*prefix, "bwrap", "--json-status-fd", str(status_end), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[status_end],
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(status)
+            raise
+        finally:
+            os.close(status_end)
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._status, self._stdout, self._stderr = (
+            Tail(fd) for fd in (status, self._process.stdout.fileno(), self._process.stderr.fileno())
+        )
+        self._first_process: int | None = None
+        self._lock = threading.Lock()
+        self._has_ended = False
+
+    @property
+    def stdout(self) -> str:
+        """The last 64 KiB, undecodable bytes replaced."""
+        return self._stdout.buffer.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        """The last 64 KiB, undecodable bytes replaced."""
+        return self._stderr.buffer.decode("utf-8", "replace")
+
+    @property
+    def exit_code(self) -> int | None:
+        """After `end`: the command's own, 128 + n where signal n ended it; None where it did not come to its end."""
+        codes = [document["exit-code"] for document in self._read_status() if "exit-code" in document]
+        return int(codes[-1]) if codes else None
+
+    def wait_until(self, deadline: float) -> bool:
+        """Drain the output until the command has ended; False if the deadline came first."""
+        process = os.pidfd_open(self._process.pid)
+        poll = select.poll()
+        tails = {tail.fd: tail for tail in (self._status, self._stdout, self._stderr)}
+        try:
+            for fd in (process, *tails):
+                poll.register(fd, select.POLLIN)
+            while (left_s := deadline - time.monotonic()) > 0:
+                ready = {fd for fd, _ in poll.poll(min(left_s, 3600.0) * 1000 + 1)}
+                for fd in ready & tails.keys():
+                    if not tails[fd].read():
+                        poll.unregister(fd)  # closed by all; the command may go on without it
+                    if fd == self._status.fd:
+                        self._watch_first_process()
+                if process in ready:
+                    return True
+            return False
+        finally:
+            os.close(process)
+
+    def kill(self) -> None:
+        """Kill it, from any thread; `wait_until` returns."""
+        # its children are in its group until they are in a session of their own, and then bound to its life
+        with self._lock, suppress(ProcessLookupError):
+            if not self._has_ended:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill whatever is left of it and take in the rest of its output. Raises `SandboxError` if it will not die."""
+        self.kill()
+        with self._lock:
+            self._has_ended = True
+        self._process.wait()  # its id may be somebody else's from here on
+        while self._status.read():
+            pass
+        self._watch_first_process()
+        try:
+            self._await_first_process()
+        finally:
+            for tail in (self._stdout, self._stderr):
+                while tail.read():
+                    pass
+            for stream in (self._process.stdout, self._process.stderr):
+                if stream is not None:
+                    stream.close()
+            os.close(self._status.fd)
+
+    def _watch_first_process(self) -> None:
+        pids = [document["child-pid"] for document in self._read_status() if "child-pid" in document]
+        if pids and self._first_process is None:
+            with suppress(ProcessLookupError):
+                self._first_process = os.pidfd_open(pids[0])
+
+    def _await_first_process(self) -> None:
+        if self._first_process is None:
+            return
+        try:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first_process, signal.SIGKILL)
+            poll = select.poll()  # and not select(2), which knows no more than 1024 files
+            poll.register(self._first_process, select.POLLIN)
+            if not poll.poll(END_TIMEOUT_S * 1000):
+                raise SandboxError("what the command started could not be killed")
+        finally:
+            os.close(self._first_process)
+
+    def _read_status(self) -> list[dict[str, int]]:
+        lines = self._status.buffer.decode().split("\n")[:-1]  # the last one is not whole yet
+        return [json.loads(line) for line in lines]

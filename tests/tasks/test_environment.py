@@ -1,0 +1,102 @@
+"""The Python that tasks' tests get: who gets one, what is in it, and that no task's answer is."""
+
+import json
+import os
+import subprocess
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from calc_releases import pretend_installed
+
+from polar_trl.cache import VISIBLE, find_cache
+from polar_trl.errors import ConfigError
+from polar_trl.tasks.environment import find_answer, provide_python
+from polar_trl.tasks.suite import find_environment, install_environment
+from polar_trl.types import Task, TestSpec
+
+
+def make_task(requirements: Path | None) -> Task:
+    spec = TestSpec(fail_to_pass=("a",), requirements=None if requirements is None else str(requirements))
+    return Task(id="t", instruction="Do it.", tests=spec)
+
+
+def make_wheel(folder: Path, name: str, version: str) -> Path:
+    """A package of one module."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+def test_a_python_for_those_who_have_none(tmp_path: Path) -> None:
+    (tmp_path / "r.txt").write_text("pytest\n")
+    pretend_installed(tmp_path / "r.txt")
+    python = find_environment(tmp_path / "r.txt") / "bin" / "python"
+    task = make_task(tmp_path / "r.txt")
+    (provided,) = provide_python([replace(task, env={"A": "1"})])
+    assert provided.tests is not None and provided.tests.python == str(python)
+    assert provided.env == {"PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin", "A": "1"}
+    # an image of the task's own has all that its tests need
+    built = replace(task, build_context=str(tmp_path))
+    for other in (make_task(None), Task(id="t", instruction="x"), replace(task, image="i")):
+        assert provide_python([other]) == [other]
+    assert provide_python([built], builds_images=True) == [built]
+    assert provide_python([built])[0].tests == provided.tests
+
+
+def test_an_environment_has_what_the_file_names_and_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(make_wheel(tmp_path / "wheels", "calc", "1.0")))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    (tmp_path / "r.txt").write_text("calc==1.0\n")
+    python = install_environment(tmp_path / "r.txt")
+    assert python.is_relative_to(find_cache("environments"))
+    found = subprocess.run(
+        [
+            python,
+            "-c",
+            "import calc, importlib.util as u, json; print(json.dumps([calc.VERSION, bool(u.find_spec('pip'))]))",
+        ],
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(found.stdout) == ["1.0", False]
+    # a second one is the same; what downloads releases is kept where no sandbox looks
+    assert install_environment(tmp_path / "r.txt") == python
+    hidden = install_environment(tmp_path / "r.txt", "releases")
+    assert not any(hidden.is_relative_to(find_cache(part)) for part in VISIBLE)
+    assert subprocess.run([hidden, "-m", "pip", "--version"], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "installed", "expected"),
+    [
+        ({"package": "ca-lc", "fixed_version": "1.10"}, "ca_lc-1.10", "ca_lc-1.10"),
+        ({"package": "ca-lc", "fixed_version": "1.10"}, "Ca.Lc-1.11", "Ca.Lc-1.11"),
+        ({"package": "ca-lc", "fixed_version": "1.10"}, "ca_lc-1.9", None),
+        ({"package": "ca-lc", "fixed_version": "1.10"}, "other-2.0", None),
+        # an edit was made to one release, and any other one shows what was there
+        ({"package": "ca-lc", "version": "1.10"}, "ca_lc-1.9", "ca_lc-1.9"),
+        ({}, "ca_lc-1.9", None),
+    ],
+)
+def test_an_answer_is_found(tmp_path: Path, facts: dict[str, str], installed: str, expected: str | None) -> None:
+    (tmp_path / "lib" / "site-packages" / "x" / "_vendor" / f"{installed}.dist-info").mkdir(parents=True)
+    task = Task(id="t", instruction="x", metadata={"harbor": {"metadata": facts}})
+    assert find_answer(task, tmp_path) == expected
+
+
+def test_an_environment_with_the_answer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.txt").write_text("calc\n")
+    pretend_installed(tmp_path / "r.txt")
+    (find_environment(tmp_path / "r.txt") / "lib" / "calc-2.0.dist-info").mkdir(parents=True)
+    facts = {"package": "calc", "fixed_version": "2.0"}
+    task = replace(make_task(tmp_path / "r.txt"), metadata={"harbor": {"metadata": facts}})
+    with pytest.raises(ConfigError, match=r"task 't': .*r\.txt installs its answer, calc-2\.0"):
+        provide_python([task])
