@@ -156,7 +156,7 @@ class _Session:
         finally:
             self._withdraw_grading()
             self._destroy_sandbox()
-        if peeks := count_peeks(self._log.calls):
+        if peeks := count_peeks(self._log.calls, self._job.task):
             self._log.count("peeks", peeks)
             self._log.count("rollouts_that_peeked")
         rollout = Rollout(

@@ -28,7 +28,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
-from polar_trl.grade.command import CommandGrader
+from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.advantage import Advantages, compute_advantages
 from polar_trl.grpo.batch import Row, build_batch, row_weights, split_batch
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -62,8 +62,8 @@ class PolarGRPOTrainer(GRPOTrainer):
         harness: The agent.
         sandbox: Where agents run; a folder and a process group each by default. Sandboxes of a `WarmPool` are made
             while the model trains.
-        grader: What a session is worth. By default the command that each task names; None with tasks that name none
-            leaves the reward to `reward_funcs`.
+        grader: What a session is worth. By default what each task says itself (a command, hidden tests, a verifier);
+            tasks that say nothing leave the reward to `reward_funcs`.
         reward_funcs: TRL reward functions, called once per rollout with `prompts`, `completions` (the conversation
             after the instruction), `completion_ids` (all sampled tokens) and `rollouts`. They come after the grader
             in `args.reward_weights`.
@@ -97,12 +97,15 @@ class PolarGRPOTrainer(GRPOTrainer):
             _require_model(model)
         train_rows = build_dataset(train_dataset) if train_dataset is not None else None
         eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
-        self.grader = grader or _default_grader(train_rows, eval_rows)
+        backend = sandbox or LocalSandboxBackend()
+        self.grader = grader or _build_default_grader(backend, train_rows, eval_rows)
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         if self.grader is not None:
             functions = [grader_reward, *functions]
         if not functions:
-            raise ConfigError("nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command")
+            raise ConfigError(
+                "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
+            )
         harness.install()
         num_seqs = args.engine_max_num_seqs or min(256, 4 * args.max_agents)
         set_environment(cpu=args.device.type == "cpu")
@@ -145,7 +148,6 @@ class PolarGRPOTrainer(GRPOTrainer):
             model=args.model_label,
         )
         self.proxy.start()
-        backend = sandbox or LocalSandboxBackend()
         repeats = args.steps_per_generation * args.num_iterations
         self.upcoming = UpcomingBatches(backend, repeats=repeats) if isinstance(backend, WarmPool) else None
         self.runner = RolloutRunner(
@@ -451,12 +453,12 @@ def _require_model(model: str) -> None:
         raise ConfigError(f"no model at {model!r}: {hint} ({str(error).splitlines()[0]})") from error
 
 
-def _default_grader(*datasets: Dataset | None) -> Grader | None:
-    """The command grader if the tasks name commands; either all of them do, or none."""
+def _build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> Grader | None:
+    """The tasks' own ways; either all of them have one, or none."""
     tasks = [parse_task(row) for rows in datasets if rows is not None for row in rows]
-    missing = [task.id for task in tasks if not task.grader]
+    missing = [task.id for task in tasks if find_kind(task) is None]
     if len(missing) == len(tasks):
         return None
     if missing:
-        raise ConfigError(f"task {missing[0]!r} names no 'grader' command while others do; add one, or pass grader=")
-    return CommandGrader()
+        raise ConfigError(f"task {missing[0]!r} has no 'grader' command and no tests while others do, or pass grader=")
+    return GraderByTask(backend)

@@ -1,8 +1,8 @@
 """A task becomes a container of any engine that speaks Docker's API; its work folder lives on the host.
 
 A session is one container whose first process only sleeps; commands are execs in it. It has no network of its own but
-the proxy (see `network`), no capabilities, and limits on memory, CPU, processes and disk. The work folder is an
-overlay on the host, so its upper folder is what the agent changed, and outlives the container.
+the proxy (see `network`), unless the task asks for one, no capabilities, and limits on memory, CPU, processes and disk.
+The work folder is an overlay on the host, so its upper folder is what the agent changed, and outlives the container.
 
 It refuses engines on another machine: the work folder and the proxy's socket are this machine's.
 """
@@ -11,22 +11,33 @@ import logging
 import os
 import secrets
 import socket
+import tarfile
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import docker
-import requests
 from docker.errors import DockerException, ImageNotFound, NotFound
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult
+from polar_trl.sandbox.container_engine import (
+    API_TIMEOUT_S,
+    ENGINE_ERRORS,
+    Removals,
+    connect,
+    is_refusal,
+    limit_calls,
+    retry,
+)
 from polar_trl.sandbox.disk import is_full, make_disk
 from polar_trl.sandbox.exec_stream import ExecStream
 from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
+from polar_trl.sandbox.images import HOME, Base, Images
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import open_listener
 from polar_trl.sandbox.owner import (
@@ -37,18 +48,12 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
-from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 LABEL = "polar-trl.run"
 OWNER_LABEL = "polar-trl.owner"
-WORKDIR = "/workspace"
-HOME = "/home/agent"
-API_TIMEOUT_S = 60
-ATTEMPTS = 3
 MAX_LIFE_S = 24 * 3600
 # bash where the image has it: agents and graders write bash
 SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
@@ -64,6 +69,8 @@ class DockerSandboxBackend:
         run_id: Label of this run's containers.
         host: The engine's address; None takes $DOCKER_HOST or the system's socket.
         root: Where session folders are kept; None takes the user's state folder.
+        public_network: The engine's network that tasks with `network="public"` join.
+        api_timeout_s: After which an engine that says nothing has failed.
     """
 
     def __init__(
@@ -75,6 +82,8 @@ class DockerSandboxBackend:
         run_id: str = "run",
         host: str | None = None,
         root: Path | None = None,
+        public_network: str = "bridge",
+        api_timeout_s: float = API_TIMEOUT_S,
     ) -> None:
         if os.geteuid() != 0:
             raise SandboxError(
@@ -82,112 +91,143 @@ class DockerSandboxBackend:
                 "run as root, or use the bubblewrap sandbox"
             )
         self.capabilities = Capabilities(cuts_network=True, limits_memory=True, limits_disk=True, uses_images=True)
-        self._image = image
         self._limits = limits
         self._mounts = tuple(mounts)
-        self._run_id = run_id
+        self._public_network = public_network
         self._root = root or find_state_folder()
-        self._client = _connect(host)
+        self._client = connect(host, timeout_s=api_timeout_s)
+        self._labels = {LABEL: run_id, OWNER_LABEL: build_owner_tag()}
+        self._removals = Removals(self._client)
+        self._images = Images(self._client, self._removals, default=image, labels=self._labels)
         self._starting = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
-        self._pulling = threading.Lock()
-        self._trees = WorkTrees()
         reap(self._client, self._root)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Pull every image that is not here. Raises `SandboxError` naming the task."""
-        for task in {self._choose_image(task): task for task in tasks}.values():
-            self._require_image(task)
+        """Pull, build and unpack what is not here. Raises `SandboxError` naming the task."""
+        self._images.prepare(tasks)
 
     def create(self, task: Task, session_id: str) -> "DockerSandbox":
-        """A running container with the task's files in its work folder. Raises `SandboxError`."""
-        image = self._require_image(task)
-        folder = make_session_folder(self._root, session_id)
-        try:
-            tree = self._trees.find(task.workspace) if task.workspace else None
-            disk = make_disk(folder, tree, self._limits.disk_mb)
-            files = SessionFolder(disk)
-            for path, text in task.files.items():
-                files.put(path, encode_text(text, f"task {task.id}: file {path}"))
-            with self._starting:
-                container = self._start(task, image, disk, session_id)
-        except BaseException:
-            remove_session_folder(folder)
-            raise
-        return DockerSandbox(self._client, container, folder, files, tree)
+        """A running container with the task's files in its work folder.
 
-    def _choose_image(self, task: Task) -> str:
-        image = task.image or self._image
-        if image is None:
-            raise SandboxError(f"task {task.id} names no image, and the run has none; set sandbox_image")
-        return image
-
-    def _require_image(self, task: Task) -> str:
-        image = self._choose_image(task)
-        with self._pulling:  # sessions of a group want the same image at the same time
+        Raises `SandboxError`, within `task.prepare_timeout_s` where the task was prepared before.
+        """
+        if not self._images.knows(task):
+            self._images.find(task)
+        deadline = time.monotonic() + task.prepare_timeout_s
+        with limit_calls(deadline):
+            self._removals.sweep()
+            base = self._images.find(task)
+            folder = make_session_folder(self._root, session_id)
             try:
-                self._client.images.get(image)
-            except ImageNotFound:
-                _pull(self._client, image, task)
-            except (DockerException, requests.RequestException) as error:
-                raise SandboxError(f"task {task.id}: the engine does not answer: {error}") from error
-        return image
-
-    def _start(self, task: Task, image: str, disk: Path, session_id: str) -> Any:
-        limits = self._limits
-        volumes = {str(path): {"bind": str(path), "mode": "ro"} for path in self._mounts if path.exists()}
-        volumes |= {
-            str(disk / name): {"bind": bind, "mode": "rw"}
-            for name, bind in zip(SUBFOLDERS, (WORKDIR, HOME, "/tmp"), strict=True)
-        }
-
-        def start() -> Any:
-            container = self._client.containers.create(
-                image,
-                # leftovers of a killed trainer on a machine that nobody comes back to end by themselves
-                ["sleep", str(MAX_LIFE_S)],
-                entrypoint=[],
-                init=True,
-                network_mode="none",
-                read_only=True,
-                tmpfs={"/run": "size=16m", "/dev/shm": "size=64m"},
-                volumes=volumes,
-                working_dir=WORKDIR,
-                user="0:0",
-                cap_drop=["ALL"],
-                security_opt=["no-new-privileges"],
-                mem_limit=f"{limits.memory_mb}m",
-                memswap_limit=f"{limits.memory_mb}m",
-                nano_cpus=int(limits.cpus * 1e9),
-                pids_limit=limits.pids,
-                labels={LABEL: self._run_id, OWNER_LABEL: build_owner_tag()},
-                name=f"polar-{secrets.token_hex(8)}",
-            )
-            try:
-                container.start()
+                disk = make_disk(folder, base.tree, self._limits.disk_mb)
+                files = SessionFolder(disk)
+                for path, text in task.files.items():
+                    files.put(path, encode_text(text, f"task {task.id}: file {path}"))
+                container = self._start_in_time(task, base, disk, session_id, deadline)
             except BaseException:
-                _remove(container)
+                remove_session_folder(folder)
                 raise
-            return container
-
-        return _retry(start, f"task {task.id}: no container could be started from {image} for {session_id}")
+        return DockerSandbox(
+            self._client, container, folder, files, base, self._removals, has_writable_root=task.writable_root
+        )
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Remove what the engine made too late."""
+        self._removals.close()
+        self._client.close()
+
+    def _start_in_time(self, task: Task, base: Base, disk: Path, session_id: str, deadline: float) -> Any:
+        failure = f"task {task.id}: no container could be started from {base.image} for {session_id}"
+        if not self._starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise SandboxError(f"{failure}: others were still starting after {task.prepare_timeout_s:g} s")
+        try:
+            return retry(lambda: self._start(task, base, disk), failure)
+        finally:
+            self._starting.release()
+
+    def _start(self, task: Task, base: Base, disk: Path) -> Any:
+        """One try."""
+        name = f"polar-{secrets.token_hex(8)}"
+        try:
+            container = self._client.containers.create(**self._build_options(task, base, disk), name=name)
+        except ImageNotFound:
+            self._images.forget(task)
+            raise
+        except ENGINE_ERRORS as error:
+            if not is_refusal(error):
+                self._removals.expect(name)
+            raise
+        try:
+            container.start()
+            container.reload()
+        except BaseException as error:
+            self._removals.remove(name)
+            if isinstance(error, NotFound) and task.network == "public":
+                raise self._explain_network(task, error) from error
+            raise
+        return container
+
+    def _build_options(self, task: Task, base: Base, disk: Path) -> dict[str, Any]:
+        """Of `docker.models.containers.ContainerCollection.create`."""
+        limits = self._limits
+        binds = [(str(path), str(path), True) for path in self._mounts if path.exists()]
+        places = (base.workdir, HOME, "/tmp")
+        binds += [(str(disk / name), place, False) for name, place in zip(SUBFOLDERS, places, strict=True)]
+        return {
+            "image": base.image_id,
+            # leftovers of a killed trainer on a machine that nobody comes back to end by themselves
+            "command": ["sleep", str(MAX_LIFE_S)],
+            "entrypoint": [],
+            "init": True,
+            "network_mode": self._public_network if task.network == "public" else "none",
+            "read_only": not task.writable_root,
+            "tmpfs": {"/run": "size=16m", "/dev/shm": "size=64m"},
+            # unlike volumes, these make no folders on the host for a container that comes too late
+            "mounts": [
+                docker.types.Mount(place, source, type="bind", read_only=is_read_only)
+                for source, place, is_read_only in binds
+            ],
+            "working_dir": base.workdir,
+            "user": "0:0",
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges"],
+            "mem_limit": f"{limits.memory_mb}m",
+            "memswap_limit": f"{limits.memory_mb}m",
+            "nano_cpus": int(limits.cpus * 1e9),
+            "pids_limit": limits.pids,
+            "labels": self._labels,
+        }
+
+    def _explain_network(self, task: Task, error: Exception) -> SandboxError:
+        name = self._public_network
+        return SandboxError(
+            f"the task asks for the public network, and the engine has no network {name!r} ({error}); start the "
+            "engine with its bridge, or name another one of its networks as public_network"
+        )
 
 
 class DockerSandbox:
     """One session's container."""
 
-    workdir = WORKDIR
-
     def __init__(
-        self, client: Any, container: Any, folder: Path, files: SessionFolder, base_tree: Path | None
+        self,
+        client: Any,
+        container: Any,
+        folder: Path,
+        files: SessionFolder,
+        base: Base,
+        removals: Removals,
+        *,
+        has_writable_root: bool,
     ) -> None:
-        self.base_tree = base_tree
+        self.workdir = base.workdir
+        self.base_tree = base.tree
         self._client = client
         self._container = container
         self._folder = folder
         self._files = files
+        self._removals = removals
+        self._has_writable_root = has_writable_root
         self._is_killed = False
         self._is_destroyed = False
 
@@ -200,18 +240,19 @@ class DockerSandbox:
         started, deadline = time.time(), time.monotonic() + timeout_s
         argv = ["sh", "-c", SHELL, _check_command(command)]
         try:
+            oom_kills = self._count_oom_kills()
             exec_id = self._client.api.exec_create(
-                self._container.id, argv, environment={"HOME": HOME, **env}, workdir=WORKDIR
+                self._container.id, argv, environment={"HOME": HOME, **env}, workdir=self.workdir
             )["Id"]
             with ExecStream(self._client.api, exec_id) as stream:
                 exit_code = stream.read_until(deadline)
             timed_out = exit_code is None and time.monotonic() >= deadline
             if exit_code is None and not timed_out and not self._is_killed:
                 raise SandboxError("the container ended while a command ran in it")
-            out_of_memory = self._ran_out_of_memory(started)
+            out_of_memory = not self._is_killed and self._count_oom_kills() > oom_kills
             if not self._is_killed and (timed_out or self._has_company()):
                 self._restart()
-        except (DockerException, requests.RequestException, OSError) as error:
+        except (*ENGINE_ERRORS, OSError) as error:
             raise SandboxError(f"the container is gone, or its engine does not answer: {error}") from error
         return ExecResult(
             exit_code=exit_code,
@@ -242,27 +283,43 @@ class DockerSandbox:
         return self._files.get(path, max_bytes=max_bytes)
 
     def upload(self, source: Path, target: str) -> None:
-        """Copy a folder of this machine to an absolute path inside, replacing what is there. Raises `SandboxError`."""
-        raise SandboxError("not yet")
+        """Copy a folder of this machine to an absolute path inside, replacing what is there; its files are root's.
+
+        Raises `SandboxError`, also where the task has no writable root.
+        """
+        path = PurePosixPath(target)
+        if not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts or "\0" in target:
+            raise SandboxError(f"cannot upload to {target!r}: it is no absolute path of a folder")
+        if not self._has_writable_root:
+            raise SandboxError(f"cannot upload to {target}: the task's root is read-only (writable_root is false)")
+        if not source.is_dir():
+            raise SandboxError(f"cannot upload {source}: it is no folder of this machine")
+        try:
+            with tempfile.TemporaryFile() as archive:
+                _write_archive(source, str(path)[1:], archive)
+                archive.seek(0)
+                self._container.put_archive("/", archive)
+        except (*ENGINE_ERRORS, OSError) as error:
+            raise SandboxError(f"cannot upload {source} to {target}: {error}") from error
 
     def open_listener(self) -> socket.socket:
         """On the container's own loopback."""
         try:
             self._container.reload()
             return open_listener(self._container.attrs["State"]["Pid"])
-        except (DockerException, requests.RequestException) as error:
+        except ENGINE_ERRORS as error:
             raise SandboxError(f"the engine does not say where the container runs: {error}") from error
 
     def kill(self) -> None:
         """Kill the container; the `run` in progress returns with no exit code."""
         self._is_killed = True
-        with suppress(DockerException, requests.RequestException):
+        with suppress(*ENGINE_ERRORS):
             self._container.kill()
 
     def destroy(self) -> None:
         """Remove the container and its folder. Safe to call twice."""
         self._is_destroyed = True
-        _remove(self._container)
+        self._removals.remove(self._container.name)
         remove_session_folder(self._folder)
 
     def _require_running(self) -> None:
@@ -277,9 +334,10 @@ class DockerSandbox:
         try:
             with suppress(DockerException):
                 self._container.kill()
-            self._container.wait(timeout=API_TIMEOUT_S)
+            self._container.wait()
             self._container.start()
-        except (DockerException, requests.RequestException) as error:
+            self._container.reload()
+        except ENGINE_ERRORS as error:
             raise SandboxError(f"the container could not be restarted: {error}") from error
 
     def _has_company(self) -> bool:
@@ -291,78 +349,37 @@ class DockerSandbox:
             time.sleep(0.03)  # the shell of the command is reaped a moment after its exit code is known
         return False
 
-    def _ran_out_of_memory(self, since: float) -> bool:
-        # a child that was killed does not make the container's own flag true while the container runs
-        events = self._client.api.events(
-            since=f"{since:.6f}",
-            until=f"{time.time():.6f}",
-            filters={"container": self._container.id, "event": "oom"},
-            decode=True,
-        )
-        return any(True for _ in events)
+    def _count_oom_kills(self) -> int:
+        """In the container's present life. Docker's own flag stays false while the container runs, and its events
+        are forgotten after the next 256 of any container's."""
+        return count_oom_kills(self._container.attrs["State"]["Pid"])
 
 
 def reap(client: Any, root: Path) -> int:
     """Remove the containers and folders of processes that are dead; how many there were. Raises `SandboxError`."""
     try:
-        containers = client.containers.list(all=True, filters={"label": OWNER_LABEL})
-    except (DockerException, requests.RequestException) as error:
+        containers = client.containers.list(all=True, filters={"label": OWNER_LABEL}, ignore_removed=True)
+    except ENGINE_ERRORS as error:
         raise SandboxError(f"the engine does not list its containers: {error}") from error
-    dead = [container for container in containers if is_dead(container.labels[OWNER_LABEL])]
-    for container in dead:
-        _remove(container)
+    dead = [container.name for container in containers if is_dead(container.labels[OWNER_LABEL])]
+    removals = Removals(client)
+    for name in dead:
+        removals.remove(name)
     return len(dead) + len(reap_session_folders(root))
 
 
-def _connect(host: str | None) -> Any:
-    host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-    if not host.startswith("unix://"):
-        raise SandboxError(
-            f"the engine at {host} is on another machine; work folders and the proxy's socket are on this one. "
-            "Run the trainer where the engine is"
-        )
-    try:
-        client = docker.DockerClient(base_url=host, timeout=API_TIMEOUT_S, max_pool_size=128)
-        info = client.info()
-    except (DockerException, requests.RequestException) as error:
-        raise SandboxError(f"no container engine answers at {host}: {error}") from error
-    if "podman" in str(client.version().get("Components", "")).lower():
-        raise SandboxError(
-            f"the engine at {host} is Podman, which does not report processes that ran out of memory; use Docker"
-        )
-    logger.info("container engine %s, cgroup v%s", info.get("ServerVersion"), info.get("CgroupVersion"))
-    return client
+def _write_archive(source: Path, name: str, archive: Any) -> None:
+    """A tar archive of a folder, to be unpacked at the root."""
 
+    def own(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        return member
 
-def _pull(client: Any, image: str, task: Task) -> None:
-    def pull() -> None:
-        logger.warning("pulling the image %s ...", image)
-        client.images.pull(image)
-
-    _retry(pull, f"task {task.id}: the image {image} is not here and could not be pulled")
-
-
-def _retry(action: Callable[[], _T], failure: str) -> _T:
-    """Try a few times: a busy engine answers 500 or nothing, and does what it was asked a moment later."""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(2**attempt)
-        try:
-            return action()
-        except ImageNotFound as error:
-            raise SandboxError(f"{failure}: {error}") from error
-        except (DockerException, requests.RequestException) as error:
-            last = error
-            logger.warning("%s, attempt %d: %s", failure, attempt + 1, error)
-    raise SandboxError(f"{failure}: {last}") from last
-
-
-def _remove(container: Any) -> None:
-    with suppress(NotFound):
-        try:
-            container.remove(force=True, v=True)
-        except (DockerException, requests.RequestException) as error:
-            logger.warning("container %s could not be removed: %s", container.name, error)
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        # an engine that unpacks a file over a folder removes the folder, without a program of the container's
+        tar.addfile(tarfile.TarInfo(name))
+        tar.add(source, arcname=name, filter=own)
 
 
 def _check_command(command: str) -> str:

@@ -1,6 +1,5 @@
 """The Python that tasks' tests get: who gets one, what is in it, and that no task's answer is."""
 
-import json
 import os
 import subprocess
 import zipfile
