@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from polar_trl import grade
 from polar_trl.cache import find_cache
 from polar_trl.errors import PolarError, SandboxError, TaskError
+from polar_trl.grade.base import Grade
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.limits import Limits
@@ -137,11 +139,14 @@ class TaskChecker:
     def _grade_all(self, task: Task) -> Checked:
         started = monotonic()
         runs = self._gold_runs if has_solution(task) else 0
-        golds = [self._grade(task, is_solved=True) for _ in range(runs)]
-        empty = self._grade(task, is_solved=False)
+        solved = [self._grade(task, is_solved=True) for _ in range(runs)]
+        golds = [graded.reward for graded in solved]
+        empty = self._grade(task, is_solved=False).reward
         problem = ""
         if any(reward != 1.0 for reward in golds):
-            problem = f"the solution gets {', '.join(f'{reward:g}' for reward in golds)}"
+            counts = sum((Counter(graded.counters) for graded in solved), Counter[str]())
+            said = ", ".join(f"{name}: {count}" for name, count in counts.items())
+            problem = f"the solution gets {', '.join(f'{reward:g}' for reward in golds)}" + (said and f" ({said})")
         if empty != 0.0:
             problem = f"no change at all gets {empty:g}"
         return Checked(
@@ -153,13 +158,13 @@ class TaskChecker:
             problem=problem,
         )
 
-    def _grade(self, task: Task, *, is_solved: bool) -> float:
-        """The reward of the solution, or of no change."""
+    def _grade(self, task: Task, *, is_solved: bool) -> Grade:
+        """What the solution is worth, or no change."""
         sandbox = self._backend.create(task, f"check-{task.id}")
         try:
             if is_solved:
                 solve(task, sandbox)
-            return float(self._grader.grade(task, sandbox, timeout_s=task.grade_timeout_s).reward)
+            return self._grader.grade(task, sandbox, timeout_s=task.grade_timeout_s)
         finally:
             sandbox.destroy()
             self._backend.refuse_if_stopped()
@@ -188,13 +193,10 @@ def solve(task: Task, sandbox: Sandbox) -> None:
     """Lay the task's solution into a sandbox in which nothing runs. Raises `TaskError`, `SandboxError`."""
     patch, script = _find_patch(task), _find_script(task)
     if patch is not None:
-        with tempfile.NamedTemporaryFile(prefix="polar-gold-", suffix=".patch") as file:
-            file.write(patch)
-            file.flush()
-            try:
-                apply_patch(sandbox.host_workdir, Path(file.name))
-            except TaskError as error:
-                raise TaskError(f"the gold patch of task {task.id}: {error}") from error
+        with tempfile.TemporaryDirectory(prefix="polar-gold-") as scratch:
+            file = Path(scratch) / "gold.patch"
+            file.write_bytes(patch)
+            apply_patch(sandbox.host_workdir, file)
     elif script is not None:
         sandbox.upload(script.parent, "/solution")
         result = sandbox.run("bash /solution/solve.sh", env=task.env, timeout_s=task.agent_timeout_s)

@@ -1,5 +1,6 @@
 """`polar-trl check-tasks`: good tasks are kept as good, bad and flaky ones are named, and nothing is left behind."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from calc_releases import CALC, PYTHON, build, make_row, pretend_installed
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.cli import main
 from polar_trl.tasks.folders import Tools
+from polar_trl.tasks.suite import find_environment
 
 HIDDEN = Path("tests", "hidden", "tests", "test_calc.py")
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,7 +190,23 @@ def test_a_verifier_and_a_script_that_solves(tmp_path: Path, capsys: pytest.Capt
     assert found["problem"].startswith("solve.sh of task harbor ended with exit code 3: 'broken")
 
 
+def install_pytest(requirements: Path) -> None:
+    """An environment with this one's pytest, as pip would make it: containers see the cache, not this one."""
+    folder = find_environment(requirements)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        shutil.copytree(Path(spec.origin).parent, site / name)
+    (folder / ".installed").touch()
+
+
 @pytest.mark.containers
 def test_a_rebuilt_task_in_containers(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requirements = task / "environment" / "requirements.txt"
+    requirements.write_text("pytest  # of this test\n")
+    install_pytest(requirements)
     code, (found,) = check(capsys, task, "--sandbox", "docker", "--sandbox_image", IMAGE)
     assert (code, found["gold"], found["empty"], found["problem"]) == (0, 1.0, 0.0, "")

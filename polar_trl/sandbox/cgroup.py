@@ -56,11 +56,7 @@ class Cgroup:
     def count_oom_kills(self) -> int:
         """Processes that were killed at the memory limit so far."""
         name = "memory.events" if self._is_v2 else "memory.oom_control"
-        for line in (self._folders[0] / name).read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
-        return 0
+        return _read_oom_kills(self._folders[0] / name)
 
     def remove(self) -> None:
         """Kill what is in it, and remove it."""
@@ -89,6 +85,23 @@ class Cgroup:
         (in_cpu / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (in_cpu / "cpu.cfs_quota_us").write_text(str(cpu_us))
         (in_pids / "pids.max").write_text(str(pids))
+
+
+def count_oom_kills(pid: int) -> int:
+    """Processes that were killed at the memory limit of the group that a process is in. Raises `OSError`."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return _read_oom_kills(ROOT / "memory" / path.lstrip("/") / "memory.oom_control")
+    return _read_oom_kills(ROOT / path.lstrip("/") / "memory.events")
+
+
+def _read_oom_kills(file: Path) -> int:
+    for line in file.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == "oom_kill":
+            return int(value)
+    return 0
 
 
 def can_limit() -> bool:

@@ -118,7 +118,7 @@ def retry(
     for pause_s in (*pauses_s, math.inf):
         try:
             return action()
-        except (*ENGINE_ERRORS, SandboxError) as error:
+        except ENGINE_ERRORS as error:
             if is_refusal(error) or time.monotonic() + pause_s >= _deadline.get() or pause_s == math.inf:
                 raise SandboxError(f"{failure}: {error}") from error
             logger.warning("%s, trying again in %g s: %s", failure, pause_s, error)
@@ -126,7 +126,7 @@ def retry(
     raise AssertionError("the last pause is infinite")
 
 
-def is_refusal(error: Exception) -> bool:
+def is_refusal(error: BaseException) -> bool:
     """Whether the engine said no, and would again: neither a conflict with what it is doing, nor a rate limit."""
     return isinstance(error, APIError) and error.is_client_error() and error.status_code not in (408, 409, 429)
 
@@ -142,15 +142,21 @@ class Removals:
         self._lock = threading.Lock()
         self._late_until: dict[str, float] = {}
 
+    @contextmanager
+    def expect(self, name: str) -> Iterator[None]:
+        """Around the call that makes it: if that ends without an answer, a later `sweep` removes what comes of it."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_refusal(error):
+                with self._lock:
+                    self._late_until[name] = time.monotonic() + LATE_S
+            raise
+
     def remove(self, name: str) -> None:
-        """Remove it now, or else at the next `sweep`."""
+        """Remove it now, or else at a later `sweep`."""
         if not self._try(name, late_until=0.0):
             logger.warning("container %s could not be removed; it will be tried again", name)
-
-    def expect(self, name: str) -> None:
-        """It was asked for and given up: a later `sweep` removes it."""
-        with self._lock:
-            self._late_until[name] = time.monotonic() + LATE_S
 
     def sweep(self) -> int:
         """Try what is remembered once more; how many are left."""

@@ -1,7 +1,7 @@
 """A task becomes a container of any engine that speaks Docker's API; its work folder lives on the host.
 
-A session is one container whose first process only sleeps; commands are execs in it. It has no network of its own but
-the proxy (see `network`), unless the task asks for one, no capabilities, and limits on memory, CPU, processes and disk.
+A session is one container whose first process only sleeps; commands are execs in it. It reaches the proxy and nothing
+else (see `network`) unless the task asks for more, has no capabilities, and limits on memory, CPU, processes and disk.
 The work folder is an overlay on the host, so its upper folder is what the agent changed, and outlives the container.
 
 It refuses engines on another machine: the work folder and the proxy's socket are this machine's.
@@ -25,12 +25,12 @@ from docker.errors import DockerException, ImageNotFound, NotFound
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult
+from polar_trl.sandbox.cgroup import count_oom_kills
 from polar_trl.sandbox.container_engine import (
     API_TIMEOUT_S,
     ENGINE_ERRORS,
     Removals,
     connect,
-    is_refusal,
     limit_calls,
     retry,
 )
@@ -149,20 +149,19 @@ class DockerSandboxBackend:
         """One try."""
         name = f"polar-{secrets.token_hex(8)}"
         try:
-            container = self._client.containers.create(**self._build_options(task, base, disk), name=name)
+            with self._removals.expect(name):
+                container = self._client.containers.create(**self._build_options(task, base, disk), name=name)
+            try:
+                container.start()
+                container.reload()
+            except BaseException:
+                self._removals.remove(name)
+                raise
         except ImageNotFound:
             self._images.forget(task)
             raise
-        except ENGINE_ERRORS as error:
-            if not is_refusal(error):
-                self._removals.expect(name)
-            raise
-        try:
-            container.start()
-            container.reload()
-        except BaseException as error:
-            self._removals.remove(name)
-            if isinstance(error, NotFound) and task.network == "public":
+        except NotFound as error:
+            if task.network == "public":
                 raise self._explain_network(task, error) from error
             raise
         return container
@@ -201,8 +200,8 @@ class DockerSandboxBackend:
     def _explain_network(self, task: Task, error: Exception) -> SandboxError:
         name = self._public_network
         return SandboxError(
-            f"the task asks for the public network, and the engine has no network {name!r} ({error}); start the "
-            "engine with its bridge, or name another one of its networks as public_network"
+            f"task {task.id} asks for the public network, and the engine has no network {name!r} ({error}); start "
+            "the engine with its bridge, or name another one of its networks as public_network"
         )
 
 
@@ -249,7 +248,7 @@ class DockerSandbox:
             timed_out = exit_code is None and time.monotonic() >= deadline
             if exit_code is None and not timed_out and not self._is_killed:
                 raise SandboxError("the container ended while a command ran in it")
-            out_of_memory = not self._is_killed and self._count_oom_kills() > oom_kills
+            out_of_memory = self._count_oom_kills() > oom_kills
             if not self._is_killed and (timed_out or self._has_company()):
                 self._restart()
         except (*ENGINE_ERRORS, OSError) as error:
@@ -352,7 +351,12 @@ class DockerSandbox:
     def _count_oom_kills(self) -> int:
         """In the container's present life. Docker's own flag stays false while the container runs, and its events
         are forgotten after the next 256 of any container's."""
-        return count_oom_kills(self._container.attrs["State"]["Pid"])
+        try:
+            return count_oom_kills(self._container.attrs["State"]["Pid"])
+        except OSError:
+            if self._is_killed:
+                return 0
+            raise
 
 
 def reap(client: Any, root: Path) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from docker.errors import ImageNotFound
+from docker.errors import DockerException, ImageNotFound
 from tqdm import tqdm
 
 from polar_trl.errors import SandboxError
@@ -215,7 +215,7 @@ class Images:
                 tail = "\n".join("".join(log).splitlines()[-BUILD_LOG_LINES:])
                 # a command of the Dockerfile's that fails has an exit code, and fails again
                 is_final = bool(word.get("errorDetail", {}).get("code"))
-                raise (_StepFailedError if is_final else SandboxError)(
+                raise (_StepFailedError if is_final else DockerException)(
                     f"{word['error']}; its log ends:\n{tail}" if tail else str(word["error"])
                 )
 
@@ -227,15 +227,17 @@ class Images:
         def fill(target: Path) -> None:
             name = f"polar-{secrets.token_hex(8)}"
             try:
-                self._client.api.create_container(image_id, ["true"], name=name, labels=self._labels)
-                with allow_silence(self._silence_s):
-                    self._extract(name, path, target)
+                with self._removals.expect(name):
+                    self._client.api.create_container(image_id, ["true"], name=name, labels=self._labels)
+                try:
+                    with allow_silence(self._silence_s):
+                        self._extract(name, path, target)
+                finally:
+                    self._removals.remove(name)
             except _NoFolderError:
                 raise SandboxError(f"task {task.id}: the image {image} has no folder {path}") from None
             except (*ENGINE_ERRORS, OSError, tarfile.TarError) as error:
                 raise SandboxError(f"{failure}: {error}") from error
-            finally:
-                self._removals.remove(name)
 
         return make_once(f"{PurePosixPath(path).name[:40]}-{digest}", fill)
 
