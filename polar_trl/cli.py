@@ -21,6 +21,7 @@ from polar_trl.sandbox import KINDS
 
 if TYPE_CHECKING:
     from polar_trl.check_tasks import Checked
+    from polar_trl.clean import Cleaned
     from polar_trl.doctor import Checkup
 
 REPLAY_EPILOG = """\
@@ -56,6 +57,16 @@ task, its image or a grader changes. Exits with 1 if a task is not good.
 """
 
 
+CLEAN_EPILOG = """\
+examples:
+  polar-trl clean              after a run was killed
+  polar-trl clean --json
+
+Containers are looked for in the engine at $DOCKER_HOST. Sessions of runs that are alive stay as they are. The next run
+does the same when it starts.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit status."""
     args = _build_parser().parse_args(argv)
@@ -84,6 +95,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_doctor(subparsers)
     _add_replay(subparsers)
     _add_check_tasks(subparsers)
+    _add_clean(subparsers)
     return parser
 
 
@@ -201,6 +213,43 @@ def _print_checks(results: Sequence["Checked"]) -> None:
     console.print(table)
     good = sum(not checked.problem for checked in results)
     console.print(f"{good} of {len(results)} tasks are good")
+
+
+def _add_clean(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "clean",
+        help="remove the sandboxes that killed runs left behind",
+        description="Remove containers, session folders, mounts and control groups whose process is dead.",
+        epilog=CLEAN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of sentences")
+    parser.set_defaults(run=run_clean)
+
+
+def run_clean(args: argparse.Namespace) -> int:
+    """`polar-trl clean`."""
+    from polar_trl.clean import clean
+
+    cleaned = clean()
+    if args.json:
+        print(json.dumps(asdict(cleaned)))
+    else:
+        _print_cleaned(cleaned)
+    return 0
+
+
+def _print_cleaned(cleaned: "Cleaned") -> None:
+    removed = {"container": cleaned.containers, "folder": cleaned.folders, "control group": cleaned.cgroups}
+    for kind, names in removed.items():
+        for name in names:
+            print(f"removed the {kind} {name}")
+    if not any(removed.values()):
+        print("nothing was left behind")
+    if cleaned.live_sessions:
+        print(f"{cleaned.live_sessions} sessions of live runs were left alone")
+    if cleaned.engine:
+        print(f"no containers were looked for: {cleaned.engine}")
 
 
 def _add_replay(subparsers: Any) -> None:

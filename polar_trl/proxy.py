@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.errors import ConfigError, LawError, WireError
 from polar_trl.record import SessionLog
+from polar_trl.sandbox.network import PROXY_ADDRESS
 from polar_trl.session import Classify, Policy, Session, SessionLimits, Turn, always_policy, internal_error
 from polar_trl.tokens.base import Renderer
 from polar_trl.types import Endpoint
@@ -138,12 +139,15 @@ class Proxy:
             log: Of this session.
             limits: What it may use.
             classify: Tells an agent's side requests from the policy's own.
-            listener: A listening socket inside the agent's own network, served and owned by this session.
+            listener: A listening socket inside the agent's own network, or one that is relayed to from there; served
+                and owned by this session.
         """
         api_key = secrets.token_urlsafe(24)
         origin = self.origin
         if listener is not None:
-            origin = "http://{}:{}".format(*listener.getsockname())
+            # a unix socket stands at the end of a relay, which listens where agents always look
+            is_relayed = listener.family == socket.AF_UNIX
+            origin = "http://{}:{}".format(*(PROXY_ADDRESS if is_relayed else listener.getsockname()))
             self._listeners[api_key] = asyncio.run_coroutine_threadsafe(self._serve_on(listener), self._loop).result()
         self._sessions[api_key] = Session(self._policy, log, limits, classify)
         return Endpoint(
@@ -182,7 +186,10 @@ class Proxy:
             )
             return protocol
 
-        return await asyncio.get_running_loop().create_server(build_protocol, sock=listener)
+        loop = asyncio.get_running_loop()
+        if listener.family == socket.AF_UNIX:
+            return await loop.create_unix_server(build_protocol, sock=listener)
+        return await loop.create_server(build_protocol, sock=listener)
 
     def _serve(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)

@@ -196,10 +196,14 @@ def install_pytest(requirements: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python3*/site-packages")
-    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+    for name in ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
-        shutil.copytree(Path(spec.origin).parent, site / name)
+        origin = Path(spec.origin)
+        if origin.name == "__init__.py":
+            shutil.copytree(origin.parent, site / name)
+        else:
+            shutil.copy2(origin, site)
     (folder / ".installed").touch()
 
 

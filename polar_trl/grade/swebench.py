@@ -64,7 +64,9 @@ class SwebenchGrader:
         spec = task.tests
         if spec is None:
             raise GradeError(f"task {task.id} has no tests")
-        script, canary = build_script(task), Canary((*spec.fail_to_pass, *spec.pass_to_pass))
+        before, body, after = cut_script(build_script(task))
+        canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass))
+        body, has_canary = add_canary(body, canary.path)
         try:
             changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
         except FileTooLargeError:
@@ -74,9 +76,10 @@ class SwebenchGrader:
         counts.update(count_planted(changes, sandbox.host_home))
         with self._fresh.open(task) as fresh:
             apply_changes(kept, fresh.host_workdir)
-            script, has_canary = add_canary(script, canary.path)
             if has_canary:
                 fresh.put(canary.path, canary.text.encode())
+            # into a file of its own: a line that the tested code prints cannot end it, and no tail is cut off
+            script = f'{before}{{\n{body}}} > "$HOME/eval.log" 2>&1 < /dev/null\n{after}'
             log, fault = run_script(task, script, fresh, timeout_s=timeout_s)
         return self._decide(task, spec, log, fault, counts, canary if has_canary else None)
 
@@ -141,21 +144,25 @@ def _build_pytest_script(task: Task, row: Mapping[str, Any], workdir: str) -> li
     ]
 
 
-def add_canary(script: str, path: str) -> tuple[str, bool]:
-    """The script with one more path for its test command, and whether that command takes paths."""
-    before, body, after = _cut(script)
-    lines = body.rstrip("\n").split("\n")
-    if not _TAKES_PATHS.search(lines[-1]):
-        return script, False
-    lines[-1] = f"{lines[-1].rstrip()} {path}"
-    return before + "\n".join(lines) + "\n" + after, True
+def cut_script(script: str) -> tuple[str, str, str]:
+    """What comes before the tests are run, what runs them, what comes after; all runs them where no mark is."""
+    start = _START.search(script)
+    end = _END.search(script, start.end()) if start else None
+    if start is None or end is None:
+        return "", script.rstrip("\n") + "\n", ""
+    return script[: start.start()], script[start.end() : end.start()], script[end.end() :]
+
+
+def add_canary(body: str, path: str) -> tuple[str, bool]:
+    """What runs the tests with one more path for its last command, and whether that command takes paths."""
+    if not _TAKES_PATHS.search(body.rstrip().rpartition("\n")[2]):
+        return body, False
+    return f"{body.rstrip()} {path}\n", True
 
 
 def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> tuple[str, str | None]:
     """What the test command printed, and the counter of what went wrong with it. Raises `GradeError`."""
-    before, body, after = _cut(script)
-    # into a file of its own: a line that the tested code prints cannot end it, and no tail is cut off
-    fresh.put("~/eval.sh", f'{before}{{\n{body}}} > "$HOME/eval.log" 2>&1 < /dev/null\n{after}'.encode())
+    fresh.put("~/eval.sh", script.encode())
     env = {**task.env, **(OFFLINE if task.network == "none" else {})}
     result = fresh.run("bash ~/eval.sh", env=env, timeout_s=timeout_s)
     if result.exit_code in NOT_STARTED:
@@ -199,15 +206,6 @@ def contradicts_itself(log: str) -> bool:
             parts = name.split(" - ")  # a message may follow, and a parameter may hold the same sign
             failed.update(" - ".join(parts[:count]) for count in range(1, len(parts) + 1))
     return not passed.isdisjoint(failed)
-
-
-def _cut(script: str) -> tuple[str, str, str]:
-    """What comes before the tests are run, what runs them, what comes after; all runs them where no mark is."""
-    start = _START.search(script)
-    end = _END.search(script, start.end()) if start else None
-    if start is None or end is None:
-        return "", script.rstrip("\n") + "\n", ""
-    return script[: start.start()], script[start.end() : end.start()], script[end.end() :]
 
 
 def _import_harness() -> Any:

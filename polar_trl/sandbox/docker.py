@@ -4,12 +4,16 @@ A session is one container whose first process only sleeps; commands are execs i
 else (see `network`) unless the task asks for more, has no capabilities, and limits on memory, CPU, processes and disk.
 The work folder is an overlay on the host, so its upper folder is what the agent changed, and outlives the container.
 
+Without root (the user may talk to the engine's socket) the work folder is a plain copy with no limit, commands run as
+that user, and the first process is a relay to the proxy (see `relay_folder`).
+
 It refuses engines on another machine: the work folder and the proxy's socket are this machine's.
 """
 
 import logging
 import os
 import secrets
+import shutil
 import socket
 import tarfile
 import tempfile
@@ -34,7 +38,7 @@ from polar_trl.sandbox.container_engine import (
     limit_calls,
     retry,
 )
-from polar_trl.sandbox.disk import is_full, make_disk
+from polar_trl.sandbox.disk import is_full, make_disk, make_folders
 from polar_trl.sandbox.exec_stream import ExecStream
 from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
 from polar_trl.sandbox.images import HOME, Base, Images
@@ -48,6 +52,7 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
+from polar_trl.sandbox.relay_folder import PLACE, RelayFolder, build_command
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
@@ -85,12 +90,10 @@ class DockerSandboxBackend:
         public_network: str = "bridge",
         api_timeout_s: float = API_TIMEOUT_S,
     ) -> None:
-        if os.geteuid() != 0:
-            raise SandboxError(
-                "the docker sandbox needs root: it mounts work folders and opens the proxy inside of containers; "
-                "run as root, or use the bubblewrap sandbox"
-            )
-        self.capabilities = Capabilities(cuts_network=True, limits_memory=True, limits_disk=True, uses_images=True)
+        self._is_root = os.geteuid() == 0
+        self.capabilities = Capabilities(
+            cuts_network=True, limits_memory=True, limits_disk=self._is_root, uses_images=True
+        )
         self._limits = limits
         self._mounts = tuple(mounts)
         self._public_network = public_network
@@ -100,10 +103,13 @@ class DockerSandboxBackend:
         self._removals = Removals(self._client)
         self._images = Images(self._client, self._removals, default=image, labels=self._labels)
         self._starting = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
-        reap(self._client, self._root)
+        reap_containers(self._client)
+        reap_session_folders(self._root)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Pull, build and unpack what is not here. Raises `SandboxError` naming the task."""
+        for task in tasks:
+            self._refuse_impossible(task)
         self._images.prepare(tasks)
 
     def create(self, task: Task, session_id: str) -> "DockerSandbox":
@@ -111,6 +117,7 @@ class DockerSandboxBackend:
 
         Raises `SandboxError`, within `task.prepare_timeout_s` where the task was prepared before.
         """
+        self._refuse_impossible(task)
         if not self._images.knows(task):
             self._images.find(task)
         deadline = time.monotonic() + task.prepare_timeout_s
@@ -119,16 +126,17 @@ class DockerSandboxBackend:
             base = self._images.find(task)
             folder = make_session_folder(self._root, session_id)
             try:
-                disk = make_disk(folder, base.tree, self._limits.disk_mb)
+                disk = self._make_disk(folder, base)
+                relay = None if self._is_root else RelayFolder(folder / "proxy")
                 files = SessionFolder(disk)
                 for path, text in task.files.items():
                     files.put(path, encode_text(text, f"task {task.id}: file {path}"))
-                container = self._start_in_time(task, base, disk, session_id, deadline)
+                container = self._start_in_time(task, base, disk, relay, session_id, deadline)
             except BaseException:
                 remove_session_folder(folder)
                 raise
         return DockerSandbox(
-            self._client, container, folder, files, base, self._removals, has_writable_root=task.writable_root
+            self._client, container, folder, files, base, self._removals, relay, has_writable_root=task.writable_root
         )
 
     def close(self) -> None:
@@ -136,24 +144,41 @@ class DockerSandboxBackend:
         self._removals.close()
         self._client.close()
 
-    def _start_in_time(self, task: Task, base: Base, disk: Path, session_id: str, deadline: float) -> Any:
+    def _refuse_impossible(self, task: Task) -> None:
+        if task.writable_root and not self._is_root:
+            raise SandboxError(
+                f"task {task.id} wants to change files of its image, which belong to root; run the trainer as root"
+            )
+
+    def _make_disk(self, folder: Path, base: Base) -> Path:
+        if self._is_root:
+            return make_disk(folder, base.tree, self._limits.disk_mb)
+        disk = folder / "disk"
+        try:
+            make_folders(disk, base.tree)
+        except (OSError, shutil.Error) as error:
+            raise SandboxError(f"the work folder could not be made: {error}") from error
+        return disk
+
+    def _start_in_time(
+        self, task: Task, base: Base, disk: Path, relay: RelayFolder | None, session_id: str, deadline: float
+    ) -> Any:
         failure = f"task {task.id}: no container could be started from {base.image} for {session_id}"
         if not self._starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise SandboxError(f"{failure}: others were still starting after {task.prepare_timeout_s:g} s")
         try:
-            return retry(lambda: self._start(task, base, disk), failure)
+            return retry(lambda: self._start(task, base, disk, relay), failure)
         finally:
             self._starting.release()
 
-    def _start(self, task: Task, base: Base, disk: Path) -> Any:
+    def _start(self, task: Task, base: Base, disk: Path, relay: RelayFolder | None) -> Any:
         """One try."""
         name = f"polar-{secrets.token_hex(8)}"
         try:
             with self._removals.expect(name):
-                container = self._client.containers.create(**self._build_options(task, base, disk), name=name)
+                container = self._client.containers.create(**self._build_options(task, base, disk, relay), name=name)
             try:
-                container.start()
-                container.reload()
+                _start_container(container, relay)
             except BaseException:
                 self._removals.remove(name)
                 raise
@@ -166,16 +191,18 @@ class DockerSandboxBackend:
             raise
         return container
 
-    def _build_options(self, task: Task, base: Base, disk: Path) -> dict[str, Any]:
+    def _build_options(self, task: Task, base: Base, disk: Path, relay: RelayFolder | None) -> dict[str, Any]:
         """Of `docker.models.containers.ContainerCollection.create`."""
         limits = self._limits
         binds = [(str(path), str(path), True) for path in self._mounts if path.exists()]
         places = (base.workdir, HOME, "/tmp")
         binds += [(str(disk / name), place, False) for name, place in zip(SUBFOLDERS, places, strict=True)]
+        if relay is not None:
+            binds.append((str(relay.folder), PLACE, False))
         return {
             "image": base.image_id,
             # leftovers of a killed trainer on a machine that nobody comes back to end by themselves
-            "command": ["sleep", str(MAX_LIFE_S)],
+            "command": ["sleep", str(MAX_LIFE_S)] if relay is None else build_command(MAX_LIFE_S),
             "entrypoint": [],
             "init": True,
             "network_mode": self._public_network if task.network == "public" else "none",
@@ -187,7 +214,8 @@ class DockerSandboxBackend:
                 for source, place, is_read_only in binds
             ],
             "working_dir": base.workdir,
-            "user": "0:0",
+            # whoever owns the work folder: root without capabilities could not write another's
+            "user": f"{os.geteuid()}:{os.getegid()}",
             "cap_drop": ["ALL"],
             "security_opt": ["no-new-privileges"],
             "mem_limit": f"{limits.memory_mb}m",
@@ -216,6 +244,7 @@ class DockerSandbox:
         files: SessionFolder,
         base: Base,
         removals: Removals,
+        relay: RelayFolder | None,
         *,
         has_writable_root: bool,
     ) -> None:
@@ -226,6 +255,7 @@ class DockerSandbox:
         self._folder = folder
         self._files = files
         self._removals = removals
+        self._relay = relay
         self._has_writable_root = has_writable_root
         self._is_killed = False
         self._is_destroyed = False
@@ -260,7 +290,7 @@ class DockerSandbox:
             timed_out=timed_out,
             seconds=time.time() - started,
             out_of_memory=out_of_memory,
-            disk_full=is_full(self._files.base),
+            disk_full=self._relay is None and is_full(self._files.base),
         )
 
     @property
@@ -302,7 +332,9 @@ class DockerSandbox:
             raise SandboxError(f"cannot upload {source} to {target}: {error}") from error
 
     def open_listener(self) -> socket.socket:
-        """On the container's own loopback."""
+        """On the container's own loopback, or what the relay there leads to."""
+        if self._relay is not None:
+            return self._relay.open_listener()
         try:
             self._container.reload()
             return open_listener(self._container.attrs["State"]["Pid"])
@@ -334,13 +366,12 @@ class DockerSandbox:
             with suppress(DockerException):
                 self._container.kill()
             self._container.wait()
-            self._container.start()
-            self._container.reload()
+            _start_container(self._container, self._relay)
         except ENGINE_ERRORS as error:
             raise SandboxError(f"the container could not be restarted: {error}") from error
 
     def _has_company(self) -> bool:
-        """Whether anything runs besides the first process (an init) and its sleep."""
+        """Whether anything runs besides the first process (an init) and its sleep or relay."""
         deadline = time.monotonic() + 0.3
         while len(self._container.top()["Processes"] or ()) > 2:
             if time.monotonic() > deadline:
@@ -359,17 +390,32 @@ class DockerSandbox:
             raise
 
 
-def reap(client: Any, root: Path) -> int:
-    """Remove the containers and folders of processes that are dead; how many there were. Raises `SandboxError`."""
+def _start_container(container: Any, relay: RelayFolder | None) -> None:
+    """Raises `SandboxError` if the relay does not start."""
+    if relay is not None:
+        relay.expect()
+    container.start()
+    container.reload()
+    if relay is not None:
+        relay.wait(lambda: _is_running(container), lambda: str(container.logs(tail=5).decode("utf-8", "replace")))
+
+
+def _is_running(container: Any) -> bool:
+    container.reload()
+    return bool(container.attrs["State"]["Running"])
+
+
+def reap_containers(client: Any) -> list[str]:
+    """Remove the containers of processes that are dead; their names. Raises `SandboxError`."""
     try:
         containers = client.containers.list(all=True, filters={"label": OWNER_LABEL}, ignore_removed=True)
     except ENGINE_ERRORS as error:
         raise SandboxError(f"the engine does not list its containers: {error}") from error
-    dead = [container.name for container in containers if is_dead(container.labels[OWNER_LABEL])]
+    dead = [str(container.name) for container in containers if is_dead(container.labels[OWNER_LABEL])]
     removals = Removals(client)
     for name in dead:
         removals.remove(name)
-    return len(dead) + len(reap_session_folders(root))
+    return dead
 
 
 def _write_archive(source: Path, name: str, archive: Any) -> None:

@@ -187,8 +187,7 @@ def _write_rest(draft: Draft, made: Path, tools: Tools) -> None:
             "memory_mb": 4096,
             "storage_mb": 4096,
         },
-        # `python -m pytest` works as it is: without what packaging would install, and without plugins of the package
-        "environment.env": {"PYTEST_ADDOPTS": " ".join(["-o addopts=", *(f"-o pythonpath={root}" for root in roots)])},
+        "environment.env": {"PYTEST_ADDOPTS": " ".join([_ADDOPTS, *(f"-o pythonpath={root}" for root in roots)])},
     }
     (made / "task.toml").write_text(render_toml('schema_version = "1.4"\n', tables), encoding="utf-8")
 
@@ -232,6 +231,9 @@ def _write_json(path: Path, value: object) -> None:
     part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
+
+# so that `python -m pytest` works without plugins that the package asks for and without what single tests import
+_ADDOPTS = "-o addopts= --continue-on-collection-errors"
 
 _DOCKERFILE = """\
 FROM python:{python}-slim

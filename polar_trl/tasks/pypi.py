@@ -149,7 +149,7 @@ def build_draft(spec: Spec, scratch: Path, pip: Path) -> Draft:
     _repair(gold, fixed)
     return Draft(
         id=spec.id,
-        instruction=_build_instruction(spec, [path for path in spec.test_paths if (broken / path).exists()]),
+        instruction=_build_instruction(spec, [path for path in spec.test_paths if _has_tests(broken / path)]),
         broken=broken,
         gold=gold,
         tests=fixed,
@@ -209,11 +209,15 @@ def _is_source(path: str) -> bool:
     return "/" in path or (path.endswith((".py", ".pyi")) and path not in ("setup.py", "noxfile.py", "tasks.py"))
 
 
+def _has_tests(path: Path) -> bool:
+    """Some archives have the data of their tests, and not the tests."""
+    return path.is_file() or any(is_test(file.name) for file in path.rglob("*.py"))
+
+
 def _build_instruction(spec: Spec, visible: list[str]) -> str:
     need = "lacks something" if spec.kind == "api_addition" else "has a defect"
     tests = (
-        f"\nTests of an earlier state are in {' and '.join(f'`{path}`' for path in visible)}; run them with "
-        f"`python -m pytest`.\n"
+        f"\nThere are tests of an earlier state. `python -m pytest {' '.join(visible)}` runs them.\n"
         if visible
         else ""
     )

@@ -1,11 +1,14 @@
 """Hidden tests in a fresh tree: what solves the task, and what only pretends to."""
 
+import os
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from polar_trl.errors import GradeError
+from polar_trl.errors import GradeError, SandboxError
 from polar_trl.grade.changes import apply_changes, find_changes
 from polar_trl.grade.tests import TestsGrader
 from polar_trl.sandbox.local import LocalSandboxBackend
@@ -16,17 +19,20 @@ CHEATS = {
     "planted conftest": (
         "printf 'import pytest\\n@pytest.hookimpl(hookwrapper=True)\\ndef pytest_runtest_makereport(item, call):\\n"
         '    outcome = yield\\n    outcome.get_result().outcome = "passed"\\n\' > conftest.py',
-        "protected_changes_dropped",
+        "conftests_planted",
     ),
-    "edited tests": ("echo 'def test_f(): pass' > test_m.py", "protected_changes_dropped"),
-    "a runner of its own": ("mkdir pytest; echo 'def main(*a, **k): return 0' > pytest/__init__.py", None),
+    "edited tests": ("echo 'def test_f(): pass' > test_m.py", "tests_edited"),
+    "a runner of its own": (
+        "mkdir pytest; echo 'def main(*a, **k): return 0' > pytest/__init__.py",
+        "test_settings_planted",
+    ),
     "exit at import": ("echo 'import os; os._exit(0)' >> m.py", "test_runs_died"),
     "reports that always pass": (
         "printf 'import _pytest.reports as r\\nr.TestReport.failed = property(lambda s: False)\\n"
         'r.TestReport.outcome = "passed"\\ndef f(): return 1\\n\' > m.py',
         "canaries_broken",
     ),
-    "a reward file": ("mkdir -p /tmp/logs 2>/dev/null; echo 1 > reward.txt; echo 1 > $HOME/reward.txt", None),
+    "a reward file": ("echo 1 > reward.txt; echo 1 > $HOME/reward.txt", "reports_written"),
 }
 
 
@@ -50,12 +56,12 @@ def task(tmp_path: Path) -> Task:
     return Task(id="t", instruction="x", workspace=str(tree), tests=spec)
 
 
-def grade(task: Task, command: str, tmp_path: Path) -> tuple[float, dict[str, int]]:
+def grade(task: Task, command: str, tmp_path: Path, timeout_s: float = 60) -> tuple[float, dict[str, int]]:
     backend = LocalSandboxBackend(tmp_path / "boxes")
     sandbox = backend.create(task, "agent")
     try:
         assert sandbox.run(command, env={}, timeout_s=20).exit_code == 0
-        result = TestsGrader(backend).grade(task, sandbox, timeout_s=60)
+        result = TestsGrader(backend).grade(task, sandbox, timeout_s=timeout_s)
     finally:
         sandbox.destroy()
     assert list((tmp_path / "boxes").iterdir()) == [], "the fresh sandbox was left behind"
@@ -73,7 +79,7 @@ def test_cheating_is_worth_nothing_and_counted(task: Task, tmp_path: Path, name:
     command, counter = CHEATS[name]
     reward, counters = grade(task, command, tmp_path)
     assert reward == 0.0
-    assert counter is None or counters[counter] == 1
+    assert counters[counter] >= 1 and counters["judge_attempts"] >= 1
 
 
 def test_a_fix_that_breaks_something_else_is_worth_nothing(task: Task, tmp_path: Path) -> None:
@@ -91,6 +97,61 @@ def test_a_task_without_tests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GradeError, match="task t has no tests"):
         TestsGrader(backend).grade(Task(id="t", instruction="x"), sandbox, timeout_s=5)
     sandbox.destroy()
+
+
+def test_a_python_that_cannot_run_pytest_decides_nothing(task: Task, tmp_path: Path) -> None:
+    assert task.tests is not None
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without its packages
+    bare.chmod(0o755)
+    for python, message in (("no-such-python", "'no-such-python' cannot run pytest"), (str(bare), "has no pytest")):
+        with pytest.raises(GradeError, match=message):
+            grade(replace(task, tests=replace(task.tests, python=python)), SOLVE, tmp_path)
+
+
+def test_a_fresh_sandbox_that_cannot_be_made_decides_nothing(task: Task, tmp_path: Path) -> None:
+    sandbox = LocalSandboxBackend(tmp_path / "boxes").create(task, "agent")
+    try:
+        with pytest.raises(SandboxError, match="names 'no-such-image'"):
+            TestsGrader(LocalSandboxBackend(tmp_path / "boxes")).grade(
+                replace(task, image="no-such-image"), sandbox, timeout_s=20
+            )
+    finally:
+        sandbox.destroy()
+
+
+def test_a_run_that_takes_too_long_is_worth_nothing(task: Task, tmp_path: Path) -> None:
+    reward, counters = grade(task, f"{SOLVE}; echo 'while True: pass' >> m.py", tmp_path, timeout_s=5)
+    assert (reward, counters) == (0.0, {"test_runs_timed_out": 1})
+
+
+def test_too_much_to_take_over_is_worth_nothing(task: Task, tmp_path: Path) -> None:
+    assert grade(task, f"{SOLVE}; truncate -s 600M big", tmp_path) == (0.0, {"changes_too_large": 1})
+
+
+def test_files_of_the_task_are_not_the_agents_changes(task: Task, tmp_path: Path) -> None:
+    given = "import pytest\n\n\n@pytest.fixture(autouse=True)\ndef two(monkeypatch):\n    import m\n    m.N = 2\n"
+    task = replace(task, files={"conftest.py": given, "m.py": "N = 1\ndef f():\n    return 1\n"})
+    assert grade(task, "sed -i 's/return 1/return N/' m.py", tmp_path) == (1.0, {})
+    reward, counters = grade(task, "sed -i 's/return 1/return N/' m.py; echo > conftest.py", tmp_path)
+    assert (reward, counters["conftests_planted"]) == (1.0, 1)
+    assert grade(task, "sed -i 's/return 1/return N/' m.py; rm conftest.py", tmp_path)[0] == 1.0
+
+
+def test_what_an_overlay_shows_untouched_is_not_read(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder in (before, after):
+        folder.mkdir()
+    with (before / "huge").open("wb") as file:
+        file.truncate(600 << 20)  # more than may be read
+    os.link(before / "huge", after / "huge")
+    (before / "m.py").write_text("old")
+    shutil.copy2(before / "m.py", after / "m.py")
+    state = (before / "m.py").stat()
+    assert find_changes(before, after) == {}
+    (after / "m.py").write_text("new")
+    os.utime(after / "m.py", ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert list(find_changes(before, after)) == ["m.py"]
 
 
 def test_changes_are_taken_as_bytes_with_modes_and_links(tmp_path: Path) -> None:

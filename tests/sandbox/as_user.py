@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
 
 UID = 65534
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,11 +26,19 @@ def start(script: str, *arguments: str, home: Path, env: Mapping[str, str] = {})
         # an overlay's root has the mode of its upper folder, and what is below stays as it is
         upper, work = (shlex.quote(f"{home}/tmp/{name}-{number}") for name in ("upper", "work"))
         lines += [f"mkdir -m 755 {upper} {work}"]
-        lines += [f"mount -t overlay overlay -o lowerdir={shlex.quote(str(folder))},upperdir={upper},workdir={work} "
-                  f"{shlex.quote(str(folder))}"]
+        lines += [
+            f"mount -t overlay overlay -o lowerdir={shlex.quote(str(folder))},upperdir={upper},workdir={work} "
+            f"{shlex.quote(str(folder))}"
+        ]
     lines += [f'exec setpriv --reuid {UID} --regid {UID} --clear-groups --inh-caps=-all "$@"']
-    clean = {"HOME": str(home), "TMPDIR": str(home), "POLAR_TRL_CACHE": str(home / "cache"), "PATH": os.environ["PATH"],
-             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'sandbox'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    clean = {
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "POLAR_TRL_CACHE": str(home / "cache"),
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'sandbox'}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     return subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join(lines), "sh",
          sys.executable, "-c", script, *arguments],

@@ -7,12 +7,14 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +144,20 @@ class OwnEngine:
 
     def restart(self, number: signal.Signals) -> None:
         """End it by a signal, then start it again."""
-        state = Path("/proc", (self._state / "dockerd.pid").read_text(), "status")
+        pid_file = self._state / "dockerd.pid"
+        state = Path("/proc", pid_file.read_text(), "status")
         self._signal(number)
         for _ in range(600):
             if not state.exists() or "State:\tZ" in state.read_text():
                 break
             time.sleep(0.1)
+        # an engine that was killed leaves these, and takes the zombies behind them for alive
+        for path in (pid_file, self._state / "exec" / "containerd" / "containerd.pid"):
+            path.unlink(missing_ok=True)
         self.up()
+
+    def tap(self, request: str, action: Callable[[], None]) -> "Tap":
+        return Tap(self._state / f"{secrets.token_hex(4)}.sock", self._state / "docker.sock", request, action)
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -162,6 +171,58 @@ class OwnEngine:
     def _control(self, word: str) -> None:
         env = {**os.environ, "POLAR_ENGINE": str(self._state)}
         subprocess.run(["bash", str(SCRIPTS / "container_engine.sh"), word], env=env, check=True, timeout=120)
+
+
+class Tap:
+    """A socket that passes on what is said to an engine, and does something once before a certain request.
+
+    Args:
+        path: Where to listen.
+        target: The engine's socket.
+        request: Part of the request line, such as "/containers/create".
+        action: What is done before that is passed on.
+    """
+
+    def __init__(self, path: Path, target: Path, request: str, action: Callable[[], None]) -> None:
+        self.host = f"unix://{path}"
+        self._target = str(target)
+        self._request = request.encode()
+        self._action: Callable[[], None] | None = action
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(path))
+        self._server.listen(64)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def was_met(self) -> bool:
+        return self._action is None
+
+    def __enter__(self) -> "Tap":
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._server.accept()
+                engine = socket.socket(socket.AF_UNIX)
+                engine.connect(self._target)
+                for ends in ((client, engine), (engine, client)):
+                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):  # either side hung up
+            while block := source.recv(1 << 16):
+                if self._action is not None and self._request in block.partition(b"\r\n")[0]:
+                    action, self._action = self._action, None
+                    action()
+                sink.sendall(block)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 class Leftovers:

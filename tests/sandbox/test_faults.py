@@ -111,17 +111,22 @@ def test_an_engine_that_is_restarted_costs_what_ran_and_nothing_more(
     require_nothing_left(Leftovers(sessions.root, sessions.token, own_engine.connect()))
 
 
-def test_an_engine_that_hangs_fails_the_session_in_time(sessions: Sessions, own_engine: OwnEngine) -> None:
-    backend = build("docker", sessions.root, host=own_engine.host, api_timeout_s=2)
-    own_engine.freeze()
-    try:
-        finished = sessions.start(backend, {"a": FINE}, prepare_timeout_s=4.0).result(timeout=120)["a"]
-    finally:
-        own_engine.thaw()
-    assert (finished.rollout.stop_reason, finished.rollout.reward) == ("prepare_failed", None)
-    assert finished.rollout.error is not None and finished.rollout.error.startswith("SandboxError: ")
-    require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=120)["next"])
-    backend.close()
+@pytest.mark.parametrize("request_line", ["/containers/create", "/start"])
+def test_an_engine_that_hangs_fails_the_session_in_time(
+    sessions: Sessions, own_engine: OwnEngine, request_line: str
+) -> None:
+    with own_engine.tap(request_line, own_engine.freeze) as tap:
+        backend = build("docker", sessions.root, host=tap.host, api_timeout_s=2)
+        try:
+            finished = sessions.start(backend, {"a": FINE}, prepare_timeout_s=4.0).result(timeout=60)["a"]
+            assert tap.was_met
+        finally:
+            own_engine.thaw()
+        assert (finished.rollout.stop_reason, finished.rollout.reward) == ("prepare_failed", None)
+        assert finished.rollout.error is not None and finished.rollout.error.startswith("SandboxError: ")
+        require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=120)["next"])
+        backend.close()
+    # what it made when it woke up is gone too
     require_nothing_left(Leftovers(sessions.root, sessions.token, own_engine.connect()))
 
 
@@ -235,7 +240,8 @@ def test_what_a_killed_trainer_left_is_gone_at_the_next_start(sessions: Sessions
         finally:
             trainer.kill()
     leftovers = Leftovers(sessions.root, sessions.token, engine, owner)
-    assert {"containers", "folders", "mounts", "disks"} <= set(leftovers.find()), "nothing was there to be reaped"
+    there = {"containers", "folders", "mounts", "disks", "cgroups", "processes"}
+    assert set(leftovers.find()) == there, "there has to be something of each for this test to mean anything"
     backends: list[SandboxBackend] = [build(kind, sessions.root) for kind in ("bwrap", "docker")]
     require_nothing_left(leftovers)
     for backend in backends:

@@ -1,0 +1,44 @@
+"""Connections to a loopback address inside a container -> connections to a unix socket that was mounted into it.
+
+Run as a script: `python3 -I -S relay.py HOST PORT SOCKET READY MAX_LIFE_S`. READY is written once it listens. Standard
+library of Python 3.7 only: it runs on the image's Python. It refuses to outlive MAX_LIFE_S. `relay.js` is the same for
+images without Python.
+"""
+
+import asyncio
+import signal
+import sys
+
+
+async def copy(reader, writer):  # type: ignore[no-untyped-def]
+    try:
+        while True:
+            block = await reader.read(1 << 16)
+            if not block:
+                break
+            writer.write(block)
+            await writer.drain()
+        writer.write_eof()
+    except OSError:
+        writer.transport.abort()
+
+
+async def main(host, port, path, ready):  # type: ignore[no-untyped-def]
+    async def relay(reader, writer):  # type: ignore[no-untyped-def]
+        try:
+            far_reader, far_writer = await asyncio.open_unix_connection(path)
+        except OSError:
+            writer.transport.abort()
+            return
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+        far_writer.close()
+        writer.close()
+
+    server = await asyncio.start_server(relay, host, port, backlog=128)
+    open(ready, "w").close()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    signal.alarm(int(sys.argv[5]))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))

@@ -1,0 +1,128 @@
+"""What an ordinary user sees of a sandbox, as JSON on standard output; run by `test_unprivileged`.
+
+python ordinary_user.py bwrap|docker
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from serving import HELLO, PARAMS, say
+
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.proxy import Proxy
+from polar_trl.record import SessionLog
+from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
+from polar_trl.sandbox.limits import Limits
+from polar_trl.sandbox.owner import list_mounts
+from polar_trl.tokens.bytes import ByteRenderer
+from polar_trl.types import Endpoint, Task
+
+LIMITS = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
+HOME = Path(os.environ["HOME"])
+STATE = HOME / "state"
+CONNECT = "import socket; socket.create_connection(({!r}, {}), 3)"
+BOMB = """
+import os, time
+held = 0
+for number in range(200):  # the limit under test is 64
+    try:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+    except BlockingIOError:
+        held += 1
+print(held, flush=True)
+os._exit(0)
+"""
+ASK = f"""
+import json, os, urllib.request
+body = json.dumps({{"messages": {HELLO!r}}}).encode()
+headers = {{"authorization": "Bearer " + os.environ["KEY"], "content-type": "application/json"}}
+request = urllib.request.Request(os.environ["ORIGIN"] + "/v1/chat/completions", body, headers)
+print(json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]["content"])
+"""
+
+
+def main() -> None:
+    report: dict[str, Any] = {"uid": os.getuid()}
+    tree = HOME / "tree"
+    tree.mkdir()
+    (tree / "m.py").write_text("old\n")
+    backend = build(sys.argv[1])
+    report["capabilities"] = asdict(backend.capabilities)
+    task = Task(id="t", instruction="x", files={"a/b.txt": "hello\n"}, workspace=str(tree))
+    box = backend.create(task, "s/1")
+    try:
+        report |= use(box)
+    finally:
+        box.destroy()
+        box.destroy()
+    report["tree"] = (tree / "m.py").read_text()
+    report["left"] = [path.name for path in STATE.iterdir()] + list(list_mounts(HOME / "state"))
+    report["children"] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    print(json.dumps(report))
+
+
+def build(kind: str) -> SandboxBackend:
+    if kind == "bwrap":
+        from polar_trl.sandbox.bwrap import BwrapSandboxBackend
+
+        return BwrapSandboxBackend(limits=LIMITS, root=STATE)
+    from polar_trl.sandbox.docker import DockerSandboxBackend
+
+    return DockerSandboxBackend(limits=LIMITS, root=STATE, image="polar-trl-test:latest")
+
+
+def use(box: Sandbox) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def run(name: str, command: str, timeout_s: float = 30.0, **env: str) -> ExecResult:
+        result = box.run(command, env=env, timeout_s=timeout_s)
+        found[name] = [result.exit_code, result.stdout, result.timed_out]
+        return result
+
+    run("basics", "pwd; cat a/b.txt m.py; echo $HOME $X; echo new > m.py; id -u; exit 3", X="1")
+    run("privilege", "grep -E 'CapEff|NoNewPrivs' /proc/self/status; touch /usr/planted 2>/dev/null || echo no")
+    for name, content in {".agent/settings": b"\0\xff", "ask.py": ASK.encode(), "bomb.py": BOMB.encode()}.items():
+        box.put(f"~/{name}", content)
+    run("files", "cat ~/.agent/settings > both; ln -s /etc/passwd out; echo x > /tmp/x")
+    found["got"] = [list(box.get("both") or b""), box.get("out") is None, (box.host_workdir / "m.py").read_text()]
+    run("deadline", "trap '' TERM INT HUP; echo started; while :; do sleep 0.1; done", 1)
+    daemon = "trap '' TERM HUP; while :; do date +%s%N >> alive; sleep 0.02; done"
+    run("daemon", f'setsid bash -c "(exec >/dev/null 2>&1; {daemon}) &"; until [ -s alive ]; do sleep 0.05; done')
+    before = box.get("alive")
+    time.sleep(0.3)
+    found["daemon_is_dead"] = bool(before) and box.get("alive") == before
+    timer = threading.Timer(0.5, box.kill)
+    timer.start()
+    run("killed", "sleep 60", 60)
+    run("bomb", "python3 ~/bomb.py")
+    run("again", "echo again")
+    talk(box, run)
+    return found
+
+
+def talk(box: Sandbox, run: Any) -> None:
+    """To the model, and to nobody else."""
+    log = SessionLog(session_id="s", task_id="t", group_id="g")
+    with Proxy(ScriptedEngine([say("hi there")]), ByteRenderer(), params=PARAMS) as proxy:
+        endpoint: Endpoint = proxy.open_session(log, listener=box.open_listener())
+        env = {"ORIGIN": endpoint.origin, "KEY": endpoint.api_key}
+        run("origin", 'echo "$ORIGIN"', **env)
+        run("model", "python3 ~/ask.py", **env)
+        run("late", "python3 ~/ask.py; sleep 60", 5.0, **env)
+        run("model_after_the_deadline", "python3 ~/ask.py", **env)
+        for name, host, port in (("other_port", "127.0.0.1", 22), ("away", "10.0.0.1", 80)):
+            run(name, f'python3 -c "{CONNECT.format(host, port)}" 2>&1 | tail -1')
+        proxy.close_session(endpoint.api_key)
+    run("gone", "python3 ~/ask.py 2>&1 | tail -1", **env)
+
+
+if __name__ == "__main__":
+    main()
