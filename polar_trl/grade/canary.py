@@ -7,33 +7,59 @@ refuses to say more than this: code that works out which is which, and answers r
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
+from polar_trl.sandbox.base import Sandbox
+
+Style = Literal["pytest", "django"]
 WORDS = ("values", "empty", "nested", "order", "types", "keys", "names", "parse", "range", "simple", "copy", "items")
 
 
 class Canary:
-    """One file with both tests, in a folder of its own (pytest 9 drops a file that lies in a folder it was given too).
+    """Files with both tests, in a folder of their own (pytest 9 drops a file that lies in a folder it was given too).
 
     Args:
         ids: Of the tests that decide.
+        style: Of the test command: "pytest" takes paths, "django" (its tests/runtests.py) names of folders of tests/.
     """
 
-    def __init__(self, ids: Sequence[str]) -> None:
+    def __init__(self, ids: Sequence[str], style: Style = "pytest") -> None:
         names = [name.partition("[")[0].rpartition("::")[2].removeprefix("test_") for name in ids]
         found = {word for name in names for word in re.findall(r"[a-z]{3,}", name.lower())} - {"test", "tests"}
         words = sorted(found | set(WORDS))
         made = {"_".join(secrets.SystemRandom().sample(words, 3)) for _ in range(64)} - {*names}
         folder, module, passing, failing = secrets.SystemRandom().sample(sorted(made), 4)
-        self.path = f"{folder}/test_{module}.py"
-        self._passing, self._failing = f"{self.path}::test_{passing}", f"{self.path}::test_{failing}"
         left, right = (1000 + secrets.randbelow(9000) for _ in range(2))
-        tests = [(passing, left + right), (failing, left + right + 1)]
+        tests = [
+            (passing, f"{left} + {right} == {left + right}"),
+            (failing, f"{left} + {right} == {left + right + 1}"),
+        ]
         secrets.SystemRandom().shuffle(tests)
-        self.text = "\n\n".join(f"def test_{name}():\n    assert {left} + {right} == {sum_}\n" for name, sum_ in tests)
+        if style == "django":
+            self.argument = folder
+            head = f"import unittest\n\n\nclass {module.title().replace('_', '')}(unittest.TestCase):\n"
+            text = "\n".join(f"    def test_{name}(self):\n        assert {claim}\n" for name, claim in tests)
+            self.files = {f"tests/{folder}/__init__.py": "", f"tests/{folder}/tests.py": head + text}
+            self._passing, self._failing = (f"test_{name} ({folder}.tests." for name in (passing, failing))
+        else:
+            self.argument = f"{folder}/test_{module}.py"
+            text = "\n\n".join(f"def test_{name}():\n    assert {claim}\n" for name, claim in tests)
+            self.files = {self.argument: text}
+            self._passing, self._failing = (f"{self.argument}::test_{name}" for name in (passing, failing))
+
+    def lay(self, sandbox: Sandbox) -> None:
+        """Write the files."""
+        for path, text in self.files.items():
+            sandbox.put(path, text.encode())
 
     def find_fault(self, outcomes: Mapping[str, str], *, passed: str, failed: str) -> str | None:
         """The counter of what is wrong with the two, None where nothing is."""
-        seen = outcomes.get(self._passing), outcomes.get(self._failing)
-        if seen == (passed, failed):
+        seen = [_find(outcomes, name) for name in (self._passing, self._failing)]
+        if seen == [passed, failed]:
             return None
-        return "test_runs_died" if seen == (None, None) else "canaries_broken"
+        return "test_runs_died" if seen == [None, None] else "canaries_broken"
+
+
+def _find(outcomes: Mapping[str, str], name: str) -> str | None:
+    """A test's outcome by the beginning of its id: how it goes on is for the version of the runner to say."""
+    return next((outcome for id_, outcome in outcomes.items() if id_.startswith(name)), None)

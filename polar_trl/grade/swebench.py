@@ -4,9 +4,9 @@ The changes are laid over a fresh copy of the image's /testbed, none at paths th
 `eval_script` runs, or the script that `swebench` 4.1 has for its repository and version, and that package's parser
 reads the test command's output: 1 where all of FAIL_TO_PASS and PASS_TO_PASS passed. A skipped test has not passed.
 
-Two tests of known outcome ride along where the command takes paths, as in `tests.py`. Where it does not (Django,
-SymPy), what the tested code prints is believed. It refuses rows that neither have a script nor are known to the
-package, unless their tests are plain pytest files.
+Two tests of known outcome ride along with pytest (tox included) and Django's runner, as in `tests.py`. Elsewhere,
+which is SymPy, what the tested code prints is believed. It refuses rows that neither have a script nor are known to
+the package, unless their tests are plain pytest files.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import Any
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
 from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
 from polar_trl.grade.base import Grade
-from polar_trl.grade.canary import Canary
+from polar_trl.grade.canary import Canary, Style
 from polar_trl.grade.changes import apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
 from polar_trl.grade.tests import NOT_STARTED, score
@@ -34,8 +34,13 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_BU
 PASSED = ("PASSED", "XFAIL")
 _START = re.compile(r"^.*>>>>> Start Test Output.*\n", re.MULTILINE)
 _END = re.compile(r"^.*>>>>> End Test Output.*$", re.MULTILINE)
-_TAKES_PATHS = re.compile(r"(?:^|[\s/])(?:pytest|py\.test)\s|^tox\s.*\s--(?:\s|$)")
-_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR) (.*\S)\s*$", re.MULTILINE)
+# the test command -> how it is told what to run
+_STYLES: dict[Style, re.Pattern[str]] = {
+    "pytest": re.compile(r"(?:^|[\s/])(?:pytest|py\.test)\s|^tox\s.*\s--(?:\s|$)"),
+    "django": re.compile(r"(?:^|\s)\./tests/runtests\.py\s"),
+}
+_PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR) (.*\S)\s*$", re.MULTILINE)
+_UNITTEST_LINE = re.compile(r"^(\w+ \([\w.]+\)) \.\.\. (ok|FAIL|ERROR)$", re.MULTILINE)
 
 
 class SwebenchGrader:
@@ -65,8 +70,10 @@ class SwebenchGrader:
         if spec is None:
             raise GradeError(f"task {task.id} has no tests")
         before, body, after = cut_script(build_script(task))
-        canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass))
-        body, has_canary = add_canary(body, canary.path)
+        style = find_style(body)
+        canary = None if style is None else Canary((*spec.fail_to_pass, *spec.pass_to_pass), style)
+        if canary is not None:
+            body = f"{body.rstrip()} {canary.argument}\n"
         try:
             changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
         except FileTooLargeError:
@@ -76,12 +83,12 @@ class SwebenchGrader:
         counts.update(count_planted(changes, sandbox.host_home))
         with self._fresh.open(task) as fresh:
             apply_changes(kept, fresh.host_workdir)
-            if has_canary:
-                fresh.put(canary.path, canary.text.encode())
+            if canary is not None:
+                canary.lay(fresh)
             # into a file of its own: a line that the tested code prints cannot end it, and no tail is cut off
             script = f'{before}{{\n{body}}} > "$HOME/eval.log" 2>&1 < /dev/null\n{after}'
             log, fault = run_script(task, script, fresh, timeout_s=timeout_s)
-        return self._decide(task, spec, log, fault, counts, canary if has_canary else None)
+        return self._decide(task, spec, log, fault, counts, canary)
 
     def _decide(
         self, task: Task, spec: TestSpec, log: str, fault: str | None, counts: Counter[str], canary: Canary | None
@@ -153,11 +160,10 @@ def cut_script(script: str) -> tuple[str, str, str]:
     return script[: start.start()], script[start.end() : end.start()], script[end.end() :]
 
 
-def add_canary(body: str, path: str) -> tuple[str, bool]:
-    """What runs the tests with one more path for its last command, and whether that command takes paths."""
-    if not _TAKES_PATHS.search(body.rstrip().rpartition("\n")[2]):
-        return body, False
-    return f"{body.rstrip()} {path}\n", True
+def find_style(body: str) -> Style | None:
+    """How the last command of what runs the tests is told which; None: in no way that two more can be added by."""
+    command = body.rstrip().rpartition("\n")[2]
+    return next((style for style, pattern in _STYLES.items() if pattern.search(command)), None)
 
 
 def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> tuple[str, str | None]:
@@ -197,14 +203,16 @@ def has_passed(name: str, outcomes: Mapping[str, str]) -> bool:
 
 
 def contradicts_itself(log: str) -> bool:
-    """Whether pytest's summary says of one test that it passed and that it did not: something else wrote to it."""
+    """Whether the log says of one test that it passed and that it did not: something else wrote to it."""
     passed, failed = set[str](), set[str]()
-    for outcome, name in _OUTCOME.findall(log):
+    for outcome, name in _PYTEST_LINE.findall(log):
         if outcome == "PASSED":
             passed.add(name)
         else:
             parts = name.split(" - ")  # a message may follow, and a parameter may hold the same sign
             failed.update(" - ".join(parts[:count]) for count in range(1, len(parts) + 1))
+    for name, outcome in _UNITTEST_LINE.findall(log):
+        (passed if outcome == "ok" else failed).add(name)
     return not passed.isdisjoint(failed)
 
 

@@ -14,14 +14,14 @@ import json
 import secrets
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from pathlib import Path
 
 from polar_trl.errors import FileTooLargeError, GradeError
 from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
 from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary
-from polar_trl.grade.changes import Change, apply_changes, find_changes
+from polar_trl.grade.changes import apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.run_tests import NO_PYTEST, RUNNER, sign
@@ -65,24 +65,12 @@ class TestsGrader:
         except FileTooLargeError:
             self._fresh.withdraw(task)
             return Grade(reward=0.0, counters={"changes_too_large": 1})
-        planted = count_planted(changes, sandbox.host_home)
-        return self.grade_changes(task, task.tests, changes, planted=planted, timeout_s=timeout_s)
-
-    def grade_changes(
-        self,
-        task: Task,
-        spec: TestSpec,
-        changes: Mapping[str, Change],
-        *,
-        planted: Mapping[str, int] | None = None,
-        timeout_s: float,
-    ) -> Grade:
-        """The same for changes that are known."""
-        protection = Protection(spec, read_fix(task))
+        spec, protection = task.tests, Protection(task.tests, read_fix(task))
         given = {path: text.encode() for path, text in task.files.items()}
-        done = {path: change for path, change in changes.items() if given.get(path) != change.content}
+        # what the task itself laid, and is as it was, is nobody's change
+        done = {path: c for path, c in changes.items() if c.kind != "file" or given.get(path) != c.content}
         kept, counts = protection.sort(done)
-        counts.update(planted or {})
+        counts.update(count_planted(changes, sandbox.host_home))
         canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass))
         with self._fresh.open(task) as fresh:
             apply_changes(kept, fresh.host_workdir)
@@ -90,7 +78,7 @@ class TestsGrader:
                 if path not in kept and (path in changes or protection.covers(path)):
                     fresh.put(path, content)
             lay_hidden_tests(spec, fresh)
-            fresh.put(canary.path, canary.text.encode())
+            canary.lay(fresh)
             outcomes, fault = run_hidden_tests(task, spec, fresh, canary, timeout_s=timeout_s)
         fault = fault or canary.find_fault(outcomes, passed="passed", failed="failed")
         if fault is not None:
@@ -106,7 +94,7 @@ def run_hidden_tests(
     name, key = secrets.token_hex(8), secrets.token_hex(32)
     runner, request, report = f"~/run_{name}.py", f"~/request_{name}.json", f"~/report_{name}.json"
     asked = {
-        "paths": [*spec.paths, canary.path],
+        "paths": [*spec.paths, canary.argument],
         "import_roots": list(spec.import_roots),
         "report": report.removeprefix("~/"),
         "key": key,

@@ -179,7 +179,7 @@ class Removals:
             while (left := self.sweep()) and time.monotonic() < deadline:
                 time.sleep(0.2)
         if left:
-            logger.warning("%d containers may be left behind; the next start removes them", left)
+            logger.info("%d containers may still be made; the next start would remove them", left)
 
     def _try(self, name: str, late_until: float) -> bool:
         """Whether the engine answered. What it does not have yet stays remembered for its time."""

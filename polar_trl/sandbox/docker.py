@@ -52,7 +52,7 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
-from polar_trl.sandbox.relay_folder import PLACE, RelayFolder, build_command
+from polar_trl.sandbox.relay_folder import PASSWD, PLACE, RelayFolder, build_command
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 LABEL = "polar-trl.run"
 OWNER_LABEL = "polar-trl.owner"
 MAX_LIFE_S = 24 * 3600
+KEEPER = "65534:65534"
+_PF_EXITING = 0x4
 # bash where the image has it: agents and graders write bash
 SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 
@@ -156,6 +158,11 @@ class DockerSandboxBackend:
         disk = folder / "disk"
         try:
             make_folders(disk, base.tree)
+            for source, place, _ in self._list_binds(base, disk):
+                # where the engine has to make it, it is root's, and this user could not remove it
+                for name, above in zip(SUBFOLDERS, _list_places(base), strict=True):
+                    if place != above and Path(place).is_relative_to(above) and Path(source).is_dir():
+                        (disk / name / Path(place).relative_to(above)).mkdir(parents=True, exist_ok=True)
         except (OSError, shutil.Error) as error:
             raise SandboxError(f"the work folder could not be made: {error}") from error
         return disk
@@ -194,11 +201,9 @@ class DockerSandboxBackend:
     def _build_options(self, task: Task, base: Base, disk: Path, relay: RelayFolder | None) -> dict[str, Any]:
         """Of `docker.models.containers.ContainerCollection.create`."""
         limits = self._limits
-        binds = [(str(path), str(path), True) for path in self._mounts if path.exists()]
-        places = (base.workdir, HOME, "/tmp")
-        binds += [(str(disk / name), place, False) for name, place in zip(SUBFOLDERS, places, strict=True)]
+        binds = self._list_binds(base, disk)
         if relay is not None:
-            binds.append((str(relay.folder), PLACE, False))
+            binds += [(str(relay.folder), PLACE, False), (str(relay.folder / PASSWD), "/etc/passwd", True)]
         return {
             "image": base.image_id,
             # leftovers of a killed trainer on a machine that nobody comes back to end by themselves
@@ -213,9 +218,9 @@ class DockerSandboxBackend:
                 docker.types.Mount(place, source, type="bind", read_only=is_read_only)
                 for source, place, is_read_only in binds
             ],
-            "working_dir": base.workdir,
-            # whoever owns the work folder: root without capabilities could not write another's
-            "user": f"{os.geteuid()}:{os.getegid()}",
+            # the first process is another user's than the commands, so that no agent can end its own container
+            "user": KEEPER if relay is None else _build_user(),
+            "working_dir": "/",
             "cap_drop": ["ALL"],
             "security_opt": ["no-new-privileges"],
             "mem_limit": f"{limits.memory_mb}m",
@@ -224,6 +229,13 @@ class DockerSandboxBackend:
             "pids_limit": limits.pids,
             "labels": self._labels,
         }
+
+    def _list_binds(self, base: Base, disk: Path) -> list[tuple[str, str, bool]]:
+        """Folder of this machine, place in the container, and whether it is read-only."""
+        binds = [(str(path), str(path), True) for path in self._mounts if path.exists()]
+        return binds + [
+            (str(disk / name), place, False) for name, place in zip(SUBFOLDERS, _list_places(base), strict=True)
+        ]
 
     def _explain_network(self, task: Task, error: Exception) -> SandboxError:
         name = self._public_network
@@ -271,12 +283,13 @@ class DockerSandbox:
         try:
             oom_kills = self._count_oom_kills()
             exec_id = self._client.api.exec_create(
-                self._container.id, argv, environment={"HOME": HOME, **env}, workdir=self.workdir
+                self._container.id, argv, environment={"HOME": HOME, **env}, workdir=self.workdir, user=_build_user()
             )["Id"]
             with ExecStream(self._client.api, exec_id) as stream:
                 exit_code = stream.read_until(deadline)
             timed_out = exit_code is None and time.monotonic() >= deadline
-            if exit_code is None and not timed_out and not self._is_killed:
+            is_lost = (exit_code is None and not timed_out) or _is_ending(self._container.attrs["State"]["Pid"])
+            if is_lost and not self._is_killed:
                 raise SandboxError("the container ended while a command ran in it")
             out_of_memory = self._count_oom_kills() > oom_kills
             if not self._is_killed and (timed_out or self._has_company()):
@@ -390,6 +403,11 @@ class DockerSandbox:
             raise
 
 
+def _list_places(base: Base) -> tuple[str, str, str]:
+    """Where the session's own folders are in its container."""
+    return base.workdir, HOME, "/tmp"
+
+
 def _start_container(container: Any, relay: RelayFolder | None) -> None:
     """Raises `SandboxError` if the relay does not start."""
     if relay is not None:
@@ -403,6 +421,21 @@ def _start_container(container: Any, relay: RelayFolder | None) -> None:
 def _is_running(container: Any) -> bool:
     container.reload()
     return bool(container.attrs["State"]["Running"])
+
+
+def _build_user() -> str:
+    """Whoever owns the work folder: root without capabilities could not write another's."""
+    return f"{os.geteuid()}:{os.getegid()}"
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process is dead or dying. A container's first one is, before the engine says that any other died."""
+    try:
+        # state and flags: fields 3 and 9 of proc(5)
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return state in "ZX" or bool(int(fields[5]) & _PF_EXITING)
 
 
 def reap_containers(client: Any) -> list[str]:

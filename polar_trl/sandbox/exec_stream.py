@@ -50,6 +50,8 @@ class ExecStream:
             if is_quiet:
                 state = self._api.exec_inspect(self._exec_id)
                 if not state["Running"]:
+                    while is_open and self._wait_for_output(POLL_S):  # its last words may come after the last look
+                        is_open = self._read()
                     code = state["ExitCode"]
                     return None if code is None else int(code)
                 if not is_open:

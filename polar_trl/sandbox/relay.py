@@ -10,7 +10,7 @@ import signal
 import sys
 
 
-async def copy(reader, writer):  # type: ignore[no-untyped-def]
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         while True:
             block = await reader.read(1 << 16)
@@ -23,8 +23,8 @@ async def copy(reader, writer):  # type: ignore[no-untyped-def]
         writer.transport.abort()
 
 
-async def main(host, port, path, ready):  # type: ignore[no-untyped-def]
-    async def relay(reader, writer):  # type: ignore[no-untyped-def]
+async def main(host: str, port: int, path: str, ready: str) -> None:
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_unix_connection(path)
         except OSError:

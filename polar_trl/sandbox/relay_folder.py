@@ -1,7 +1,7 @@
 """A folder that is mounted into a container -> the proxy at the container's own loopback address, without root.
 
-In it are a unix socket, which the proxy serves, and a relay to it, which is the container's first process. It refuses
-images in which neither of the relay's two programs runs.
+In it are a unix socket, which the proxy serves, a relay to it, which is the container's first process, and a list of
+users with this one in it. It refuses images in which neither of the relay's two programs runs.
 """
 
 import os
@@ -15,13 +15,19 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox.images import HOME
 from polar_trl.sandbox.network import PROXY_ADDRESS
 
 PLACE = "/run/polar-trl"
 """Where the folder is mounted."""
 SOCKET, READY = "proxy.sock", "ready"
 SCRIPTS = tuple(Path(__file__).with_name(name) for name in ("relay.py", "relay.js"))
+PASSWD = "passwd"
 START_TIMEOUT_S = 60.0
+COMPLAINT = (
+    "it has neither python3 nor node. Add one of them to the image, install an agent that brings a Node.js of its "
+    "own, or run as root, which needs no relay"
+)
 
 
 class RelayFolder:
@@ -32,6 +38,10 @@ class RelayFolder:
         folder.mkdir(mode=0o700)
         for script in SCRIPTS:
             shutil.copy(script, folder)
+        # programs ask for the name and the home of whom they run as, and some fail where there is none
+        users = {0: ("root", "/root"), os.geteuid(): ("agent", HOME)}
+        lines = [f"{name}:x:{uid}:{os.getegid() if uid else 0}::{home}:/bin/sh" for uid, (name, home) in users.items()]
+        (folder / PASSWD).write_text("\n".join([*lines, ""]))
 
     def open_listener(self) -> socket.socket:
         """The unix socket. Raises `SandboxError`."""
@@ -84,8 +94,7 @@ done
 for node in node {nodes}; do
   if "$node" --version >/dev/null 2>&1; then exec "$node" {PLACE}/relay.js {arguments}; fi
 done
-echo 'it has neither python3 nor node. Add one to the image, install an agent that brings Node.js of its own, or run as\
- root, which needs neither' >&2
+echo {shlex.quote(COMPLAINT)} >&2
 exit 127
 """
     return ["sh", "-c", text]

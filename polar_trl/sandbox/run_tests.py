@@ -5,9 +5,9 @@
 
 The report is {"outcomes": {node id: outcome}, "messages": {node id: text}}; a run that dies leaves none. The first
 form is for a grader, in the tree: the request, {"paths", "import_roots", "report", "key"}, is removed when it was
-read, and the report begins with a line that proves the key. The second form is for a task folder: it removes the tests that the
-agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every test that
-decides passed, else 0.
+read, and the report begins with a line that proves the key. The second form is for a task folder: it removes the tests
+that the agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every
+test that decides passed, else 0.
 
 Tests run in a process of their own, which hands its outcomes over once, at its end, through a pipe. The key, the
 report's place and the reward stay in this one, so nothing that the tested code leaves running can write them later.

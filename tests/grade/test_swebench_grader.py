@@ -1,6 +1,7 @@
 """Rows of SWE-bench, graded by the package's own script and parser: on a stand-in for a repository that it knows."""
 
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -12,14 +13,16 @@ import pytest
 from swe_repository import FIX, build_task, make_repository
 
 from polar_trl.errors import ConfigError, TaskError
+from polar_trl.grade.canary import Canary
 from polar_trl.grade.swebench import (
     SwebenchGrader,
-    add_canary,
     build_script,
     check_row,
     contradicts_itself,
     cut_script,
+    find_style,
     has_passed,
+    parse_log,
 )
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.docker import DockerSandboxBackend
@@ -149,11 +152,36 @@ def test_logs_that_contradict_themselves() -> None:
 def test_what_the_script_puts_into_a_file_of_its_own() -> None:
     before, body, after = cut_script("a\n: '>>>>> Start Test Output'\npytest x\n: '>>>>> End Test Output'\nb\n")
     assert (before, body, after) == ("a\n", "pytest x\n", "\nb\n")
-    assert add_canary("x\ntox --current-env -epy39 -v -- t.py\n", "c.py") == (
-        "x\ntox --current-env -epy39 -v -- t.py c.py\n",
-        True,
-    )
-    assert not add_canary("./tests/runtests.py --verbosity 2 x\n", "c/test_c.py")[1]
+
+
+def test_every_python_repository_but_sympy_has_a_canary() -> None:
+    from swebench.harness.constants import MAP_REPO_TO_EXT, MAP_REPO_VERSION_TO_SPECS
+    from swebench.harness.log_parsers import MAP_REPO_TO_PARSER
+
+    without = {
+        repo
+        for repo, versions in MAP_REPO_VERSION_TO_SPECS.items()
+        for specs in versions.values()
+        if MAP_REPO_TO_EXT[repo] == "py" and repo in MAP_REPO_TO_PARSER and not find_style(f"{specs['test_cmd']} x")
+    }
+    assert without == {"sympy/sympy"}
+    assert find_style("./tests/runtests.py --verbosity 2 x\n") == "django"
+
+
+def test_the_canary_of_djangos_runner(tmp_path: Path) -> None:
+    canary = Canary(["test_f (a.tests.T)"], "django")
+    for path, text in canary.files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    # its runner is the standard library's, and prints the same lines
+    command = [sys.executable, "-m", "unittest", "-v", f"{canary.argument}.tests"]
+    log = subprocess.run(command, cwd=tmp_path / "tests", capture_output=True, text=True).stderr
+    task = build_task("abc")
+    task = replace(task, metadata={"swebench": {**task.metadata["swebench"], "repo": "django/django"}})
+    assert canary.find_fault(parse_log(task, log), passed="PASSED", failed="FAILED") is None
+    assert canary.find_fault(parse_log(task, log.replace("FAIL", "ok")), passed="PASSED", failed="FAILED") is not None
+    forged = log + "".join(f"{line.removesuffix('FAIL')}ok\n" for line in log.splitlines() if line.endswith("FAIL"))
+    assert contradicts_itself(forged) and not contradicts_itself(log)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,15 @@ UID = 65534
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(script: str, *arguments: str, home: Path, env: Mapping[str, str] = {}) -> "subprocess.Popen[str]":
-    """Start `python -c script`; `home` is given to the user and holds its cache, state and temporary files."""
+def start(
+    script: str, *arguments: str, home: Path, engine: Path | None = None, env: Mapping[str, str] = {}
+) -> "subprocess.Popen[str]":
+    """Start `python -c script`.
+
+    Args:
+        home: Given to the user; holds its cache, state and temporary files.
+        engine: A container engine's socket that the user may talk to, as a member of the socket's group.
+    """
     (home / "tmp").mkdir(exist_ok=True)
     for path in (home, home / "tmp"):
         os.chown(path, UID, UID)
@@ -30,7 +37,14 @@ def start(script: str, *arguments: str, home: Path, env: Mapping[str, str] = {})
             f"mount -t overlay overlay -o lowerdir={shlex.quote(str(folder))},upperdir={upper},workdir={work} "
             f"{shlex.quote(str(folder))}"
         ]
-    lines += [f'exec setpriv --reuid {UID} --regid {UID} --clear-groups --inh-caps=-all "$@"']
+    groups = "--clear-groups"
+    if engine is not None:
+        own = home / "engine.sock"
+        own.touch()
+        lines += [f"mount --bind {shlex.quote(str(engine))} {shlex.quote(str(own))}"]
+        groups = f"--groups {engine.stat().st_gid}"
+        env = {"DOCKER_HOST": f"unix://{own}", **env}
+    lines += [f'exec setpriv --reuid {UID} --regid {UID} {groups} --inh-caps=-all "$@"']
     clean = {
         "HOME": str(home),
         "TMPDIR": str(home),

@@ -14,7 +14,9 @@ from typing import Any
 
 from serving import HELLO, PARAMS, say
 
+from polar_trl.cache import find_cache
 from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.errors import SandboxError
 from polar_trl.proxy import Proxy
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
@@ -49,12 +51,48 @@ print(json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["mess
 """
 
 
+NODE_ASK = f"""
+const headers = {{authorization: "Bearer " + process.env.KEY, "content-type": "application/json"}};
+const body = JSON.stringify({{messages: {json.dumps(HELLO)}}});
+fetch(process.env.ORIGIN + "/v1/chat/completions", {{method: "POST", headers, body}})
+  .then((reply) => reply.json()).then((reply) => console.log(reply.choices[0].message.content));
+"""
+
+
 def main() -> None:
+    """A whole session's worth, or with "node" what an image without Python can do."""
+    print(json.dumps(use_node(sys.argv[2]) if sys.argv[1] == "node" else use_all(sys.argv[1])))
+
+
+def use_node(image: str) -> dict[str, Any]:
+    from polar_trl.sandbox.docker import DockerSandboxBackend
+
+    found: dict[str, Any] = {}
+    backend = DockerSandboxBackend(image=image, limits=LIMITS, root=STATE, mounts=[find_cache("agents")])
+    try:
+        box = backend.create(Task(id="t", instruction="x", files={"ask.js": NODE_ASK}), "s")
+    except SandboxError as error:
+        found["refusal"] = str(error)
+    else:
+        log = SessionLog(session_id="s", task_id="t", group_id="g")
+        with Proxy(ScriptedEngine([say("hi there")]), ByteRenderer(), params=PARAMS) as proxy:
+            endpoint = proxy.open_session(log, listener=box.open_listener())
+            env = {"ORIGIN": endpoint.origin, "KEY": endpoint.api_key}
+            node = f"{find_cache('agents')}/node-*/node_modules/.bin/node"
+            for name, script in (("model", f"{node} ask.js"), ("late", "sleep 60"), ("again", f"{node} ask.js")):
+                result = box.run(script, env=env, timeout_s=3 if name == "late" else 60)
+                found[name] = [result.exit_code, result.stdout, result.timed_out]
+        box.destroy()
+    found["left"] = [path.name for path in STATE.iterdir()]
+    return found
+
+
+def use_all(kind: str) -> dict[str, Any]:
     report: dict[str, Any] = {"uid": os.getuid()}
     tree = HOME / "tree"
     tree.mkdir()
     (tree / "m.py").write_text("old\n")
-    backend = build(sys.argv[1])
+    backend = build(kind)
     report["capabilities"] = asdict(backend.capabilities)
     task = Task(id="t", instruction="x", files={"a/b.txt": "hello\n"}, workspace=str(tree))
     box = backend.create(task, "s/1")
@@ -66,7 +104,7 @@ def main() -> None:
     report["tree"] = (tree / "m.py").read_text()
     report["left"] = [path.name for path in STATE.iterdir()] + list(list_mounts(HOME / "state"))
     report["children"] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    print(json.dumps(report))
+    return report
 
 
 def build(kind: str) -> SandboxBackend:

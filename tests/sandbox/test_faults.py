@@ -203,6 +203,14 @@ def test_an_agent_that_ignores_signals_ends_at_its_limit_and_is_graded(sessions:
 
 
 @both_kinds
+def test_an_agent_that_kills_all_that_it_sees_ends_nobody_else(sessions: Sessions, kind: str) -> None:
+    # the first process of a sandbox is what keeps it: an agent that could end it would have no reward instead of 0
+    kill = "[ $PWD = /workspace ] && { kill -TERM 1; kill -KILL 1; kill -9 -1; sleep 1; }"
+    scripts = {"a": f"{FINE}; {kill}; exit 0"}
+    require_fine(sessions.start(build(kind, sessions.root), scripts, read_result).result(timeout=120)["a"])
+
+
+@both_kinds
 def test_a_daemon_is_dead_before_grading(sessions: Sessions, kind: str) -> None:
     def grade(task: Task, box: Sandbox) -> bool:
         before = box.get("alive")

@@ -4,6 +4,7 @@ Needs root to become an ordinary user, and a container engine: `scripts/test.sh`
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import as_user
+import docker
 import pytest
+from faults import IMAGE
+
+from polar_trl.harness.install import NODE
+from polar_trl.sandbox.docker import OWNER_LABEL
 
 pytestmark = pytest.mark.containers
 
@@ -25,8 +31,8 @@ def home() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def report_of(kind: str, home: Path, **env: str) -> dict[str, Any]:
-    with as_user.start(SCRIPT.read_text(), kind, home=home, env=env) as script:
+def report_of(*arguments: str, home: Path, engine: Path | None = None) -> dict[str, Any]:
+    with as_user.start(SCRIPT.read_text(), *arguments, home=home, engine=engine) as script:
         text, _ = script.communicate(timeout=240)
     assert script.returncode == 0
     report: dict[str, Any] = json.loads(text)
@@ -34,7 +40,7 @@ def report_of(kind: str, home: Path, **env: str) -> dict[str, Any]:
 
 
 def test_bubblewrap(home: Path) -> None:
-    report = report_of("bwrap", home)
+    report = report_of("bwrap", home=home)
     assert report["capabilities"] == {
         "cuts_network": True,
         "limits_memory": False,
@@ -42,6 +48,54 @@ def test_bubblewrap(home: Path) -> None:
         "uses_images": False,
     }
     require_a_sandbox(report)
+
+
+@pytest.fixture
+def engine() -> Path:
+    return Path(os.environ["DOCKER_HOST"].removeprefix("unix://"))
+
+
+@pytest.fixture
+def bare_image() -> Iterator[str]:
+    """The tests' image without Python."""
+    client, name = docker.from_env(), "polar-trl-test:bare"
+    container = client.containers.run(IMAGE, ["rm", "/usr/bin/python3"], network_mode="none", detach=True)
+    try:
+        assert container.wait()["StatusCode"] == 0
+        container.commit(*name.split(":"))
+        yield name
+    finally:
+        container.remove(force=True)
+        client.images.remove(name)
+
+
+def test_docker(home: Path, engine: Path) -> None:
+    report = report_of("docker", home=home, engine=engine)
+    assert report["capabilities"] == {
+        "cuts_network": True,
+        "limits_memory": True,
+        "limits_disk": False,
+        "uses_images": True,
+    }
+    require_a_sandbox(report)
+
+
+def test_docker_where_only_an_agent_brings_node(home: Path, engine: Path, bare_image: str) -> None:
+    assert NODE.find_version() == NODE.version, "run scripts/get_agents.py first (scripts/test.sh does)"
+    shutil.copytree(NODE.folder, home / "cache" / "agents" / NODE.folder.name, symlinks=True)
+    for folder in (home / "cache", home / "cache" / "agents"):
+        os.chown(folder, as_user.UID, as_user.UID)
+    report = report_of("node", bare_image, home=home, engine=engine)
+    answer = [0, "hi there\n", False]
+    assert report == {"model": answer, "late": [None, "", True], "again": answer, "left": []}
+
+
+def test_docker_where_no_relay_runs(home: Path, engine: Path, bare_image: str) -> None:
+    report = report_of("node", bare_image, home=home, engine=engine)
+    assert "it has neither python3 nor node. Add one of them to the image" in report["refusal"]
+    assert report["left"] == []
+    containers = docker.from_env().containers.list(all=True, filters={"ancestor": bare_image})
+    assert [container.name for container in containers if container.labels.get(OWNER_LABEL)] == []
 
 
 def require_a_sandbox(report: dict[str, Any]) -> None:
@@ -62,5 +116,5 @@ def require_a_sandbox(report: dict[str, Any]) -> None:
     assert report["late"] == [None, "hi there\n", True]
     assert report["model_after_the_deadline"] == [0, "hi there\n", False]
     assert "refused" in report["other_port"][1] and "unreachable" in report["away"][1]
-    assert "refused" in report["gone"][1] or "closed" in report["gone"][1]
+    assert any(how in report["gone"][1] for how in ("refused", "reset", "Broken pipe", "closed"))
     assert (report["left"], report["children"]) == ([], [])

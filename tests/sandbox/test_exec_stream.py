@@ -1,0 +1,76 @@
+"""Output of a command in a container, from an engine that the test plays: what comes when, and in which pieces."""
+
+import socket
+import struct
+import time
+from typing import Any
+
+import pytest
+
+from polar_trl.sandbox.exec_stream import TAIL_BYTES, ExecStream
+
+
+class Engine:
+    """The two calls that are made of a `docker.APIClient`. The command has ended once `exit_code` is set.
+
+    Args:
+        on_inspect: Sent at the first question of how the command is, before it is answered.
+    """
+
+    def __init__(self, on_inspect: bytes = b"") -> None:
+        self.ours, self._theirs = socket.socketpair()
+        self.exit_code: int | None = None
+        self._on_inspect = on_inspect
+
+    def exec_start(self, exec_id: str, *, socket: bool) -> Any:
+        return self._theirs
+
+    def exec_inspect(self, exec_id: str) -> dict[str, Any]:
+        if self._on_inspect:
+            self.ours.sendall(self._on_inspect)
+            self._on_inspect = b""
+            self.exit_code = 7
+        return {"Running": self.exit_code is None, "ExitCode": self.exit_code}
+
+
+def frame(stream: int, text: bytes) -> bytes:
+    return struct.pack(">BxxxL", stream, len(text)) + text
+
+
+def test_last_words_that_come_while_the_engine_is_asked() -> None:
+    engine = Engine(on_inspect=frame(1, b"out") + frame(2, b"err"))
+    with engine.ours, ExecStream(engine, "id") as stream:
+        assert stream.read_until(time.monotonic() + 60) == 7
+        assert (stream.stdout, stream.stderr) == (b"out", b"err")
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 9, 100])
+def test_frames_in_any_pieces(size: int) -> None:
+    engine = Engine()
+    sent = frame(1, b"one ") + frame(2, b"") + frame(2, b"two") + frame(1, b"three")
+    with engine.ours, ExecStream(engine, "id") as stream:
+        for start in range(0, len(sent), size):
+            engine.ours.sendall(sent[start : start + size])
+        engine.ours.shutdown(socket.SHUT_WR)
+        engine.exit_code = 0
+        assert stream.read_until(time.monotonic() + 60) == 0
+        assert (stream.stdout, stream.stderr) == (b"one three", b"two")
+
+
+def test_only_the_end_is_kept() -> None:
+    engine = Engine()
+    with engine.ours, ExecStream(engine, "id") as stream:
+        engine.ours.sendall(frame(1, b"a" * 40_000))
+        engine.exit_code = 0
+        assert stream.read_until(time.monotonic() + 60) == 0
+        engine.ours.sendall(frame(1, b"b" * TAIL_BYTES))
+        assert stream.read_until(time.monotonic() + 60) == 0
+        assert stream.stdout == b"b" * TAIL_BYTES
+
+
+def test_the_deadline_comes_first() -> None:
+    engine = Engine()
+    with engine.ours, ExecStream(engine, "id") as stream:
+        engine.ours.sendall(frame(1, b"so far"))
+        assert stream.read_until(time.monotonic() + 0.6) is None
+        assert stream.stdout == b"so far"
