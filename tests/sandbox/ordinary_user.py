@@ -1,6 +1,6 @@
 """What an ordinary user sees of a sandbox, as JSON on standard output; run by `test_unprivileged`.
 
-python ordinary_user.py bwrap|docker
+Arguments: bwrap, docker, doomed, or node and an image.
 """
 
 import json
@@ -60,7 +60,10 @@ fetch(process.env.ORIGIN + "/v1/chat/completions", {{method: "POST", headers, bo
 
 
 def main() -> None:
-    """A whole session's worth, or with "node" what an image without Python can do."""
+    """A whole session's worth; with "node" what an image without Python can do; with "doomed" no end of it."""
+    if sys.argv[1] == "doomed":
+        box = build("bwrap").create(Task(id="t", instruction="x"), "doomed")
+        box.run("setsid sleep 600 & echo running > /dev/stderr; touch started; sleep 600", env={}, timeout_s=600)
     print(json.dumps(use_node(sys.argv[2]) if sys.argv[1] == "node" else use_all(sys.argv[1])))
 
 
@@ -141,6 +144,8 @@ def use(box: Sandbox) -> dict[str, Any]:
     timer.start()
     run("killed", "sleep 60", 60)
     run("bomb", "python3 ~/bomb.py")
+    hog = run("hog", "exec python3 -c 'x = bytearray(500 << 20)'")
+    found["out_of_memory"] = hog.out_of_memory
     run("again", "echo again")
     talk(box, run)
     return found

@@ -22,6 +22,8 @@ from polar_trl.types import Task
 pytestmark = pytest.mark.containers
 
 IMAGE = "polar-trl-test:latest"
+MADE_HERE = "polar-trl.test-images"
+"""Label of what these tests build."""
 LIMITS = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
 GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "safe.directory=*")
 
@@ -31,12 +33,11 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[docker.D
     """With a cache of this test's own; whatever images the test made are removed, and no container may be left."""
     monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path / "cache"))
     client = docker.from_env()
-    before = {tag for image in client.images.list() for tag in image.tags}
     yield client
     left = client.containers.list(all=True, filters={"label": f"{OWNER_LABEL}={build_owner_tag()}"})
-    for tag in {tag for image in client.images.list() for tag in image.tags} - before:
-        if tag.startswith(("127.0.0.1:", "polar-trl-task:", "polar-images-")):
-            client.images.remove(tag, force=True)
+    for image in client.images.list():
+        if MADE_HERE in image.labels or any(tag.startswith("127.0.0.1:") for tag in image.tags):
+            client.images.remove(image.id, force=True)
     assert left == []
 
 
@@ -60,7 +61,7 @@ def build_task(**fields: object) -> Task:
 
 def write_context(folder: Path, *lines: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "Dockerfile").write_text("\n".join((f"FROM {IMAGE}", *lines)) + "\n")
+    (folder / "Dockerfile").write_text("\n".join((f"FROM {IMAGE}", f"LABEL {MADE_HERE}=yes", *lines)) + "\n")
     return folder
 
 
@@ -90,7 +91,7 @@ def test_the_work_folder_begins_as_what_the_image_has(
         tmp_path / "context", "COPY app /srv/real", "RUN ln -s real /srv/app; chown 1234:1235 /srv/app/*.py"
     )
     write_repository(context / "app")
-    engine.images.build(path=str(context), tag="polar-images-app")
+    engine.images.build(path=str(context), tag="polar-images-app", rm=True)
     task = build_task(image="polar-images-app", workdir="/srv/app", files={"note": "n\n"})
     backend = build_backend()
     backend.prepare([task])
@@ -158,8 +159,8 @@ def test_an_image_is_built_once_from_its_context(
     assert read(build_backend()) == first
     (context / "hello").write_text("changed\n")
     assert read(build_backend()).startswith("/srv/app\nchanged\n")
-    built = [tag for image in engine.images.list() for tag in image.tags if tag.startswith("polar-trl-task:")]
-    assert len(built) >= 2
+    built = engine.images.list(filters={"label": MADE_HERE})
+    assert sum(tag.startswith("polar-trl-task:") for image in built for tag in image.tags) == 2
 
 
 def test_a_run_with_an_image_builds_none(build_backend: Callable[..., DockerSandboxBackend], tmp_path: Path) -> None:
@@ -268,8 +269,8 @@ def test_an_image_that_is_removed_is_made_again(
     task = build_task(build_context=str(context))
     backend = build_backend()
     backend.create(task, "s").destroy()
-    (tag,) = [tag for image in engine.images.list() for tag in image.tags if tag.startswith("polar-trl-task:")]
-    engine.images.remove(tag, force=True)
+    (image,) = engine.images.list(filters={"label": MADE_HERE})
+    engine.images.remove(image.id, force=True)
     with pytest.raises(SandboxError, match="task the-task: no container could be started from polar-trl-task:"):
         backend.create(task, "s")
     backend.create(task, "s").destroy()

@@ -14,10 +14,14 @@ from typing import Any
 import as_user
 import docker
 import pytest
-from faults import IMAGE
+from faults import IMAGE, list_processes
+from serving import wait_until
 
+from polar_trl.errors import ConfigError
 from polar_trl.harness.install import NODE
+from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.docker import OWNER_LABEL
+from polar_trl.sandbox.limits import Limits
 
 pytestmark = pytest.mark.containers
 
@@ -47,7 +51,28 @@ def test_bubblewrap(home: Path) -> None:
         "limits_disk": False,
         "uses_images": False,
     }
+    assert (report["hog"][0], report["out_of_memory"]) == (1, False)  # a process' own memory has an end
     require_a_sandbox(report)
+
+
+def test_what_a_killed_user_left_is_gone_at_the_next_start(home: Path) -> None:
+    with as_user.start(SCRIPT.read_text(), "doomed", home=home) as script:
+        wait_until(lambda: bool(list(home.glob("state/doomed*/disk/work/started"))))
+        script.kill()
+    (left,) = home.glob("state/*")
+    helper = left / "helper"
+    wait_until(lambda: not list_processes(str(home)))
+    assert helper.exists()
+    assert report_of("bwrap", home=home)["left"] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [(Limits(memory_mb=100), "memory_mb"), (Limits(disk_mb=100), "disk_mb"), (Limits(pids=9), "pids")],
+)
+def test_a_limit_that_cannot_be_had_is_refused(asked: Limits, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"sandbox_{name} is .*'local' sandbox cannot enforce it"):
+        build_backend("local", limits=asked)
 
 
 @pytest.fixture
@@ -77,6 +102,7 @@ def test_docker(home: Path, engine: Path) -> None:
         "limits_disk": False,
         "uses_images": True,
     }
+    assert (report["hog"][0], report["out_of_memory"]) == (137, True)
     require_a_sandbox(report)
 
 
