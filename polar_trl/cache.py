@@ -6,8 +6,6 @@ from typing import Literal
 
 CACHE_VARIABLE = "POLAR_TRL_CACHE"
 Part = Literal["agents", "environments", "releases", "suites", "trees", "checks"]
-VISIBLE: tuple[Part, ...] = ("agents", "environments")
-"""Parts that sandboxes may see. Downloaded releases hold the very fixes that tasks ask for."""
 
 
 def find_cache(part: Part) -> Path:

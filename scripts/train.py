@@ -107,6 +107,10 @@ class RunArguments:
     agent_files: list[str] = field(
         default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
     )
+    agent_folders: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Folders of this machine that agent_command needs; sandboxes show them at the same path."},
+    )
     grader: str | None = field(
         default=None,
         metadata={
@@ -190,6 +194,17 @@ def read_agent_files(names: list[str]) -> dict[str, str]:
     return files
 
 
+def find_agent_folders(names: list[str]) -> list[Path]:
+    """The folders, as absolute paths."""
+    if isinstance(names, str):
+        raise ConfigError(f"agent_folders must be a list, such as [{names}]")
+    folders = [Path(name).resolve() for name in names]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"agent_folders: {folder} is no folder")
+    return folders
+
+
 def build_harness(run: RunArguments) -> Harness:
     """The agent that the settings name."""
     options = run.agent_options
@@ -206,10 +221,14 @@ def build_harness(run: RunArguments) -> Harness:
             raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
         if options:
             raise ConfigError("agent_options are for the agents that are known by name; agent_command takes none")
-        return ShellHarness(run.agent_command, files=read_agent_files(run.agent_files))
+        return ShellHarness(
+            run.agent_command,
+            files=read_agent_files(run.agent_files),
+            folders=find_agent_folders(run.agent_folders),
+        )
     if run.agent not in AGENTS:
         raise ConfigError(f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}")
-    for name in ("agent_command", "agent_files"):
+    for name in ("agent_command", "agent_files", "agent_folders"):
         if getattr(run, name):
             raise ConfigError(
                 f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
@@ -227,9 +246,9 @@ def build_limits(run: RunArguments) -> Limits:
     )
 
 
-def build_sandbox(run: RunArguments) -> SandboxBackend:
+def build_sandbox(run: RunArguments, harness: Harness) -> SandboxBackend:
     """Where the settings say that agents run."""
-    backend = build_backend(run.sandbox, image=run.sandbox_image, limits=build_limits(run))
+    backend = build_backend(run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=harness.folders)
     # folders of this machine are made in no time
     return backend if run.sandbox == "local" else WarmPool(backend, depth=run.sandbox_warm)
 
@@ -293,7 +312,7 @@ def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelC
     _refuse_unread(model_config)
     harness = build_harness(run)
     train, evals = load_run_tasks(run)
-    backend = build_sandbox(run)
+    backend = build_sandbox(run, harness)
     try:
         tasks = [*train, *evals]
         grader = build_grader(run, tasks, backend)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from polar_trl.sandbox.base import ExecResult
@@ -22,6 +23,11 @@ class Harness(Protocol):
     """One agent."""
 
     name: str
+
+    @property
+    def folders(self) -> Sequence[Path]:
+        """Folders of this machine that it needs, which sandboxes show at the same path."""
+        ...
 
     def install(self) -> None:
         """Put onto this machine what the agent needs, unless it is there. Called once, before the first session.

@@ -7,6 +7,7 @@ asks of a web search is answered by the policy, since no other model can be reac
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
@@ -63,6 +64,11 @@ class ClaudeCodeHarness:
         self._short_prompt = short_prompt
         self._max_turns = max_turns
         self._package = NpmPackage(name="@anthropic-ai/claude-code", version=version, binary="claude")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return (self._package.folder,)
 
     def install(self) -> None:
         """Claude Code, from npm. Raises `ConfigError`."""

@@ -60,6 +60,11 @@ class CodexHarness:
         self._images = images
         self._package = NpmPackage(name="@openai/codex", version=version, binary="codex")
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return (self._package.folder,)
+
     def install(self) -> None:
         """Codex, from npm. Raises `ConfigError`."""
         self._package.install()

@@ -7,6 +7,7 @@ be JSON.
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
 from polar_trl.harness.install import NODE, NpmPackage
@@ -44,6 +45,11 @@ class GeminiCLIHarness:
     def __init__(self, *, short_prompt: bool = False, version: str = VERIFIED_VERSION) -> None:
         self._short_prompt = short_prompt
         self._package = NpmPackage(name="@google/gemini-cli", version=version, binary="gemini")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return (NODE.folder, self._package.folder)
 
     def install(self) -> None:
         """Node 22 and Gemini CLI, from npm. Raises `ConfigError`."""

@@ -6,6 +6,7 @@ Verified at 2.4.6. It refuses no instruction: none is an argument, so none is to
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from polar_trl.harness.base import Launch, without_tools_is_auxiliary
 from polar_trl.harness.install import PyPIPackage
@@ -40,6 +41,11 @@ class MiniSWEAgentHarness:
         self._step_limit = step_limit
         self._command_timeout_s = command_timeout_s
         self._package = PyPIPackage(name="mini-swe-agent", version=version, binary="mini")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return (self._package.folder,)
 
     def install(self) -> None:
         """mini-swe-agent, from PyPI. Raises `ConfigError`."""

@@ -7,6 +7,7 @@ it, and after the user's. The instruction comes by stdin, since this version wra
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from polar_trl.errors import ConfigError
@@ -64,6 +65,11 @@ class OpenCodeHarness:
         self._api = api
         self._short_prompt = short_prompt
         self._package = NpmPackage(name="opencode-ai", version=version, binary="opencode")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return (self._package.folder,)
 
     def install(self) -> None:
         """OpenCode, from npm. Raises `ConfigError`."""

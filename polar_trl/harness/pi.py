@@ -6,6 +6,7 @@ Verified at 1.6.0. It refuses an API that Pi does not speak. Pi reads the instru
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from polar_trl.errors import ConfigError
@@ -54,6 +55,11 @@ class PiHarness:
         self._api = api
         self._images = images
         self._package = NpmPackage(name="@earendil-works/pi-coding-agent", version=version, binary="pi")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return (NODE.folder, self._package.folder)
 
     def install(self) -> None:
         """Node 22 and Pi, from npm. Raises `ConfigError`."""

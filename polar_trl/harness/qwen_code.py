@@ -7,6 +7,7 @@ none longer than 128 kB. (Of stdin this version waits half a second for the firs
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from polar_trl.errors import ConfigError
@@ -59,6 +60,11 @@ class QwenCodeHarness:
         self._short_prompt = short_prompt
         self._images = images
         self._package = NpmPackage(name="@qwen-code/qwen-code", version=version, binary="qwen")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return (NODE.folder, self._package.folder)
 
     def install(self) -> None:
         """Node 22 and Qwen Code, from npm. Raises `ConfigError`."""

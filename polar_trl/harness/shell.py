@@ -8,6 +8,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Launch
@@ -36,6 +37,7 @@ class ShellHarness:
         name: What records and metrics call this agent.
         env: Extra variables.
         files: Path relative to HOME -> text, laid before the command starts.
+        folders: Of this machine, which the command needs and sandboxes show at the same path.
 
     Raises `ConfigError` for a command that is empty, or has a placeholder misspelled or {instruction} in quotes.
     """
@@ -47,6 +49,7 @@ class ShellHarness:
         name: str = "shell",
         env: Mapping[str, str] | None = None,
         files: Mapping[str, str] | None = None,
+        folders: Sequence[Path] = (),
     ) -> None:
         if not command.strip():
             raise ConfigError("the agent's command is empty; give a shell command, such as 'my-agent {instruction}'")
@@ -55,6 +58,7 @@ class ShellHarness:
         self._command = command
         self._env = dict(env or {})
         self._files = dict(files or {})
+        self.folders = tuple(folders)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """The command for this task, and where its agent finds the policy."""

@@ -1,25 +1,32 @@
 """Where agents run. `build_backend` makes one of the kinds by its name."""
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from polar_trl.cache import VISIBLE, find_cache
+from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.sandbox.base import Capabilities, SandboxBackend
 from polar_trl.sandbox.limits import Limits
+from polar_trl.sandbox.python import find_python
 
 KINDS = ("local", "bwrap", "docker")
 
 
 def build_backend(
-    kind: str, *, image: str | None = None, limits: Limits = Limits(), run_id: str = "run"
+    kind: str,
+    *,
+    image: str | None = None,
+    limits: Limits = Limits(),
+    mounts: Sequence[Path] = (),
+    run_id: str = "run",
 ) -> SandboxBackend:
-    """A backend by its name. Its sandboxes see the installed agents and test environments, and the Python of this one.
+    """A backend by its name. Its sandboxes see the environments of tests and this machine's Python, without packages.
 
     Args:
         kind: "local" (folders of this user, no isolation), "bwrap" or "docker".
         image: For tasks that name none; docker only.
         limits: Per session. Defaults that a kind cannot enforce are left out, which its `capabilities` say.
+        mounts: Further folders that they see, read-only at the same path: those of the agent (`Harness.folders`).
         run_id: Label of what is made.
 
     Raises `ConfigError` for an unknown kind, or limits other than the defaults that it cannot enforce, and
@@ -29,13 +36,12 @@ def build_backend(
         raise ConfigError(f"sandbox {kind!r} is not known; known are {', '.join(KINDS)}")
     if image is not None and kind != "docker":
         raise ConfigError(f"sandbox_image is read by the docker sandbox only, and the sandbox is {kind!r}")
-    backend = _build(kind, image, limits, run_id)
+    backend = _build(kind, image, limits, [*mounts, find_cache("environments"), *find_python()], run_id)
     _require_limits(kind, backend.capabilities, limits)
     return backend
 
 
-def _build(kind: str, image: str | None, limits: Limits, run_id: str) -> SandboxBackend:
-    mounts = [*(find_cache(part) for part in VISIBLE), *find_python()]
+def _build(kind: str, image: str | None, limits: Limits, mounts: Sequence[Path], run_id: str) -> SandboxBackend:
     if kind == "docker":
         from polar_trl.sandbox.docker import DockerSandboxBackend
 
@@ -63,8 +69,3 @@ def _require_limits(kind: str, capabilities: Capabilities, limits: Limits) -> No
                 f"sandbox_{name} is {value}, and the {kind!r} sandbox cannot enforce it for this user here; leave it "
                 "out, or use the docker sandbox (as root, where the disk is to be limited)"
             )
-
-
-def find_python() -> list[Path]:
-    """Where the Python that runs this lies; empty where it is the system's, which an image has its own of."""
-    return [path for path in (Path(sys.base_prefix),) if not path.is_relative_to("/usr")]

@@ -32,6 +32,7 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
+from polar_trl.sandbox.python import find_python, list_package_folders
 from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
 
@@ -48,7 +49,7 @@ class BwrapSandboxBackend:
     Args:
         limits: Per session; memory, CPU and disk are limited as root only.
         mounts: Further host folders that every sandbox sees read-only at the same path, such as the cache of agents.
-            The Python that runs this is always there.
+            This machine's Python is always there, without the packages that are installed in it.
         root: Where session folders are kept; None takes the user's state folder.
     """
 
@@ -61,8 +62,7 @@ class BwrapSandboxBackend:
             cuts_network=True, limits_memory=self._has_limits, limits_disk=self._has_limits, uses_images=False
         )
         self._limits = limits
-        python = {Path(sys.prefix), Path(sys.base_prefix)}
-        self._mounts = tuple(dict.fromkeys([*mounts, *(path for path in python if not path.is_relative_to("/usr"))]))
+        self._mounts = tuple(dict.fromkeys([*mounts, *find_python()]))
         self._root = root or find_state_folder()
         self._trees = WorkTrees()
         reap_session_folders(self._root)
@@ -258,6 +258,8 @@ class BwrapSandbox:
             words += ["--ro-bind-try", path, path]
         for mount in self._mounts:
             words += ["--ro-bind", str(mount), str(mount)]
+        for packages in list_package_folders():
+            words += ["--tmpfs", str(packages), "--remount-ro", str(packages)]
         for name, bind in zip(SUBFOLDERS, (self.workdir, HOME, "/tmp"), strict=True):
             words += ["--bind", str(self._files.base / name), bind]
         words += ["--chdir", self.workdir]

@@ -35,6 +35,7 @@ def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
         (disk / name).mkdir()
     (disk / "tmp").chmod(0o1777)
     if tree is not None:
+        shutil.copymode(tree, disk / UPPER)  # the overlay's own folder has the mode of this one
         layers = f"lowerdir={tree},upperdir={disk / UPPER},workdir={disk / 'overlay'}"
         _run("mount", "-t", "overlay", "overlay", "-o", layers, str(disk / "work"))
     return disk

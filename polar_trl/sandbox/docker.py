@@ -52,6 +52,7 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
+from polar_trl.sandbox.python import list_package_folders
 from polar_trl.sandbox.relay_folder import PASSWD, PLACE, RelayFolder, build_command
 from polar_trl.types import Task
 
@@ -60,6 +61,8 @@ logger = logging.getLogger(__name__)
 LABEL = "polar-trl.run"
 OWNER_LABEL = "polar-trl.owner"
 MAX_LIFE_S = 24 * 3600
+ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
+"""What package managers and verifiers need where the whole container is the task; over its own files only."""
 KEEPER = "65534:65534"
 _PF_EXITING = 0x4
 # bash where the image has it: agents and graders write bash
@@ -98,6 +101,7 @@ class DockerSandboxBackend:
         )
         self._limits = limits
         self._mounts = tuple(mounts)
+        self._hidden = [path for path in list_package_folders() if any(path.is_relative_to(mount) for mount in mounts)]
         self._public_network = public_network
         self._root = root or find_state_folder()
         self._client = connect(host, timeout_s=api_timeout_s)
@@ -212,7 +216,11 @@ class DockerSandboxBackend:
             "init": True,
             "network_mode": self._public_network if task.network == "public" else "none",
             "read_only": not task.writable_root,
-            "tmpfs": {"/run": "size=16m", "/dev/shm": "size=64m"},
+            "tmpfs": {
+                "/run": "size=16m",
+                "/dev/shm": "size=64m",
+                **{str(path): "ro,size=4k" for path in self._hidden},
+            },
             # unlike volumes, these make no folders on the host for a container that comes too late
             "mounts": [
                 docker.types.Mount(place, source, type="bind", read_only=is_read_only)
@@ -222,6 +230,7 @@ class DockerSandboxBackend:
             "user": KEEPER if relay is None else _build_user(),
             "working_dir": "/",
             "cap_drop": ["ALL"],
+            "cap_add": list(ROOT_CAPABILITIES) if task.writable_root else [],
             "security_opt": ["no-new-privileges"],
             "mem_limit": f"{limits.memory_mb}m",
             "memswap_limit": f"{limits.memory_mb}m",

@@ -220,7 +220,7 @@ class Images:
                 )
 
     def _take_tree(self, task: Task, image: str, image_id: str, path: str) -> Path:
-        """What the image has in a folder, in the cache, its owners and modes kept."""
+        """What the image has in a folder, in the cache, its modes kept."""
         digest = hashlib.sha256(f"{image_id} {path}".encode()).hexdigest()[:16]
         failure = f"task {task.id}: {path} cannot be taken out of the image {image}"
 
@@ -285,8 +285,12 @@ def digest_context(folder: Path) -> str:
 
 
 def _keep_modes(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
-    """The checks of the standard filter, that nothing leads outside; it would also take write bits away."""
-    return tarfile.tar_filter(member, target).replace(mode=member.mode & 0o7777, deep=False)
+    """The checks of the standard filter, that nothing leads outside; it would also take write bits away.
+
+    All is this user's, which is whom containers run as: without capabilities, root cannot write the files of others.
+    """
+    checked = tarfile.tar_filter(member, target)
+    return checked.replace(mode=member.mode & 0o7777, uid=os.geteuid(), gid=os.getegid(), deep=False)
 
 
 def _check_workdir(task: Task, path: str) -> str:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polar_trl.cache import VISIBLE, Part, find_cache
+from polar_trl.cache import Part, find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.sandbox.run_tests import RUNNER
 
@@ -71,7 +71,7 @@ def install_environment(requirements: Path, part: Part = "environments") -> Path
             _install([sys.executable, "-m", "venv", str(folder)])
             pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             _install([*pip, "-r", str(requirements)])
-            if part in VISIBLE:
+            if part == "environments":  # which sandboxes see
                 _install([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "pip"])
             mark.touch()
     return python

@@ -23,7 +23,9 @@ def variety(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 model, out, folder = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 limits = Limits(memory_mb=1500, disk_mb=1024)
-pool = WarmPool(build_backend("docker", image="polar-trl-test:latest", limits=limits), depth=2)
+agent = build_agent("pi")
+backend = build_backend("docker", image="polar-trl-test:latest", limits=limits, mounts=agent.folders)
+pool = WarmPool(backend, depth=2)
 trainer = PolarGRPOTrainer(
     model=model,
     args=PolarGRPOConfig(
@@ -46,7 +48,7 @@ trainer = PolarGRPOTrainer(
         disable_tqdm=True,
     ),
     train_dataset=provide_python(load_task_set(folder)),
-    harness=build_agent("pi"),
+    harness=agent,
     sandbox=pool,
     grader=GraderByTask(pool),
     reward_funcs=[variety],
