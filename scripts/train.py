@@ -246,9 +246,11 @@ def build_limits(run: RunArguments) -> Limits:
     )
 
 
-def build_sandbox(run: RunArguments, harness: Harness) -> SandboxBackend:
+def build_sandbox(run: RunArguments, harness: Harness, run_id: str) -> SandboxBackend:
     """Where the settings say that agents run."""
-    backend = build_backend(run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=harness.folders)
+    backend = build_backend(
+        run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=harness.folders, run_id=run_id
+    )
     # folders of this machine are made in no time
     return backend if run.sandbox == "local" else WarmPool(backend, depth=run.sandbox_warm)
 
@@ -312,7 +314,7 @@ def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelC
     _refuse_unread(model_config)
     harness = build_harness(run)
     train, evals = load_run_tasks(run)
-    backend = build_sandbox(run, harness)
+    backend = build_sandbox(run, harness, Path(args.output_dir).name)
     try:
         tasks = [*train, *evals]
         grader = build_grader(run, tasks, backend)

@@ -93,6 +93,10 @@ class Sandbox(Protocol):
         """
         ...
 
+    def is_alive(self) -> bool:
+        """Whether a command could run in it: neither destroyed nor lost."""
+        ...
+
     def kill(self) -> None:
         """Kill everything running inside; a `run` in progress returns."""
         ...

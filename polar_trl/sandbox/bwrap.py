@@ -203,6 +203,10 @@ class BwrapSandbox:
         """On the sandbox's own loopback."""
         return self._network.open_listener()
 
+    def is_alive(self) -> bool:
+        """See `Sandbox.is_alive`."""
+        return not self._is_destroyed and self._network.is_alive()
+
     def kill(self) -> None:
         """Kill what is running; the `run` in progress returns with no exit code."""
         with self._lock:

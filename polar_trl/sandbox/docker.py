@@ -363,6 +363,16 @@ class DockerSandbox:
         except ENGINE_ERRORS as error:
             raise SandboxError(f"the engine does not say where the container runs: {error}") from error
 
+    def is_alive(self) -> bool:
+        """See `Sandbox.is_alive`."""
+        if self._is_destroyed:
+            return False
+        try:
+            self._container.reload()
+        except ENGINE_ERRORS:
+            return False
+        return bool(self._container.attrs["State"]["Running"])
+
     def kill(self) -> None:
         """Kill the container; the `run` in progress returns with no exit code."""
         self._is_killed = True

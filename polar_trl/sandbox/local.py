@@ -143,6 +143,10 @@ class LocalSandbox:
     def open_listener(self) -> None:
         """None: it shares the host's network."""
 
+    def is_alive(self) -> bool:
+        """See `Sandbox.is_alive`."""
+        return not self._is_destroyed
+
     def kill(self) -> None:
         """Kill what is running; the `run` in progress returns with no exit code."""
         with self._lock:

@@ -101,6 +101,10 @@ class NetworkHolder:
             return ["nsenter", f"--net=/proc/{pid}/ns/net", "--"]
         return ["nsenter", "--target", pid, "--user", "--net", "--preserve-credentials", "--"]
 
+    def is_alive(self) -> bool:
+        """Whether the process that holds it is there."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Let the namespace go. Safe to call twice."""
         self._channel.close()

@@ -69,7 +69,10 @@ class WarmPool:
                 self._forget(key)
         if made is not None:
             with suppress(PolarError):  # it may well work now, and if not, the error is this session's own
-                return made.result()
+                sandbox = made.result()
+                if sandbox.is_alive():  # an engine may have been restarted since
+                    return sandbox
+                _destroy(made)
         return self._backend.create(task, session_id)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class CountingBackend(LocalSandboxBackend):
         assert self.gate.wait(30)
         if self.fails:
             raise SandboxError("no luck")
-        sandbox = super().create(task, session_id)
+        sandbox = self.last = super().create(task, session_id)
         with self.changed:
             self.made.append(task.id)
             self.changed.notify_all()
@@ -118,6 +118,14 @@ def test_a_failure_in_the_background_is_tried_again_by_its_session(pool: WarmPoo
     backend.fails = False
     use(pool.create(TASK, "s"), "a")
     assert backend.made == ["a"]
+
+
+def test_one_that_was_lost_meanwhile_is_made_anew(pool: WarmPool, backend: CountingBackend) -> None:
+    pool.order(TASK)
+    backend.wait_for(["a"])
+    backend.last.destroy()
+    use(pool.create(TASK, "s"), "a")
+    assert backend.made == ["a", "a"]
 
 
 def test_tasks_with_other_files_do_not_share(pool: WarmPool, backend: CountingBackend) -> None:
