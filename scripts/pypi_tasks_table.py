@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `polar-trl check-tasks --json` said of built task folders -> the table of docs/pypi-tasks.md, on standard output.
+"""What `polar-trl check-tasks --json` said of built folders -> the table of docs/pypi-tasks.md, on standard output.
 
   python scripts/pypi_tasks_table.py TASKS CHECKS.json
 """
@@ -18,7 +18,8 @@ def main() -> None:
         spec = json.loads((folder / task["id"] / "tests" / "spec.json").read_text(encoding="utf-8"))
         counts = f"{len(spec['fail_to_pass'])} / {len(spec['pass_to_pass'])}"
         flaky = "yes" if task["flaky"] else "no"
-        print(f"| {task['id']} | {counts} | {task['gold']} | {task['empty']} | {flaky} | {task['seconds']:g} |")
+        gold, empty = ("-" if task[name] is None else f"{task[name]:g}" for name in ("gold", "empty"))
+        print(f"| {task['id']} | {counts} | {gold} | {empty} | {flaky} | {task['seconds']:g} |")
 
 
 if __name__ == "__main__":
