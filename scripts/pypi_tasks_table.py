@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `polar-trl check-tasks --json` said of built folders -> the table of docs/pypi-tasks.md, on standard output.
 
-  python scripts/pypi_tasks_table.py TASKS CHECKS.json
+python scripts/pypi_tasks_table.py TASKS CHECKS.json
 """
 
 import json
