@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 import struct
 import time
 from types import TracebackType
@@ -9,6 +10,9 @@ from typing import Any, Self
 
 TAIL_BYTES = 64 << 10
 POLL_S = 0.25
+LOOK_S = 1.0
+"""How often the engine is asked at least, however much a background process prints."""
+DRAIN_S = 2.0
 _HEADER = struct.Struct(">BxxxL")
 """Stream (1 stdout, 2 stderr) and length of what follows (Docker Engine API, "Attach to a container")."""
 
@@ -28,6 +32,7 @@ class ExecStream:
         self._fd = self._response.fileno()
         self._unread = b""
         self._tails = {1: bytearray(), 2: bytearray()}
+        self._take(_read_ahead(self._response))
 
     @property
     def stdout(self) -> bytes:
@@ -44,20 +49,20 @@ class ExecStream:
 
         A background process can hold the output open for ever, so the end of the command is what counts.
         """
-        is_open = True
+        is_open, look_at = True, time.monotonic() + LOOK_S
         while (left := deadline - time.monotonic()) > 0:
-            is_quiet = not is_open or not self._wait_for_output(min(left, POLL_S))
-            if is_quiet:
-                state = self._api.exec_inspect(self._exec_id)
-                if not state["Running"]:
-                    while is_open and self._wait_for_output(POLL_S):  # its last words may come after the last look
-                        is_open = self._read()
-                    code = state["ExitCode"]
-                    return None if code is None else int(code)
-                if not is_open:
-                    time.sleep(min(left, 0.02))
-                continue
-            is_open = self._read()
+            if is_open and self._wait_for_output(min(left, POLL_S)):
+                is_open = self._read()
+                if time.monotonic() < look_at:
+                    continue
+            state = self._api.exec_inspect(self._exec_id)
+            if not state["Running"]:
+                self._drain(is_open)
+                code = state["ExitCode"]
+                return None if code is None else int(code)
+            look_at = time.monotonic() + LOOK_S
+            if not is_open:
+                time.sleep(min(left, 0.02))
         return None
 
     def __enter__(self) -> Self:
@@ -68,12 +73,23 @@ class ExecStream:
     ) -> None:
         self._response.close()
 
+    def _drain(self, is_open: bool) -> None:
+        """Read the last words, which may come after the engine says that the command has ended, up to the end of the
+        stream: for a while only, since a background process can keep that from coming."""
+        limit = time.monotonic() + DRAIN_S
+        while is_open and (left := limit - time.monotonic()) > 0 and self._wait_for_output(left):
+            is_open = self._read()
+
     def _wait_for_output(self, timeout_s: float) -> bool:
         return bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def _read(self) -> bool:
         """Take in what is there. False at the end of the stream."""
         block = os.read(self._fd, 1 << 16)
+        self._take(block)
+        return bool(block)
+
+    def _take(self, block: bytes) -> None:
         self._unread += block
         while len(self._unread) >= _HEADER.size:
             stream, length = _HEADER.unpack_from(self._unread)
@@ -83,4 +99,16 @@ class ExecStream:
             tail += self._unread[_HEADER.size : _HEADER.size + length]
             del tail[:-TAIL_BYTES]
             self._unread = self._unread[_HEADER.size + length :]
-        return bool(block)
+
+
+def _read_ahead(stream: Any) -> bytes:
+    """Output that came along with the head of the engine's reply. docker-py read it into a buffer that it leaves."""
+    if not isinstance(stream, socket.SocketIO):
+        return b""
+    buffer, connection = stream._response.raw._fp.fp, stream._sock  # type: ignore[attr-defined]
+    timeout_s = connection.gettimeout()
+    connection.settimeout(0)  # where nothing was read ahead, `peek` reads
+    try:
+        return bytes(buffer.peek())
+    finally:
+        connection.settimeout(timeout_s)
