@@ -8,6 +8,10 @@ from typing import Protocol
 
 from polar_trl.types import Task
 
+WORKDIR = "/workspace"
+HOME = "/home/agent"
+"""Where sandboxes with a root of their own show them, unless the task says otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecResult:

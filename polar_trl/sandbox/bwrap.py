@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import Capabilities, ExecResult
+from polar_trl.sandbox.base import HOME, WORKDIR, Capabilities, ExecResult
 from polar_trl.sandbox.bwrap_command import BwrapCommand
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
@@ -34,12 +34,17 @@ from polar_trl.sandbox.owner import (
 )
 from polar_trl.sandbox.python import find_python, list_package_folders
 from polar_trl.sandbox.work_tree import WorkTrees
+from polar_trl.sandbox.workdir import find_workdir_fault
 from polar_trl.types import Task
 
-WORKDIR = "/workspace"
-HOME = "/home/agent"
 TRIAL_TIMEOUT_S = 60.0
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+# root without capabilities still owns these; the same are read-only, or not shown, in a container of Docker's
+PROC_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+PROC_HIDDEN = (
+    *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/kmsg", "/proc/latency_stats"),
+    *("/proc/scsi", "/proc/timer_list"),
+)
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
 
 
@@ -73,8 +78,7 @@ class BwrapSandboxBackend:
         """Prepare the work trees. Raises `SandboxError`."""
         for task in tasks:
             _refuse_impossible(task)
-            if task.workspace:
-                self._trees.find(task.workspace)
+            self._trees.find(task)
 
     def create(self, task: Task, session_id: str) -> "BwrapSandbox":
         """Folders with the task's files, a network namespace, and limits. Raises `SandboxError`."""
@@ -82,7 +86,7 @@ class BwrapSandboxBackend:
         folder = make_session_folder(self._root, session_id)
         sandbox = None
         try:
-            tree = self._trees.find(task.workspace) if task.workspace else None
+            tree = self._trees.find(task)
             if self._has_limits:
                 files = SessionFolder(make_disk(folder, tree, self._limits.disk_mb))
             else:
@@ -233,8 +237,7 @@ class BwrapSandbox:
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
             self._is_killed = False
             try:
-                options = [*self._build_options(env), "bash", "-c", text]
-                self._command = BwrapCommand(self._build_prefix(), options)
+                self._command = BwrapCommand(self._build_prefix(), self._build_options(env), ["bash", "-c", text])
             except (OSError, ValueError) as error:
                 raise SandboxError(f"cannot start a command: {error}") from error
             return self._command, oom_kills
@@ -253,6 +256,10 @@ class BwrapSandbox:
     def _build_options(self, env: Mapping[str, str]) -> list[str]:
         words = ["--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--new-session"]
         words += ["--cap-drop", "ALL", "--clearenv", "--proc", "/proc", "--dev", "/dev"]
+        for path in filter(os.path.exists, PROC_READ_ONLY):
+            words += ["--ro-bind", path, path]
+        for path in filter(os.path.exists, PROC_HIDDEN):
+            words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
         for path in SYSTEM_FOLDERS:
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
@@ -260,13 +267,13 @@ class BwrapSandbox:
                 words += ["--ro-bind", path, path]
         for path in SYSTEM_FILES:
             words += ["--ro-bind-try", path, path]
+        work, home, tmp = (str(self._files.base / name) for name in SUBFOLDERS)
+        words += ["--bind", tmp, "/tmp"]  # before what may lie below it on this machine
         for mount in self._mounts:
             words += ["--ro-bind", str(mount), str(mount)]
         for packages in list_package_folders():
             words += ["--tmpfs", str(packages), "--remount-ro", str(packages)]
-        for name, bind in zip(SUBFOLDERS, (self.workdir, HOME, "/tmp"), strict=True):
-            words += ["--bind", str(self._files.base / name), bind]
-        words += ["--chdir", self.workdir]
+        words += ["--bind", work, self.workdir, "--bind", home, HOME, "--chdir", self.workdir]
         path = os.pathsep.join((str(Path(sys.base_prefix, "bin")), "/usr/local/bin", "/usr/bin", "/bin"))
         for name, value in {"PATH": path, "HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", **env}.items():
             words += ["--setenv", name, value]
@@ -281,6 +288,8 @@ def _refuse_impossible(task: Task) -> None:
         reason = f"bubblewrap has no network but the proxy, and this task asks for the {task.network} one"
     elif task.writable_root:
         reason = "bubblewrap shows the system's own files, which this task wants to change"
+    elif task.workdir is not None and (fault := find_workdir_fault(task.workdir)):
+        raise SandboxError(f"task {task.id}: {fault}")
     else:
         return
     raise SandboxError(f"task {task.id}: {reason}; use the docker sandbox")

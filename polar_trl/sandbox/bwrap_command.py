@@ -45,20 +45,26 @@ class BwrapCommand:
 
     Args:
         prefix: Words before "bwrap", which end by running what follows them in their own place.
-        options: Words of bubblewrap, the command last.
+        options: Words of bubblewrap. They go by a file: what is on a command line, or in the environment, of the
+            sandbox's first process can be read in it.
+        command: What to run.
 
     Raises `OSError` or `ValueError` if it cannot be started.
     """
 
-    def __init__(self, prefix: Sequence[str], options: Sequence[str]) -> None:
+    def __init__(self, prefix: Sequence[str], options: Sequence[str], command: Sequence[str]) -> None:
         status, status_end = os.pipe()
+        arguments = os.memfd_create("options", os.MFD_CLOEXEC)
         try:
+            os.write(arguments, b"".join(os.fsencode(word) + b"\0" for word in options))
+            os.lseek(arguments, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
-                [*prefix, "bwrap", "--json-status-fd", str(status_end), *options],
+                [*prefix, "bwrap", "--json-status-fd", str(status_end), "--args", str(arguments), *command],
+                env={"PATH": os.environ.get("PATH", os.defpath)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[status_end],
+                pass_fds=[status_end, arguments],
                 start_new_session=True,
             )
         except BaseException:
@@ -66,6 +72,7 @@ class BwrapCommand:
             raise
         finally:
             os.close(status_end)
+            os.close(arguments)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._status, self._stdout, self._stderr = (
             Tail(fd) for fd in (status, self._process.stdout.fileno(), self._process.stderr.fileno())

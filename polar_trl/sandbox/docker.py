@@ -23,7 +23,7 @@ import docker
 from docker.errors import ImageNotFound, NotFound
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import Capabilities
+from polar_trl.sandbox.base import HOME, Capabilities
 from polar_trl.sandbox.container_engine import (
     API_TIMEOUT_S,
     ENGINE_ERRORS,
@@ -35,7 +35,7 @@ from polar_trl.sandbox.container_engine import (
 from polar_trl.sandbox.disk import make_disk, make_folders
 from polar_trl.sandbox.docker_sandbox import DockerSandbox, build_user, start_container
 from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
-from polar_trl.sandbox.images import HOME, Base, Images
+from polar_trl.sandbox.images import Base, Images
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.owner import (
     build_owner_tag,

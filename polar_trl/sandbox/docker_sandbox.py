@@ -17,13 +17,13 @@ from typing import Any
 from docker.errors import DockerException
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import ExecResult
+from polar_trl.sandbox.base import HOME, ExecResult
 from polar_trl.sandbox.cgroup import count_oom_kills
 from polar_trl.sandbox.container_engine import ENGINE_ERRORS, Removals
 from polar_trl.sandbox.disk import is_full
 from polar_trl.sandbox.exec_stream import ExecStream
 from polar_trl.sandbox.folder import SessionFolder, encode_text
-from polar_trl.sandbox.images import HOME, Base
+from polar_trl.sandbox.images import Base
 from polar_trl.sandbox.network import open_listener
 from polar_trl.sandbox.owner import remove_session_folder
 from polar_trl.sandbox.relay_folder import RelayFolder

@@ -23,14 +23,14 @@ from docker.errors import DockerException, ImageNotFound
 from tqdm import tqdm
 
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox.base import WORKDIR
 from polar_trl.sandbox.container_engine import ENGINE_ERRORS, Removals, allow_silence, retry
 from polar_trl.sandbox.work_tree import WorkTrees, make_once
+from polar_trl.sandbox.workdir import find_workdir_fault
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
 
-WORKDIR = "/workspace"
-HOME = "/home/agent"
 MAX_FETCHES = 4
 PULL_SILENCE_S = 120.0
 BUILD_SILENCE_S = 1800.0
@@ -38,7 +38,6 @@ BUILD_SILENCE_S = 1800.0
 PULL_PAUSES_S = (2.0, 5.0, 15.0, 45.0)
 BUILD_LOG_LINES = 20
 TAG = "polar-trl-task"
-_RESERVED = tuple(map(PurePosixPath, (HOME, "/tmp", "/proc", "/sys", "/dev", "/run")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +138,8 @@ class Images:
         # what containers of the image would start in, as far as the task's author chose it
         chosen = task.workdir or (attrs["Config"].get("WorkingDir") if is_own and task.workspace is None else None)
         workdir = WORKDIR if chosen in (None, "", "/") and task.workdir is None else _check_workdir(task, str(chosen))
-        tree = None
-        if task.workspace is not None:
-            tree = self._trees.find(task.workspace)
-        elif chosen not in (None, "", "/"):
+        tree = self._trees.find(task)
+        if tree is None and chosen not in (None, "", "/"):
             tree = self._take_tree(task, name, attrs["Id"], workdir)
         return Base(image=name, image_id=attrs["Id"], workdir=workdir, tree=tree)
 
@@ -295,11 +292,6 @@ def _keep_modes(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
 
 def _check_workdir(task: Task, path: str) -> str:
     """Raises `SandboxError` for a path that no work folder can be mounted at."""
-    pure = PurePosixPath(path)
-    is_taken = any(pure == other or pure in other.parents for other in _RESERVED)
-    if not pure.is_absolute() or ".." in pure.parts or is_taken or pure.parts[1:2] in (("proc",), ("sys",), ("dev",)):
-        raise SandboxError(
-            f"task {task.id}: the work folder cannot be {path!r}: it has to be an absolute path of its own, neither "
-            f"{', '.join(map(str, _RESERVED))} nor a folder above one of them"
-        )
-    return str(pure)
+    if fault := find_workdir_fault(path):
+        raise SandboxError(f"task {task.id}: {fault}")
+    return str(PurePosixPath(path))

@@ -55,8 +55,7 @@ class LocalSandboxBackend:
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Prepare the work trees. Raises `SandboxError`."""
         for task in tasks:
-            if task.workspace:
-                self._trees.find(task.workspace)
+            self._trees.find(task)
 
     def create(self, task: Task, session_id: str) -> "LocalSandbox":
         """A fresh folder with the task's files. Raises `SandboxError`."""
@@ -65,7 +64,7 @@ class LocalSandboxBackend:
                 f"task {task.id}: the local sandbox has no images, and this task names {task.image!r}; "
                 "use the docker sandbox, or leave `image` out of the task"
             )
-        tree = self._trees.find(task.workspace) if task.workspace else None
+        tree = self._trees.find(task)
         try:
             base = make_session_folder(self._root, session_id)
             make_folders(base, tree)

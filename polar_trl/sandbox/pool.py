@@ -68,7 +68,7 @@ class WarmPool:
             if made is None:
                 self._forget(key)
         if made is not None:
-            with suppress(PolarError):  # it may well work now, and if not, the error is this session's own
+            with suppress(PolarError, OSError):  # it may well work now, and if not, the error is this session's own
                 sandbox = made.result()
                 if sandbox.is_alive():  # an engine may have been restarted since
                     return sandbox

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.images import HOME
+from polar_trl.sandbox.base import HOME
 from polar_trl.sandbox.network import PROXY_ADDRESS
 
 PLACE = "/run/polar-trl"

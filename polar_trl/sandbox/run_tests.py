@@ -205,13 +205,22 @@ def sign(key: str, text: str) -> str:
 
 
 def lay_tests(root: Path, spec: dict[str, list[str]], hidden: Path) -> None:
-    """Remove the tests that the agent saw, and put the hidden ones in their place."""
+    """Remove the tests that the agent saw, and put the hidden ones in their place, never outside of `root`."""
     for path in spec["removed"]:
-        (root / path).unlink(missing_ok=True)
+        find_place(root, path).unlink(missing_ok=True)
     for path in spec["files"]:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).unlink(missing_ok=True)
-        shutil.copy2(hidden / path, root / path)
+        place = find_place(root, path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        shutil.copy2(hidden / path, place)
+
+
+def find_place(root: Path, path: str) -> Path:
+    """Where a path of a spec is. Raises `ValueError` where it leads out of `root`, by itself or through a link."""
+    place = root / path
+    if ".." in Path(path).parts or not place.parent.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{path!r} leads out of {root}")
+    return place
 
 
 def run_spec(root: Path, file: Path, report: Path | None, reward: Path | None) -> None:

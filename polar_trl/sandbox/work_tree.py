@@ -1,9 +1,9 @@
 """A folder of this machine -> the tree that agents get: a git repository with no future in it.
 
 A fix leaks through version control: by later commits behind other branches and tags, by reflogs, by objects that
-nothing names any more. A folder that is a repository keeps the history of its HEAD and nothing else; one that is none
-becomes a repository of one commit. The result is a copy in the cache, made once. It refuses a repository in which
-anything else is left after that.
+nothing names any more. A folder that is a repository keeps the history of its HEAD and nothing else; one that is none,
+or that shares one with other folders, becomes a repository of one commit. The result is a copy in the cache, made
+once. It refuses a repository in which anything else is left after that.
 """
 
 import fcntl
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import SandboxError
+from polar_trl.types import Task
 
 GIT_TIMEOUT_S = 600
 _KEPT = frozenset({"HEAD", "config", "index", "info", "objects", "packed-refs", "refs", "shallow"})
@@ -36,12 +37,17 @@ class WorkTrees:
         self._lock = threading.Lock()
         self._trees: dict[str, Path] = {}
 
-    def find(self, workspace: str) -> Path:
-        """The tree of a folder. Raises `SandboxError`."""
+    def find(self, task: Task) -> Path | None:
+        """The tree of a task's `workspace`; None where it has none. Raises `SandboxError` naming the task."""
+        if not task.workspace:
+            return None
         with self._lock:
-            if workspace not in self._trees:
-                self._trees[workspace] = prepare_work_tree(Path(workspace))
-            return self._trees[workspace]
+            if task.workspace not in self._trees:
+                try:
+                    self._trees[task.workspace] = prepare_work_tree(Path(task.workspace))
+                except SandboxError as error:
+                    raise SandboxError(f"task {task.id}: {error}") from error
+            return self._trees[task.workspace]
 
 
 def prepare_work_tree(source: Path) -> Path:
@@ -72,7 +78,7 @@ def cut_future(tree: Path) -> None:
     for nested in tree.glob("*/**/.git"):
         shutil.rmtree(nested) if nested.is_dir() and not nested.is_symlink() else nested.unlink()
     folder = tree / ".git"
-    if not folder.is_dir() or _git(tree, "rev-parse", "--quiet", "--verify", "HEAD^{commit}", check=False) is None:
+    if not _is_whole(folder) or _git(tree, "rev-parse", "--quiet", "--verify", "HEAD^{commit}", check=False) is None:
         _start_over(tree)
         return
     branch = _git(tree, "symbolic-ref", "--quiet", "HEAD", check=False)
@@ -92,6 +98,13 @@ def cut_future(tree: Path) -> None:
     _refuse_future(tree)
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether a repository lies in this folder altogether: what it links to, or shares, is somebody else's."""
+    if folder.is_symlink() or not folder.is_dir() or (folder / "commondir").exists():
+        return False
+    return not any(path.is_symlink() for path in folder.rglob("*"))
+
+
 def _refuse_future(tree: Path) -> None:
     """Whatever is stored must lead to HEAD, to an earlier tag, or stand in the index."""
     known = (
@@ -104,7 +117,7 @@ def _refuse_future(tree: Path) -> None:
 
 def _start_over(tree: Path) -> None:
     folder = tree / ".git"
-    shutil.rmtree(folder) if folder.is_dir() else folder.unlink(missing_ok=True)
+    shutil.rmtree(folder) if folder.is_dir() and not folder.is_symlink() else folder.unlink(missing_ok=True)
     _git(tree, "init", "--quiet", "--initial-branch=main")
     shutil.rmtree(folder / "hooks", ignore_errors=True)
     _git(tree, "add", "--all")

@@ -142,6 +142,28 @@ def test_there_is_no_privilege(box: Sandbox) -> None:
     assert run(box, "mount -t tmpfs t /mnt").exit_code != 0
 
 
+def test_root_cannot_write_what_is_the_kernels(box: Sandbox) -> None:
+    for name in ("kernel/core_pattern", "vm/swappiness", "fs/file-max"):
+        path = f"/proc/sys/{name}"
+        result = run(box, f'value=$(cat {path}); printf %s "$value" > {path}')
+        assert result.exit_code != 0 and "Read-only" in result.stderr, path
+    assert run(box, "[ ! -e /proc/sysrq-trigger ] || [ ! -w /proc/sysrq-trigger ]").exit_code == 0
+
+
+def test_nothing_tells_of_the_trainer(
+    backend: SandboxBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    sandbox = backend.create(TASK, "s")
+    try:
+        look = "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline /proc/mounts 2>/dev/null; env"
+        said = run(sandbox, look).stdout
+    finally:
+        sandbox.destroy()
+    assert "HOME=/home/agent" in said
+    assert "secret-token" not in said
+
+
 def test_the_work_tree_below_is_never_written(backend: SandboxBackend, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "pkg").mkdir(parents=True)

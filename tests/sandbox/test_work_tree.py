@@ -110,6 +110,31 @@ def test_a_repository_inside_is_no_repository_any_more(repo: Path) -> None:
     assert (tree / "vendor" / "lib" / "m.py").read_text() == "inner"
 
 
+@pytest.mark.parametrize("way", ["a link", "a folder of links", "a common folder"])
+def test_a_repository_that_lies_elsewhere_is_left_alone(repo: Path, tmp_path: Path, way: str) -> None:
+    before, work = read_everything(repo), tmp_path / "work"
+    work.mkdir()
+    (work / "m.py").write_text("mine")
+    if way == "a link":
+        (work / ".git").symlink_to(repo / ".git")
+    elif way == "a folder of links":
+        (work / ".git").mkdir()
+        (work / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+        for name in ("refs", "objects", "logs", "config", "packed-refs"):
+            (work / ".git" / name).symlink_to(repo / ".git" / name)
+    else:
+        git(repo, "worktree", "add", "-q", "--detach", str(tmp_path / "other"))
+        (work / ".git").mkdir()
+        for file in (repo / ".git" / "worktrees" / "other").iterdir():
+            if file.is_file():
+                (work / ".git" / file.name).write_bytes(file.read_bytes())
+        (work / ".git" / "commondir").write_text(f"{repo}/.git\n")
+        before = read_everything(repo)
+    tree = prepare_work_tree(work)
+    assert read_everything(repo) == before
+    assert git(tree, "log", "--all", "--format=%s") == "start" and (tree / "m.py").read_text() == "mine"
+
+
 def test_a_plain_folder_becomes_one_commit(tmp_path: Path) -> None:
     source = tmp_path / "plain"
     (source / "sub").mkdir(parents=True)
@@ -128,9 +153,10 @@ def test_it_is_made_once_and_again_when_the_source_changes(tmp_path: Path) -> No
     source.mkdir()
     (source / "a").write_text("1")
     first, trees = prepare_work_tree(source), WorkTrees()
-    assert prepare_work_tree(source) == first == trees.find(str(source))
+    task = Task(id="t", instruction="x", workspace=str(source))
+    assert prepare_work_tree(source) == first == trees.find(task)
     (source / "a").write_text("22")
-    assert trees.find(str(source)) == first, "one run sees one tree"
+    assert trees.find(task) == first, "one run sees one tree"
     second = prepare_work_tree(source)
     assert second != first and (second / "a").read_text() == "22" and (first / "a").read_text() == "1"
 
