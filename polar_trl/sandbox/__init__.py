@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.sandbox.base import Capabilities, SandboxBackend
 from polar_trl.sandbox.limits import Limits
@@ -20,13 +19,14 @@ def build_backend(
     mounts: Sequence[Path] = (),
     run_id: str = "run",
 ) -> SandboxBackend:
-    """A backend by its name. Its sandboxes see the environments of tests and this machine's Python, without packages.
+    """A backend by its name. Its sandboxes see this machine's Python, without packages, and what `mounts` names.
 
     Args:
         kind: "local" (folders of this user, no isolation), "bwrap" or "docker".
         image: For tasks that name none; docker only.
         limits: Per session. Defaults that a kind cannot enforce are left out, which its `capabilities` say.
-        mounts: Further folders that they see, read-only at the same path: those of the agent (`Harness.folders`).
+        mounts: Folders that they see, read-only at the same path: those of the agent (`Harness.folders`) and those of
+            the tests (`tasks.environment.list_environments`).
         run_id: Label of what is made.
 
     Raises `ConfigError` for an unknown kind, or limits other than the defaults that it cannot enforce, and
@@ -36,7 +36,7 @@ def build_backend(
         raise ConfigError(f"sandbox {kind!r} is not known; known are {', '.join(KINDS)}")
     if image is not None and kind != "docker":
         raise ConfigError(f"sandbox_image is read by the docker sandbox only, and the sandbox is {kind!r}")
-    backend = _build(kind, image, limits, [*mounts, find_cache("environments"), *find_python()], run_id)
+    backend = _build(kind, image, limits, [*mounts, *find_python()], run_id)
     _require_limits(kind, backend.capabilities, limits)
     return backend
 

@@ -3,19 +3,19 @@
     python run_tests.py --request REQUEST.json
     python run_tests.py --root TREE --spec SPEC.json [--report FILE] [--reward FILE]
 
-The report is {"outcomes": {node id: outcome}, "messages": {node id: text}}; a run that dies leaves none. The first
-form is for a grader, in the tree: the request, {"paths", "import_roots", "report", "key"}, is removed when it was
-read, and the report begins with a line that proves the key. The second form is for a task folder: it removes the tests
-that the agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every
-test that decides passed, else 0.
+The report is {"outcomes": {node id: outcome}, "messages": {node id: text}, "patched": name or null}; a run that dies
+leaves none. The first form is for a grader, in the tree: the request, {"paths", "import_roots", "own", "report",
+"key"}, is removed when it was read, and the report begins with a line that proves the key. The second form is for a
+task folder: it removes the tests that the agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs
+them, and rewards 1 where every test that decides passed, else 0.
 
 Tests run in a process of their own, which hands its outcomes over once, at its end, through a pipe. The key, the
 report's place and the reward stay in this one, so nothing that the tested code leaves running can write them later.
 
 A copy of this file lies in every task folder and in every sandbox that grades, so it needs the standard library and
 pytest, nothing else. It refuses to read what a run prints: outcomes come from pytest's own reports. (JUnit files would
-not do: they name the file in which an inherited test is defined, and ids of mixin classes come out wrong.) What the
-tested code does to pytest in their common process is not guarded against here; see the graders for that.
+not do: they name the file in which an inherited test is defined, and ids of mixin classes come out wrong.) Tested code
+that exchanges a part of pytest is noticed in the ways that `Guard` knows; a lock against it there is none.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import configparser
 import ctypes
 import hashlib
 import hmac
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -34,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,16 @@ NO_PYTEST = 96
 PR_SET_DUMPABLE = 4  # prctl(2)
 TEST_LIMIT_S = 30.0
 """Of one test: where a defect makes a test wait for ever, the others are still wanted."""
+JUDGES = (
+    *("_pytest.reports", "_pytest.runner", "_pytest.python", "_pytest.nodes", "_pytest.skipping", "_pytest.main"),
+    *("pluggy._callers", "pluggy._hooks", "pluggy._manager", "pluggy._result"),
+)
+"""Modules whose functions make a test's outcome."""
+JUDGING_HOOKS = (
+    *("pytest_runtest_protocol", "pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown"),
+    *("pytest_pyfunc_call", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_report_teststatus"),
+)
+AUTOLOAD_OFF = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _PROGRAM = """\
 #!{python}
 import sys
@@ -90,6 +102,96 @@ class Collector:
             self.outcomes.setdefault(report.nodeid, "passed")
 
 
+class Plugins:
+    """A pytest plugin that registers those of the environment by their names, as pytest itself would.
+
+    Pytest's own search goes by every folder of packages on the path, and so takes in what a work tree claims to be.
+    """
+
+    def __init__(self, found: "list[tuple[str, Any]]", arguments: list[str]) -> None:
+        self._found = found
+        self._arguments = arguments
+
+    def pytest_addoption(self, pluginmanager: "pytest.PytestPluginManager") -> None:
+        for name, plugin in self._found:
+            pluginmanager.register(plugin, name)
+
+    def pytest_configure(self) -> None:
+        os.environ.pop(AUTOLOAD_OFF, None)  # tests may start a pytest of their own
+        self._arguments.clear()  # frames above the tests hold this list: it need not tell which paths decide
+
+
+class Guard:
+    """A pytest plugin that keeps what decides about tests, and notices when it is not the same any more.
+
+    Made before anything of the tree was imported. Looks when tests were collected, after each test, and at the end: what tested
+    code exchanges and puts back in between is not seen.
+    """
+
+    def __init__(self) -> None:
+        self.patched: str | None = None
+        self._kept = list(_list_judges())
+        self._classes = [(holder, holder.__mro__, _list_names(holder)) for holder in _list_classes()]
+        self._plugins: list[object] | None = None
+
+    def pytest_sessionstart(self, session: "pytest.Session") -> None:
+        self._plugins = list(session.config.pluginmanager.get_plugins())
+
+    def pytest_collection_finish(self, session: "pytest.Session") -> None:
+        self.look(session)
+
+    def pytest_runtest_makereport(self, item: "pytest.Item", call: "pytest.CallInfo[None]") -> None:
+        if call.when == "call":
+            self.look(item.session)
+
+    def pytest_sessionfinish(self, session: "pytest.Session") -> None:
+        self.look(session)
+
+    def look(self, session: "pytest.Session") -> None:
+        """Note the first thing that is not as it was."""
+        if self.patched is None:
+            self.patched = next(self._find_patched(session), None)
+
+    def _find_patched(self, session: "pytest.Session") -> Iterator[str]:
+        for holder, name, value, code in self._kept:
+            if vars(holder).get(name) is not value or _find_code(value) is not code:
+                yield f"{holder.__name__}.{name}"
+        for holder, bases, names in self._classes:
+            if holder.__mro__ is not bases or not _list_names(holder) <= names:
+                yield holder.__name__
+        known = {id(plugin) for plugin in self._plugins or ()}
+        for hook in JUDGING_HOOKS:
+            for found in getattr(session.config.hook, hook).get_hookimpls():
+                # conftest files come as their folders are collected; those that a tree should not have were dropped
+                is_conftest = os.path.basename(getattr(found.plugin, "__file__", None) or "") == "conftest.py"
+                if id(found.plugin) not in known and not is_conftest:
+                    yield hook
+
+
+def _list_judges() -> "Iterator[tuple[Any, str, object, object]]":
+    """Module or class, name, and the function or class that it has by this name, with the function's code."""
+    for holder in [*(sys.modules[name] for name in JUDGES if name in sys.modules), *_list_classes()]:
+        for name, value in vars(holder).items():
+            if isinstance(value, (types.FunctionType, classmethod, staticmethod, property, type)):
+                yield holder, name, value, _find_code(value)
+
+
+def _list_classes() -> list[type]:
+    modules = [sys.modules[name] for name in JUDGES if name in sys.modules]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return [value for value in dict.fromkeys(found) if value.__module__ in JUDGES]
+
+
+def _list_names(holder: type) -> set[str]:
+    """Python itself adds names with underscores at both ends as it goes; of those, only one counts here."""
+    return {name for name in vars(holder) if not name.startswith("__") or name == "__getattribute__"}
+
+
+def _find_code(value: object) -> object:
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return getattr(function, "__code__", None)
+
+
 def _give_up(*_: object) -> None:
     import pytest
 
@@ -98,8 +200,7 @@ def _give_up(*_: object) -> None:
 
 
 def enter_tree(root: Path, import_roots: list[str]) -> None:
-    """Make the package importable, here and in processes that its tests start. Comes before the import of pytest,
-    which must not bring a package along that is under test itself."""
+    """Make the package importable, here and in processes that its tests start."""
     os.chdir(root)
     folders = list(dict.fromkeys(str((root / folder).resolve()) for folder in [*import_roots, "."]))
     # the first entry is this script's own folder: in a container "/tests", whose name packages use as well
@@ -120,33 +221,26 @@ def write_programs(roots: list[Path], target: Path) -> None:
     os.environ["PATH"] = f"{target}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
-def run_tests(root: Path, paths: list[str], import_roots: list[str]) -> Collector:
-    """Run pytest in this process, from `root`."""
-    enter_tree(root, import_roots)
-    import pytest
-
-    collector = Collector()
-    with tempfile.TemporaryDirectory() as programs:
-        write_programs([root / folder for folder in import_roots], Path(programs))
-        pytest.main([*OPTIONS, *paths], plugins=[collector])
-    return collector
+def list_own(root: Path, import_roots: list[str]) -> list[str]:
+    """Top-level names that can be imported from a tree."""
+    folders = [root / folder for folder in import_roots]
+    return sorted({name.partition(".")[0] for folder in folders if folder.is_dir() for name in os.listdir(folder)})
 
 
-def run_apart(root: Path, paths: list[str], import_roots: list[str]) -> dict[str, Any] | None:
-    """Run pytest in a process of its own; what it found, None where it died."""
+def run_apart(root: Path, paths: list[str], import_roots: list[str], own: list[str]) -> dict[str, Any] | None:
+    """Run pytest in a process of its own; what it found, None where it died.
+
+    Args:
+        own: Top-level names of what is tested. Where pytest needs one of them, the tree's is taken, else never.
+    """
     read_end, write_end = os.pipe()
-    flags = ["-B"] if sys.flags.dont_write_bytecode else []
-    child = subprocess.Popen(
-        [sys.executable, *flags, __file__, "--child", str(write_end)],
-        stdin=subprocess.PIPE,
-        pass_fds=[write_end],
-        cwd=root,
-    )
+    child = subprocess.Popen(build_command(write_end), stdin=subprocess.PIPE, pass_fds=[write_end], cwd=root)
     os.close(write_end)
     assert child.stdin is not None
     with child.stdin:
         # not as arguments: those can be read by everything that runs in the process
-        child.stdin.write(json.dumps([str(root), paths, import_roots]).encode())
+        asked = {"root": str(root), "paths": paths, "import_roots": import_roots, "own": own, "is_tree_first": False}
+        child.stdin.write(json.dumps(asked).encode())
     said = b""
     try:
         while not said.endswith(b"\n"):
@@ -168,21 +262,68 @@ def run_apart(root: Path, paths: list[str], import_roots: list[str]) -> dict[str
         return None
 
 
+def build_command(pipe: int) -> list[str]:
+    """What starts this file as the process in which tests run."""
+    return [sys.executable, *(["-B"] if sys.flags.dont_write_bytecode else []), __file__, "--child", str(pipe)]
+
+
 def run_child(pipe: int) -> None:
     """What `run_apart` starts. Leaves no name of this file's in reach of an `import __main__`."""
+    request = json.loads(sys.stdin.read())
+    plugins = import_pytest(request, pipe)
     os.set_inheritable(pipe, False)
-    root, paths, import_roots = json.loads(sys.stdin.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv[:] = ["pytest"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__file__ = sys.argv[0]  # without it, tested code takes this for an interactive shell
     dumps, write, leave = json.dumps, os.write, os._exit
-    collector = run_tests(Path(root), paths, import_roots)
-    said = dumps({"outcomes": collector.outcomes, "messages": collector.messages}).encode() + b"\n"
+    arguments = [*OPTIONS, *request.pop("paths")]
+    collector, guard = run_tests(Path(request["root"]), arguments, request["import_roots"], plugins)
+    found = {"outcomes": collector.outcomes, "messages": collector.messages, "patched": guard.patched}
+    said = dumps(found).encode() + b"\n"
     while said:
         said = said[write(pipe, said) :]
     sys.stdout.flush()
     leave(0)  # no exit handler of the tested code runs
+
+
+def import_pytest(request: dict[str, Any], pipe: int) -> "list[tuple[str, Any]]":
+    """Import pytest and its plugins from the environment, and only then enter the tree; the plugins by name.
+
+    A file of the tree that has the name of something that pytest imports is so never loaded by it. Where it is what is
+    tested (pluggy, say), this process starts again and takes the tree's.
+    """
+    root, import_roots = Path(request["root"]), request["import_roots"]
+    found = list(importlib.metadata.entry_points(group="pytest11"))
+    if request["is_tree_first"]:
+        enter_tree(root, import_roots)
+    before = set(sys.modules)
+    import pytest  # noqa: F401
+
+    plugins = [(entry.name, entry.load()) for entry in found]
+    if not request["is_tree_first"]:
+        if not {name.partition(".")[0] for name in sys.modules.keys() - before}.isdisjoint(request["own"]):
+            with tempfile.TemporaryFile() as again:
+                again.write(json.dumps({**request, "is_tree_first": True}).encode())
+                again.seek(0)
+                os.dup2(again.fileno(), 0)
+                os.execv(sys.executable, build_command(pipe))
+        enter_tree(root, import_roots)
+    return plugins
+
+
+def run_tests(
+    root: Path, arguments: list[str], import_roots: list[str], plugins: "list[tuple[str, Any]]"
+) -> tuple[Collector, Guard]:
+    """Run pytest in this process, from `root`; it empties `arguments`."""
+    import pytest
+
+    collector, guard = Collector(), Guard()
+    with tempfile.TemporaryDirectory() as programs:
+        write_programs([root / folder for folder in import_roots], Path(programs))
+        os.environ[AUTOLOAD_OFF] = "1"
+        pytest.main(arguments, plugins=[Plugins(plugins, arguments), collector, guard])
+    return collector, guard
 
 
 def run_request(file: Path) -> None:
@@ -192,7 +333,7 @@ def run_request(file: Path) -> None:
     report = file.parent.resolve() / request["report"]
     # the tested code runs as the same user, and could read the key in this process's memory
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    found = run_apart(Path.cwd(), request["paths"], request["import_roots"])
+    found = run_apart(Path.cwd(), request["paths"], request["import_roots"], request["own"])
     if found is not None:
         text = json.dumps(found)
         report.unlink(missing_ok=True)
@@ -230,8 +371,8 @@ def run_spec(root: Path, file: Path, report: Path | None, reward: Path | None) -
         if path is not None:
             path.unlink(missing_ok=True)
     lay_tests(root, spec, file.parent / "hidden")
-    found = run_apart(root, spec["paths"], spec["import_roots"])
-    outcomes = {} if found is None else found["outcomes"]
+    found = run_apart(root, spec["paths"], spec["import_roots"], list_own(root, spec["import_roots"]))
+    outcomes = {} if found is None or found.get("patched") else found["outcomes"]
     decisive = (*spec["fail_to_pass"], *spec["pass_to_pass"])
     failed = [name for name in decisive if outcomes.get(name) != "passed"]
     print(f"{len(failed)} of {len(decisive)} tests that decide did not pass", *failed[:20], sep="\n  ")

@@ -10,16 +10,15 @@ from polar_trl.sandbox.base import HOME
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
 _OWN = (HOME, "/tmp", "/proc", "/sys", "/dev", "/run")
 _TAKEN = tuple(map(PurePosixPath, (*_OWN, *_SYSTEM)))
-_KERNEL = ("proc", "sys", "dev")
+_KERNEL = (("proc",), ("sys",), ("dev",))
 
 
 def find_workdir_fault(path: str) -> str | None:
     """Why the work folder cannot be at this path; None where it can."""
     pure = PurePosixPath(path)
-    is_taken = any(pure == other or pure in other.parents for other in _TAKEN)
+    is_taken = any(pure == other or pure in other.parents for other in _TAKEN) or pure.parts[1:2] in _KERNEL
     if pure.is_absolute() and ".." not in pure.parts and "\0" not in path and not is_taken:
-        if pure.parts[1] not in _KERNEL:
-            return None
+        return None
     return (
         f"the work folder cannot be {path!r}: it has to be an absolute path of its own, neither "
         f"{', '.join(map(str, _TAKEN))} nor a folder above one of them"

@@ -12,7 +12,7 @@ from polar_trl.harness import build_agent
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.pool import WarmPool
-from polar_trl.tasks.environment import provide_python
+from polar_trl.tasks.environment import list_environments, provide_python
 from polar_trl.tasks.load import load_task_set
 
 
@@ -24,7 +24,9 @@ def variety(completion_ids: list[list[int]], **_: Any) -> list[float]:
 model, out, folder = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 limits = Limits(memory_mb=1500, disk_mb=1024)
 agent = build_agent("pi")
-backend = build_backend("docker", image="polar-trl-test:latest", limits=limits, mounts=agent.folders)
+tasks = provide_python(load_task_set(folder))
+mounts = [*agent.folders, *list_environments(tasks)]
+backend = build_backend("docker", image="polar-trl-test:latest", limits=limits, mounts=mounts)
 pool = WarmPool(backend, depth=2)
 trainer = PolarGRPOTrainer(
     model=model,
@@ -47,7 +49,7 @@ trainer = PolarGRPOTrainer(
         report_to="none",
         disable_tqdm=True,
     ),
-    train_dataset=provide_python(load_task_set(folder)),
+    train_dataset=tasks,
     harness=agent,
     sandbox=pool,
     grader=GraderByTask(pool),

@@ -260,11 +260,11 @@ class Leftovers:
 
 
 def list_processes(token: str) -> list[str]:
-    """Ids of the processes that have the token in their environment or in their arguments."""
+    """Ids of the processes that have the token in their environment, their arguments or their control groups."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            texts = [(folder / name).read_bytes() for name in ("environ", "cmdline")]
+            texts = [(folder / name).read_bytes() for name in ("environ", "cmdline", "cgroup")]
         except OSError:
             continue  # it ended
         if any(token.encode() in text for text in texts):
