@@ -85,7 +85,10 @@ class ExecStream:
 
     def _read(self) -> bool:
         """Take in what is there. False at the end of the stream."""
-        block = os.read(self._fd, 1 << 16)
+        try:
+            block = os.read(self._fd, 1 << 16)
+        except ConnectionResetError:  # whether the command ended as well is asked of the engine
+            return False
         self._take(block)
         return bool(block)
 

@@ -88,7 +88,7 @@ def test_the_work_folder_begins_as_what_the_image_has(
     build_backend: Callable[..., DockerSandboxBackend], engine: docker.DockerClient, tmp_path: Path
 ) -> None:
     context = write_context(
-        tmp_path / "context", "COPY app /srv/real", "RUN ln -s real /srv/app; chown 1234:1235 /srv/app/*.py"
+        tmp_path / "context", "COPY app /srv/real", "RUN ln -s real /srv/app; chown -R 1234:1235 /srv/real"
     )
     write_repository(context / "app")
     engine.images.build(path=str(context), tag="polar-images-app", rm=True)
@@ -101,7 +101,8 @@ def test_the_work_folder_begins_as_what_the_image_has(
         box, other = boxes
         look = "pwd; cat code.py note; stat -c '%u %g %a' code.py; readlink link; git rev-list --all | wc -l"
         result = box.run(look, env={}, timeout_s=20)
-        assert result.stdout == "/srv/real\nold\nn\n1234 1235 666\n/usr/bin/env\n1\n", result.stderr
+        # whoever owned it in the image: it is the agent's to change
+        assert result.stdout == "/srv/real\nold\nn\n0 0 666\n/usr/bin/env\n1\n", result.stderr
         assert box.workdir == "/srv/app" and box.base_tree == other.base_tree == prepared
         assert box.run("echo mine > code.py; rm link", env={}, timeout_s=20).exit_code == 0
         assert (box.host_workdir / "code.py").read_text() == "mine\n"
