@@ -165,6 +165,10 @@ def _add_check_tasks(subparsers: Any) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a data set of the hub")
     parser.add_argument("--sandbox", choices=KINDS, default="local", help="where to grade (default: %(default)s)")
     parser.add_argument("--sandbox_image", metavar="IMAGE", help="container image, for --sandbox docker")
+    for name, unit, default in (("memory_mb", int, 4096), ("cpus", float, 2.0), ("disk_mb", int, 4096)):
+        parser.add_argument(
+            f"--sandbox_{name}", type=unit, default=default, metavar="N", help="of one sandbox (default: %(default)s)"
+        )
     parser.add_argument("--limit", type=int, metavar="N", help="the first N tasks (default: all)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tasks at a time (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="check again what is known to be good")
@@ -176,8 +180,10 @@ def run_check_tasks(args: argparse.Namespace) -> int:
     """`polar-trl check-tasks`."""
     from polar_trl.check_tasks import TaskChecker, has_tests
     from polar_trl.sandbox import build_backend
-    from polar_trl.tasks.environment import provide_python
+    from polar_trl.sandbox.limits import Limits
+    from polar_trl.tasks.environment import list_environments, provide_python
     from polar_trl.tasks.load import load_task_set
+    from polar_trl.tasks.rules import check_limits
 
     if args.jobs < 1:
         raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
@@ -187,10 +193,13 @@ def run_check_tasks(args: argparse.Namespace) -> int:
         raise ConfigError(f"no task of {args.source} has tests or a verifier; there is nothing to check")
     if len(tasks) < len(loaded):
         print(f"polar-trl: {len(loaded) - len(tasks)} tasks have no tests and are left out", file=sys.stderr)
-    backend = build_backend(args.sandbox, image=args.sandbox_image, run_id="check-tasks")
+    tasks = provide_python(tasks, builds_images=args.sandbox == "docker" and args.sandbox_image is None)
+    limits = Limits(memory_mb=args.sandbox_memory_mb, cpus=args.sandbox_cpus, disk_mb=args.sandbox_disk_mb)
+    mounts = list_environments(tasks)
+    backend = build_backend(args.sandbox, image=args.sandbox_image, limits=limits, mounts=mounts, run_id="check-tasks")
     try:
-        tasks = provide_python(tasks, builds_images=args.sandbox == "docker" and args.sandbox_image is None)
-        checker = TaskChecker(backend, kind=args.sandbox, image=args.sandbox_image, fresh=args.fresh)
+        check_limits(tasks, limits, backend.capabilities)
+        checker = TaskChecker(backend, kind=args.sandbox, image=args.sandbox_image, limits=limits, fresh=args.fresh)
         results = checker.check_all(tasks, jobs=args.jobs)
     finally:
         backend.close()

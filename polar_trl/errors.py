@@ -9,7 +9,8 @@ PolarError
 ├── EngineError      the engine failed or was closed while a request was in flight
 │   └── EngineBusyError   the engine takes no requests for now; says when to ask again
 ├── SandboxError     a sandbox could not be made, reached or limited as asked
-│   └── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
+│   ├── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
+│   └── TreeUnreadableError   so many folders in each other, or rights so few, that it cannot be read: likewise
 ├── GradeError       a grader could not decide; the rollout has no reward
 ├── RecordError      a session's file cannot be read back
 └── LawError         a law of the design is broken; names the rollout and stops the run
@@ -102,6 +103,10 @@ class SandboxError(PolarError):
 
 class FileTooLargeError(SandboxError):
     """A file in a sandbox is larger than the reader takes. The agent's doing: a grader may hold it against it."""
+
+
+class TreeUnreadableError(SandboxError):
+    """A folder is nested too deep, or may not be read. The agent's doing, as above."""
 
 
 class GradeError(PolarError):

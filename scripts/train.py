@@ -40,8 +40,9 @@ from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.pool import WarmPool
-from polar_trl.tasks.environment import provide_python
+from polar_trl.tasks.environment import list_environments, provide_python, refuse_answers
 from polar_trl.tasks.load import load_task_set
+from polar_trl.tasks.rules import check_limits
 from polar_trl.types import Task
 
 
@@ -246,10 +247,10 @@ def build_limits(run: RunArguments) -> Limits:
     )
 
 
-def build_sandbox(run: RunArguments, harness: Harness, run_id: str) -> SandboxBackend:
+def build_sandbox(run: RunArguments, mounts: Sequence[Path], run_id: str) -> SandboxBackend:
     """Where the settings say that agents run."""
     backend = build_backend(
-        run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=harness.folders, run_id=run_id
+        run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=mounts, run_id=run_id
     )
     # folders of this machine are made in no time
     return backend if run.sandbox == "local" else WarmPool(backend, depth=run.sandbox_warm)
@@ -281,9 +282,12 @@ def require_good_tasks(
 ) -> None:
     """Refuse tasks whose graders do not tell their solution from no change. Raises `ConfigError` with their ids."""
     wanted = [task for task in tasks if has_solution(task)]
+    is_first = args.local_process_index == 0
+    unknown = sum(has_tests(task) for task in tasks) - len(wanted)
+    if is_first and unknown:
+        print(f"{unknown} tasks have no known solution and are not checked", file=sys.stderr, flush=True)
     if not wanted:
         return
-    is_first = args.local_process_index == 0
     if is_first:
         print(f"checking the solutions of {len(wanted)} tasks; good results are kept", file=sys.stderr, flush=True)
     checker = TaskChecker(backend, kind=run.sandbox, image=run.sandbox_image, limits=build_limits(run), gold_runs=1)
@@ -314,11 +318,15 @@ def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelC
     _refuse_unread(model_config)
     harness = build_harness(run)
     train, evals = load_run_tasks(run)
-    backend = build_sandbox(run, harness, Path(args.output_dir).name)
+    tasks = [*train, *evals]
+    mounts = [*harness.folders, *list_environments(tasks)]
+    backend = build_sandbox(run, mounts, Path(args.output_dir).name)
     try:
-        tasks = [*train, *evals]
         grader = build_grader(run, tasks, backend)
         # what is wrong with images and tasks is said before minutes go into loading a model
+        check_limits(tasks, build_limits(run), backend.capabilities)
+        harness.install()
+        refuse_answers(tasks, mounts)
         backend.prepare(tasks)
         if run.check_tasks and run.grader is None:
             require_good_tasks(run, args, tasks, backend)

@@ -214,3 +214,9 @@ def test_a_rebuilt_task_in_containers(task: Path, capsys: pytest.CaptureFixture[
     install_pytest(requirements)
     code, (found,) = check(capsys, task, "--sandbox", "docker", "--sandbox_image", IMAGE)
     assert (code, found["gold"], found["empty"], found["problem"]) == (0, 1.0, 0.0, "")
+    # it asks for 4096 MB
+    given = ["--sandbox", "docker", "--sandbox_image", IMAGE, "--sandbox_memory_mb", "2000"]
+    assert main(["check-tasks", str(task), *given]) == 2
+    assert (
+        "task 'calc' asks for memory_mb 4096, and a sandbox has 2000: set sandbox_memory_mb" in capsys.readouterr().err
+    )

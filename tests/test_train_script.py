@@ -1,5 +1,6 @@
 """Bad input to scripts/train.py: one sentence, the right exit, and nothing loaded or written."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,55 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "max_agent" in done.stderr.strip().splitlines()[-1]
+
+
+def write_task(folder: Path, toml: str) -> Path:
+    """A task folder with hidden tests, and no known solution."""
+    for path, text in (
+        ("task.toml", toml),
+        ("instruction.md", "Do it.\n"),
+        ("environment/workspace/m.py", ""),
+        ("tests/hidden/test_m.py", "def test_m(): assert False\n"),
+        ("tests/spec.json", '{"fail_to_pass": ["test_m.py::test_m"], "paths": ["."], "files": ["test_m.py"]}'),
+    ):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+def start(tmp_path: Path, tasks: Path, **keys: object) -> list[str]:
+    """The lines that a run which cannot start says."""
+    config = tmp_path / "run.yaml"
+    settings = {"tasks": tasks, "model_name_or_path": "no/such/model", "use_cpu": True, "bf16": False}
+    lines = (f"{name}: {json.dumps(value, default=str)}\n" for name, value in (settings | keys).items())
+    config.write_text("".join(lines))
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py", "--config", str(config), "--output_dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stderr.strip().splitlines()
+
+
+def test_an_agent_that_carries_the_answer_along(tmp_path: Path) -> None:
+    tasks = write_task(tmp_path / "t", '[metadata]\npackage = "calc"\nfixed_version = "2.0"\n')
+    agent = tmp_path / "agent"
+    (agent / "site-packages" / "calc-2.0.dist-info").mkdir(parents=True)
+    said = start(tmp_path, tasks, agent_command="true", agent_folders=[agent])
+    assert said[-1].startswith("train: task 't': its sandbox shows its answer, calc 2.0 (")
+    # one that does not is told apart from it by the same check
+    (agent / "site-packages" / "calc-2.0.dist-info").rename(agent / "site-packages" / "calc-1.9.dist-info")
+    said = start(tmp_path, tasks, agent_command="true", agent_folders=[agent])
+    assert "1 tasks have no known solution and are not checked" in said
+    assert "no model at 'no/such/model'" in said[-1]
+
+
+@pytest.mark.containers
+def test_a_task_that_asks_for_more_than_its_sandbox_has(tmp_path: Path) -> None:
+    tasks = write_task(tmp_path / "t", "[environment]\nmemory_mb = 5000\n")
+    keys = {"agent_command": "true", "sandbox": "docker", "sandbox_image": "polar-trl-test:latest"}
+    said = start(tmp_path, tasks, **keys)
+    assert "train: task 't' asks for memory_mb 5000" in said[-1] and "set sandbox_memory_mb to 5000" in said[-1]

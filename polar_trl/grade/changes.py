@@ -7,15 +7,23 @@ whatever links the trees hold.
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
-from polar_trl.errors import FileTooLargeError
+from polar_trl.errors import FileTooLargeError, GradeError, TreeUnreadableError
 
 MAX_BYTES = 512 << 20
+MAX_DEPTH = 200
+"""Folders in each other."""
 IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
+UNUSABLE: Mapping[type[Exception], str] = {
+    FileTooLargeError: "changes_too_large",
+    TreeUnreadableError: "changes_unreadable",
+}
+"""What `find_changes` raises over a tree that an agent left -> its counter: reward 0, and the agent's own loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +44,16 @@ def find_changes(before: Path | None, after: Path) -> dict[str, Change]:
     Args:
         before: None: an empty tree.
 
-    Raises `FileTooLargeError` if the changes are larger than 512 MiB.
+    Raises `FileTooLargeError` if the changes are larger than 512 MiB, `TreeUnreadableError` if they cannot be read.
     """
-    old, new = {} if before is None else dict(_walk(before)), dict(_walk(after))
+    closed: set[str] = set()  # to us before the agent came
+    old = {} if before is None else dict(_walk(before, closed.add))
+
+    def refuse(folder: str) -> None:
+        if folder not in closed:
+            raise TreeUnreadableError(f"the agent left a folder that cannot be read, {folder[:200]!r}")
+
+    new = dict(_walk(after, refuse))
     changes: dict[str, Change] = {}
     size = 0
     for path in sorted(old.keys() | new.keys()):
@@ -54,25 +69,58 @@ def find_changes(before: Path | None, after: Path) -> dict[str, Change]:
 
 
 def apply_changes(changes: Mapping[str, Change], folder: Path) -> None:
-    """Lay changes over a tree that nobody runs in. What is in the way of a changed path gives way."""
+    """Lay changes over a tree that nobody runs in. What is in the way of a changed path gives way.
+
+    Raises `GradeError` for a path that leads outside by itself.
+    """
+    for path in changes:
+        if PurePath(path).is_absolute() or ".." in PurePath(path).parts:
+            raise GradeError(f"{path!r} leads out of the work folder")
     for path in sorted((path for path, change in changes.items() if change.kind == "gone"), reverse=True):
         target = folder / path
-        if _is_inside(target, folder):
-            target.unlink(missing_ok=True)
+        if _is_inside(target, folder) and (target.is_symlink() or not target.is_dir()):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                target.unlink()
     for path, change in changes.items():
         if change.kind != "gone":
             _write(folder, path, change)
 
 
-def _walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    for folder, names, files in os.walk(root):
-        links = [name for name in names if os.path.islink(os.path.join(folder, name))]
-        names[:] = [name for name in names if name not in IGNORED_FOLDERS and name not in links]
-        for name in (*files, *links):
-            full = os.path.join(folder, name)
-            state = os.lstat(full)
+def list_folders(root: Path, refuse: Callable[[str], object]) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Every folder below a tree's root, "" itself, with what is in it; links are not followed.
+
+    Args:
+        refuse: Told of each folder that is too deep or may not be read, before the others go on.
+    """
+    left = [""]
+    while left:
+        folder = left.pop()
+        try:
+            if folder.count("/") > MAX_DEPTH:
+                raise OSError("too deep")
+            with os.scandir(os.path.join(root, folder)) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except OSError:
+            refuse(folder)
+            continue
+        yield folder, found
+        left += [
+            os.path.join(folder, entry.name)
+            for entry in reversed(found)
+            if entry.name not in IGNORED_FOLDERS and entry.is_dir(follow_symlinks=False)
+        ]
+
+
+def _walk(root: Path, refuse: Callable[[str], object]) -> Iterator[tuple[str, os.stat_result]]:
+    for folder, entries in list_folders(root, refuse):
+        try:
+            states = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
+        except OSError:  # a folder that can be listed, but not entered
+            refuse(folder)
+            continue
+        for name, state in states:
             if name not in IGNORED_FOLDERS and (stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode)):
-                yield os.path.relpath(full, root), state
+                yield os.path.join(folder, name), state
 
 
 def _is_same(before: Path, old: os.stat_result, after: Path, new: os.stat_result) -> bool:
@@ -87,11 +135,14 @@ def _is_same(before: Path, old: os.stat_result, after: Path, new: os.stat_result
 
 
 def _read(path: Path, state: os.stat_result) -> Change:
-    if stat.S_ISLNK(state.st_mode):
-        return Change(kind="link", content=os.fsencode(os.readlink(path)))
     if state.st_size > MAX_BYTES:
         raise FileTooLargeError(f"the agent left a file of {state.st_size >> 20} MiB, {path.name}")
-    return Change(kind="file", content=path.read_bytes(), is_executable=_is_executable(state))
+    try:
+        if stat.S_ISLNK(state.st_mode):
+            return Change(kind="link", content=os.fsencode(os.readlink(path)))
+        return Change(kind="file", content=path.read_bytes(), is_executable=_is_executable(state))
+    except PermissionError as error:
+        raise TreeUnreadableError(f"the agent left a file that cannot be read, {path.name[:200]!r}") from error
 
 
 def _is_executable(state: os.stat_result) -> bool:

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polar_trl.errors import FileTooLargeError, GradeError
+from polar_trl.errors import GradeError
 from polar_trl.grade.attempts import add_total, count_planted
 from polar_trl.grade.base import Grade
-from polar_trl.grade.changes import find_changes
+from polar_trl.grade.changes import UNUSABLE, find_changes
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
@@ -56,7 +56,7 @@ class HarborGrader:
     def _count_attempts(self, sandbox: Sandbox) -> Counter[str]:
         try:
             changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
-        except FileTooLargeError:
+        except tuple(UNUSABLE):
             changes = {}
         counts = count_planted(changes, sandbox.host_home)
         planted = sandbox.run(f"ls -A {VERDICT} {TESTS} 2>/dev/null", env={}, timeout_s=READ_TIMEOUT_S)

@@ -19,13 +19,12 @@ from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskErr
 from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
 from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary, Style
-from polar_trl.grade.changes import apply_changes, find_changes
+from polar_trl.grade.changes import UNUSABLE, apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
 from polar_trl.grade.tests import NOT_STARTED, score
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.types import Task, TestSpec
 
-WORKDIR = "/testbed"
 ENVIRONMENT = "testbed"
 MAX_LOG_BYTES = 64 << 20
 # there is no network; what an install command wants has to be in the image, as its build tools are
@@ -73,12 +72,12 @@ class SwebenchGrader:
         style = find_style(body)
         canary = None if style is None else Canary((*spec.fail_to_pass, *spec.pass_to_pass), style)
         if canary is not None:
-            body = f"{body.rstrip()} {canary.argument}\n"
+            body = f"{body.rstrip()} {shlex.join(canary.arguments)}\n"
         try:
             changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
-        except FileTooLargeError:
+        except tuple(UNUSABLE) as loss:
             self._fresh.withdraw(task)
-            return Grade(reward=0.0, counters={"changes_too_large": 1})
+            return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
         kept, counts = Protection(spec, read_fix(task)).sort(changes)
         counts.update(count_planted(changes, sandbox.host_home))
         with self._fresh.open(task) as fresh:
@@ -117,7 +116,9 @@ def build_script(task: Task) -> str:
     harness = _import_harness()
     if row.get("eval_script"):
         return str(row["eval_script"])
-    workdir = task.workdir or WORKDIR
+    if task.workdir is None:
+        raise TaskError(f"task {task.id!r}: 'workdir' is missing: where the image has the repository")
+    workdir = task.workdir
     specs = harness.constants.MAP_REPO_VERSION_TO_SPECS.get(row["repo"], {}).get(row.get("version"), {})
     make = harness.test_spec.python.make_eval_script_list_py
     if "test_cmd" in specs and harness.constants.MAP_REPO_TO_EXT.get(row["repo"]) == "py":

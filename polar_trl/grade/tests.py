@@ -4,9 +4,10 @@ What the agent ran in is never graded: only files come over, and none at paths t
 are laid last. Two more tests ride along, one that must fail and one that must pass: where they do not, the tested code
 has tampered with its judge, and the reward is 0.
 
-What is left to a determined cheat is what runs inside of the tested process: code that finds the collected tests there
-and sends a report of its own, with the right answer for the two as well. It refuses to take a sandbox's failure for
-the agent's: a fresh sandbox that cannot be made has decided nothing.
+The tested code runs in the process that judges it, so this is no proof. Not seen, and worth 1: an object that equals
+everything; code that finds the collected tests in that process and sends a report of its own, with the right answer
+for the two as well; an exchanged part of pytest that nobody compares, or that is back in time. It refuses to take a
+sandbox's failure for the agent's: a fresh sandbox that cannot be made has decided nothing.
 """
 
 import hmac
@@ -15,16 +16,17 @@ import secrets
 import shlex
 from collections import Counter
 from collections.abc import Set
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from polar_trl.errors import FileTooLargeError, GradeError
 from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
 from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary
-from polar_trl.grade.changes import apply_changes, find_changes
+from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
+from polar_trl.names import list_patched_paths
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
-from polar_trl.sandbox.run_tests import NO_PYTEST, RUNNER, sign
+from polar_trl.sandbox.run_tests import NO_PYTEST, RUNNER, list_own, sign
 from polar_trl.types import Task, TestSpec
 
 MAX_REPORT_BYTES = 64 << 20
@@ -62,40 +64,43 @@ class TestsGrader:
             raise GradeError(f"task {task.id} has no tests")
         try:
             changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
-        except FileTooLargeError:
+        except tuple(UNUSABLE) as loss:
             self._fresh.withdraw(task)
-            return Grade(reward=0.0, counters={"changes_too_large": 1})
+            return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
         spec, protection = task.tests, Protection(task.tests, read_fix(task))
         given = {path: text.encode() for path, text in task.files.items()}
         # what the task itself laid, and is as it was, is nobody's change
         done = {path: c for path, c in changes.items() if c.kind != "file" or given.get(path) != c.content}
         kept, counts = protection.sort(done)
         counts.update(count_planted(changes, sandbox.host_home))
-        canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass))
+        canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass), paths=spec.paths)
         with self._fresh.open(task) as fresh:
+            own = list_tested(task, spec, fresh)
             apply_changes(kept, fresh.host_workdir)
             for path, content in given.items():
                 if path not in kept and (path in changes or protection.covers(path)):
                     fresh.put(path, content)
             lay_hidden_tests(spec, fresh)
             canary.lay(fresh)
-            outcomes, fault = run_hidden_tests(task, spec, fresh, canary, timeout_s=timeout_s)
-        fault = fault or canary.find_fault(outcomes, passed="passed", failed="failed")
-        if fault is not None:
-            return Grade(reward=0.0, counters=add_total(counts + Counter([fault])))
+            outcomes, faults = run_hidden_tests(task, spec, fresh, canary, own, timeout_s=timeout_s)
+        if outcomes is not None:
+            faults += filter(None, [canary.find_fault(outcomes, passed="passed", failed="failed")])
+        if outcomes is None or faults:
+            return Grade(reward=0.0, counters=add_total(counts + Counter(faults)))
         passed = {name for name, outcome in outcomes.items() if outcome == "passed"}
         return Grade(reward=score(spec, passed, partial=self._partial), counters=add_total(counts))
 
 
 def run_hidden_tests(
-    task: Task, spec: TestSpec, fresh: Sandbox, canary: Canary, *, timeout_s: float
-) -> tuple[dict[str, str], str | None]:
-    """Node id -> outcome, and the counter of what went wrong where the run left no report. Raises `GradeError`."""
+    task: Task, spec: TestSpec, fresh: Sandbox, canary: Canary, own: list[str], *, timeout_s: float
+) -> tuple[dict[str, str] | None, list[str]]:
+    """Node id -> outcome, None where the run left no report, and counters of what went wrong. Raises `GradeError`."""
     name, key = secrets.token_hex(8), secrets.token_hex(32)
     runner, request, report = f"~/run_{name}.py", f"~/request_{name}.json", f"~/report_{name}.json"
     asked = {
-        "paths": [*spec.paths, canary.argument],
+        "paths": [*spec.paths, *canary.arguments],
         "import_roots": list(spec.import_roots),
+        "own": own,
         "report": report.removeprefix("~/"),
         "key": key,
     }
@@ -106,23 +111,31 @@ def run_hidden_tests(
     try:
         proof, _, text = (fresh.get(report, max_bytes=MAX_REPORT_BYTES) or b"").decode().partition("\n")
         if hmac.compare_digest(proof, sign(key, text)):
-            outcomes: dict[str, str] = json.loads(text)["outcomes"]
-            return outcomes, None
+            found = json.loads(text)
+            outcomes: dict[str, str] = found["outcomes"]
+            return outcomes, ["judges_patched"] if found.get("patched") else []
     except (ValueError, TypeError, FileTooLargeError):
         pass  # a report, but not the runner's
     if result.timed_out:
-        return {}, "test_runs_timed_out"
+        return None, ["test_runs_timed_out"]
     if result.exit_code in (*NOT_STARTED, NO_PYTEST):
         raise GradeError(f"task {task.id}: {spec.python!r} cannot run pytest there: {result.stderr.strip()[-300:]}")
-    return {}, "test_runs_died"
+    return None, ["test_runs_died"]
+
+
+def list_tested(task: Task, spec: TestSpec, fresh: Sandbox) -> list[str]:
+    """Top-level names that are the task's own, whoever else has them: seen before the agent's changes are laid."""
+    placed = [PurePosixPath(path) for path in (*task.files, *list_patched_paths(read_fix(task)))]
+    names = {part.partition(".")[0] for path in placed for part in path.parts}
+    return sorted(names.union(list_own(fresh.host_workdir, list(spec.import_roots))))
 
 
 def lay_hidden_tests(spec: TestSpec, fresh: Sandbox) -> None:
-    """Take away the tests that the agent saw, and lay the hidden ones."""
-    for path in spec.removed:
-        (fresh.host_workdir / path).unlink(missing_ok=True)
-    for path in spec.files:
-        fresh.put(path, (Path(spec.folder) / path).read_bytes())
+    """Take away the tests that the agent saw, and lay the hidden ones. Raises `GradeError` for a path outside."""
+    laid = {path: Change(kind="gone") for path in spec.removed}
+    laid |= {path: Change(kind="file", content=(Path(spec.folder) / path).read_bytes()) for path in spec.files}
+    # as an agent's changes are, and with the same care: its links may be in the way
+    apply_changes(laid, fresh.host_workdir)
 
 
 def score(spec: TestSpec, passed: Set[str], *, partial: bool) -> float:

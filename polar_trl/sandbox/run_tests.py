@@ -63,6 +63,8 @@ JUDGING_HOOKS = (
     *("pytest_runtest_protocol", "pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown"),
     *("pytest_pyfunc_call", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_report_teststatus"),
 )
+ADDED_LATER = frozenset({"fspath", "startdir"})
+"""What pytest's own plugin `legacypath` adds to its classes when it is configured."""
 AUTOLOAD_OFF = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _PROGRAM = """\
 #!{python}
@@ -124,8 +126,8 @@ class Plugins:
 class Guard:
     """A pytest plugin that keeps what decides about tests, and notices when it is not the same any more.
 
-    Made before anything of the tree was imported. Looks when tests were collected, after each test, and at the end: what tested
-    code exchanges and puts back in between is not seen.
+    Made before anything of the tree was imported. Looks when tests were collected, after each test, and at the end:
+    what tested code exchanges and puts back in between is not seen.
     """
 
     def __init__(self) -> None:
@@ -157,8 +159,8 @@ class Guard:
             if vars(holder).get(name) is not value or _find_code(value) is not code:
                 yield f"{holder.__name__}.{name}"
         for holder, bases, names in self._classes:
-            if holder.__mro__ is not bases or not _list_names(holder) <= names:
-                yield holder.__name__
+            if holder.__mro__ is not bases or (added := _list_names(holder) - names):
+                yield f"{holder.__name__}.{'__mro__' if holder.__mro__ is not bases else min(added)}"
         known = {id(plugin) for plugin in self._plugins or ()}
         for hook in JUDGING_HOOKS:
             for found in getattr(session.config.hook, hook).get_hookimpls():
@@ -183,8 +185,9 @@ def _list_classes() -> list[type]:
 
 
 def _list_names(holder: type) -> set[str]:
-    """Python itself adds names with underscores at both ends as it goes; of those, only one counts here."""
-    return {name for name in vars(holder) if not name.startswith("__") or name == "__getattribute__"}
+    """Python and pytest add names that begin with an underscore as they go; of those, only one counts here."""
+    names = {name for name in vars(holder) if not name.startswith("_") or name == "__getattribute__"}
+    return names - ADDED_LATER
 
 
 def _find_code(value: object) -> object:

@@ -1,20 +1,36 @@
 """Tasks whose tests need packages -> the same tasks, with a Python that has them, for graders and agents alike.
 
 An image that was built for a task has its packages already; every other sandbox sees an environment of this machine,
-at the same path. It refuses an environment that holds the answer: a release of the package under repair in which the
-defect is not.
+at the same path. It refuses what holds the answer where a sandbox sees it: a release of the package under repair in
+which the defect is not, in an environment of tests or in the agent's own folder.
 """
 
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
+from polar_trl.names import normalise_package
 from polar_trl.tasks.suite import install_environment
 from polar_trl.types import Task
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+_METADATA = re.compile(r"(?P<name>.+?)-(?P<version>\d[^-]*)(?:-py[\d.]+)?\.(?:dist-info|egg-info)")
+_PINNED = re.compile(r"^\s*(?P<name>[\w.-]+)==(?P<version>[\w.]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """A release that lies in a folder."""
+
+    name: str
+    """Normalised."""
+    version: str
+    path: Path
+    """Its metadata, or the file that names what a package carries along."""
 
 
 def provide_python(tasks: Sequence[Task], *, builds_images: bool = False) -> list[Task]:
@@ -26,6 +42,7 @@ def provide_python(tasks: Sequence[Task], *, builds_images: bool = False) -> lis
     Raises `ConfigError` where it cannot be installed, or holds a task's answer.
     """
     pythons: dict[str, Path] = {}
+    releases: dict[str, list[Installed]] = {}
     provided = []
     for task in tasks:
         if task.tests is None or task.tests.requirements is None or _has_own_image(task, builds_images):
@@ -33,32 +50,76 @@ def provide_python(tasks: Sequence[Task], *, builds_images: bool = False) -> lis
             continue
         requirements = task.tests.requirements
         if requirements not in pythons:
-            pythons[requirements] = install_environment(Path(requirements))
+            try:
+                pythons[requirements] = install_environment(Path(requirements))
+            except ConfigError as error:
+                raise ConfigError(f"task {task.id!r}: 'tests.requirements': {error}") from error
+            releases[requirements] = list_releases(pythons[requirements].parent.parent)
         python = pythons[requirements]
-        if answer := find_answer(task, python.parent.parent):
-            raise ConfigError(f"task {task.id!r}: {requirements} installs its answer, {answer}; pin an older release")
+        if answer := find_answer(task, releases[requirements]):
+            raise ConfigError(
+                f"task {task.id!r}: {requirements} installs its answer, {answer.name} {answer.version}; "
+                "pin an older release"
+            )
         # first on PATH: `python` is what the agent is told to run the tests with
         env = {"PATH": f"{python.parent}:{SYSTEM_PATH}", **task.env}
         provided.append(replace(task, env=env, tests=replace(task.tests, python=str(python))))
     return provided
 
 
-def find_answer(task: Task, folder: Path) -> str | None:
-    """A release installed below `folder` that has the code which a rebuilt task asks for."""
+def list_environments(tasks: Sequence[Task]) -> list[Path]:
+    """Folders of this machine that the tests of these tasks run from: what their sandboxes have to see."""
+    cache = find_cache("environments")
+    pythons = (Path(task.tests.python) for task in tasks if task.tests is not None)
+    return list(dict.fromkeys(python.parent.parent for python in pythons if python.is_relative_to(cache)))
+
+
+def refuse_answers(tasks: Sequence[Task], folders: Sequence[Path]) -> None:
+    """Raises `ConfigError` where one of the folders, which every sandbox shows, holds the answer of a task.
+
+    Args:
+        folders: Of the agent and of all tests: what answers one task may be what another one's tests need.
+    """
+    releases = [release for folder in dict.fromkeys(folders) for release in list_releases(folder)]
+    found = [(task, answer) for task in tasks if (answer := find_answer(task, releases))]
+    if found:
+        task, answer = found[0]
+        more = [other.id for other, _ in found[1:]]
+        raise ConfigError(
+            f"task {task.id!r}: its sandbox shows its answer, {answer.name} {answer.version} ({answer.path}); take it "
+            "out of the tasks, or choose another agent if that is the agent's own"
+            + (f". The same holds for {len(more)} more: {', '.join(more[:20])}" if more else "")
+        )
+
+
+def list_releases(folder: Path) -> list[Installed]:
+    """What is installed below a folder, and what packages there carry along."""
+    return sorted(_walk_releases(folder), key=lambda release: release.path)
+
+
+def find_answer(task: Task, releases: Sequence[Installed]) -> Installed | None:
+    """The one of these that has the code which a rebuilt task asks for."""
     facts = task.metadata.get("harbor", {}).get("metadata", {})
     package, fixed = facts.get("package"), facts.get("fixed_version")
     if package is None:
         return None
-    for info in sorted(folder.rglob("*.dist-info")):
-        name, _, version = info.name.removesuffix(".dist-info").partition("-")
+    for release in releases:
         # of a task that an edit made, every release is a good one
-        if _normalise(name) == _normalise(package) and (fixed is None or _order(version) >= _order(fixed)):
-            return info.name.removesuffix(".dist-info")
+        if release.name == normalise_package(package) and (fixed is None or _order(release.version) >= _order(fixed)):
+            return release
     return None
 
 
-def _normalise(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def _walk_releases(folder: Path) -> Iterator[Installed]:
+    for parent, folders, files in os.walk(folder):
+        names = (*folders, *(name for name in files if name.endswith(".egg-info")))
+        for match in filter(None, map(_METADATA.fullmatch, names)):
+            path = Path(parent, match.string)
+            yield Installed(name=normalise_package(match["name"]), version=match["version"], path=path)
+        if "vendor.txt" in files:  # pip's
+            path = Path(parent, "vendor.txt")
+            for match in _PINNED.finditer(path.read_text(encoding="utf-8", errors="replace")):
+                yield Installed(name=normalise_package(match["name"]), version=match["version"], path=path)
 
 
 def _order(version: str) -> list[int]:

@@ -26,13 +26,6 @@ from polar_trl.tasks.releases import find_import_roots, list_tests
 from polar_trl.tasks.suite import SuiteRun, copied_tree, run_suite
 
 SUITE_TIMEOUT_S = 300.0
-PROTECTED = (
-    *("conftest.py", "*/conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "setup.py"),
-    *("pyproject.toml", "sitecustomize.py", "*/sitecustomize.py", "usercustomize.py", "*/usercustomize.py", "*.pth"),
-    *("pytest.py", "*/pytest.py", "pytest/*", "*/pytest/*", "_pytest/*", "*/_pytest/*"),
-    *("*.egg-info/*", "*.dist-info/*"),
-)
-"""What decides how tests run: changes of the agent at these paths are dropped for grading."""
 
 Fields = Mapping[str, str | int | float | Sequence[str]]
 
@@ -137,7 +130,7 @@ def _lay_out_tests(draft: Draft, folder: Path) -> dict[str, list[str]]:
         "pass_to_pass": [],
         "paths": list(draft.paths),
         "import_roots": list(find_import_roots(draft.broken)),
-        "protected": [*PROTECTED, *own],
+        "protected": own,
         "removed": sorted(set(list_tests(draft.broken)) - set(files)),
         "files": files,
     }

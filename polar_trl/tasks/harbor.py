@@ -9,7 +9,6 @@ environment/requirements.txt, and tests/spec.json with the ids of the tests that
 the network, Harbor gives it the public one, and we give it none.
 """
 
-import datetime
 import json
 import math
 import os
@@ -19,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from polar_trl.errors import ConfigError, TaskError
+from polar_trl.errors import TaskError
 from polar_trl.tasks.jsonl import parse_test_spec
+from polar_trl.tasks.rules import check_task, render_json, require_limit
 from polar_trl.types import Task, TestSpec
 
 NETWORK_MODES = ("no-network", "public")
@@ -40,8 +40,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])")
 
 def load_harbor(path: Path, *, limit: int | None = None) -> list[Task]:
     """The task in a folder, or the tasks in a folder's folders, the first `limit` by name. Raises `TaskError`."""
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit is {limit}; it must be at least 1")
+    require_limit(limit)
     if (path / "task.toml").is_file():
         return [parse_folder(path)]
     folders = sorted(file.parent for file in path.glob("[!.]*/task.toml"))
@@ -76,7 +75,7 @@ def parse_folder(folder: Path) -> Task:
     tests = _parse_tests(folder, where)
     if tests is None and not (folder / "tests" / "test.sh").is_file():
         raise TaskError(f"{where}: tests/test.sh is missing")
-    return Task(
+    task = Task(
         id=folder.name,
         instruction=instruction,
         image=image,
@@ -99,11 +98,13 @@ def parse_folder(folder: Path) -> Task:
                 "memory_mb": config.megabytes("memory"),
                 "storage_mb": config.megabytes("storage"),
                 "verifier_env": config.environment("verifier.env"),
-                "metadata": _to_json(table.get("metadata", {})),
+                "metadata": render_json(table.get("metadata", {})),
                 "unread": sorted(config.list_unread()),
             }
         },
     )
+    check_task(task, where)
+    return task
 
 
 def _parse_tests(folder: Path, where: str) -> TestSpec | None:
@@ -118,13 +119,10 @@ def _parse_tests(folder: Path, where: str) -> TestSpec | None:
         return None  # another task's own file of that name
     hidden, gold = folder / "tests" / "hidden", folder / "solution" / "gold.patch"
     requirements = folder / "environment" / "requirements.txt"
-    spec |= {"folder": str(hidden), "gold_patch": str(gold) if gold.is_file() else None, "python": "python"}
+    spec |= {"folder": str(hidden) if spec.get("files") else "", "python": "python"}
+    spec["gold_patch"] = str(gold) if gold.is_file() else None
     spec["requirements"] = str(requirements) if requirements.is_file() else None
-    tests = parse_test_spec(spec, where)
-    for file in tests.files:
-        if not (hidden / file).is_file():
-            raise TaskError(f"{where}: tests.files: {file!r} is not in tests/hidden")
-    return tests
+    return parse_test_spec(spec, where)
 
 
 class _Config:
@@ -220,12 +218,3 @@ class _Config:
                 yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in READ)
             elif value not in ({}, []):
                 yield name
-
-
-def _to_json(value: Any) -> Any:
-    """TOML has dates and times, JSON has not."""
-    if isinstance(value, Mapping):
-        return {key: _to_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_to_json(item) for item in value]
-    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else value

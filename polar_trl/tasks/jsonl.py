@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polar_trl.errors import ConfigError, TaskError
+from polar_trl.errors import TaskError
+from polar_trl.tasks.rules import RUNNERS, check_paths, check_task, require_limit
 from polar_trl.types import Task, TestSpec
 
 _FIELDS = {field.name for field in dataclasses.fields(Task)}
@@ -19,12 +20,12 @@ _SPEC_FIELDS = [field.name for field in dataclasses.fields(TestSpec)]
 _TEXTS = ("id", "instruction", "image", "grader", "workspace", "workdir", "build_context")
 _TEXT_MAPS = ("files", "env")
 _REQUIRED = ("id", "instruction")
+_SPEC_TEXTS = ("runner", "folder", "gold_patch", "python", "requirements")
 
 
 def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
     """The file's tasks, the first `limit` of them if that is given. Raises `TaskError`."""
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit is {limit}; it must be at least 1")
+    require_limit(limit)
     try:
         # only a newline ends a line: JSON text may hold U+2028 and others that `splitlines` cuts at
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -67,7 +68,7 @@ def parse_test_spec(value: Any, where: str) -> TestSpec:
             raise TaskError(
                 f"{where}: unknown field 'tests.{name}'" + (f"; did you mean {near[0]!r}?" if near else "")
             )
-        if name in ("runner", "folder", "gold_patch", "python", "requirements"):
+        if name in _SPEC_TEXTS:
             if not (isinstance(item, str) or (name in ("gold_patch", "requirements") and item is None)):
                 raise TaskError(f"{where}: 'tests.{name}' must be text, not {item!r}")
             fields[name] = item
@@ -77,7 +78,14 @@ def parse_test_spec(value: Any, where: str) -> TestSpec:
             raise TaskError(f"{where}: 'tests.{name}' must be a list of texts, not {item!r:.100}")
     if not fields.get("fail_to_pass"):
         raise TaskError(f"{where}: 'tests.fail_to_pass' is missing or empty")
-    return TestSpec(**fields)
+    spec = TestSpec(**fields)
+    if spec.runner not in RUNNERS:
+        raise TaskError(f"{where}: 'tests.runner' must be one of {', '.join(RUNNERS)}, not {spec.runner!r}")
+    for name in ("files", "removed"):
+        check_paths(f"tests.{name}", fields.get(name, ()), where)
+    for name in ("paths", "import_roots"):
+        check_paths(f"tests.{name}", fields.get(name, ()), where, is_folder=True)
+    return spec
 
 
 def _parse_row(line: str, where: str) -> Task:
@@ -100,7 +108,9 @@ def _parse_row(line: str, where: str) -> Task:
             raise TaskError(f"{where}: {name!r} must be {complaint}, not {value!r}")
     if row.get("tests") is not None:
         row["tests"] = parse_test_spec(row["tests"], where)
-    return Task(**row)
+    task = Task(**row)
+    check_task(task, where)
+    return task
 
 
 def _complain(name: str, value: Any) -> str | None:

@@ -5,7 +5,6 @@ the problem statement and gets the row's image, with the repository at /testbed.
 not decide: without tests that must pass, a test patch or a base commit.
 """
 
-import datetime
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError, TaskError
+from polar_trl.names import list_patched_paths
+from polar_trl.tasks.rules import COLUMNS, READ_COLUMNS, check_columns, check_task, render_json, require_limit
 from polar_trl.types import Task, TestSpec
 
 DATASETS = {
@@ -25,13 +26,12 @@ SWEBENCH_IMAGE = ("swebench/sweb.eval.x86_64.{id}:latest", "_1776_")
 SWE_GYM_IMAGE = ("xingyaoww/sweb.eval.x86_64.{id}:latest", "_s_")
 """Image name, and what stands for the "__" of an instance id in it."""
 WORKDIR = "/testbed"
-REQUIRED = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
 KEPT = (
-    *("version", "hints_text", "created_at", "environment_setup_commit", "difficulty"),
-    # swebench 5 and SkyRL put these into rows; before, the package computed them
-    *("eval_script", "log_parser", "eval_type", "image", "image_name"),
+    *COLUMNS,
+    # swebench 5 and SkyRL put scripts and images into rows; before, the package computed them
+    *READ_COLUMNS,
+    *("hints_text", "created_at", "environment_setup_commit", "difficulty", "eval_type", "image", "image_name"),
 )
-_TEST_FILE = re.compile(r'^diff --git (?:a/.+? b/(.+)|"a/.+?" "b/(.+)")$', re.MULTILINE)
 
 
 def load_swebench(
@@ -45,8 +45,7 @@ def load_swebench(
         limit: The first so many.
         endpoint: Address of the hub; None takes the usual one.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit is {limit}; it must be at least 1")
+    require_limit(limit)
     path = Path(source)
     if path.is_file():
         files = [path]
@@ -91,17 +90,15 @@ def parse_row(row: Mapping[str, Any], where: str) -> Task:
         row = inner
     if isinstance(row.get("instance_id"), str):
         where = f"{where} (task {row['instance_id']!r})"
-    for name in REQUIRED:
-        if not isinstance(row.get(name), str) or not row[name].strip():
-            raise TaskError(f"{where}: {name!r} must be text, not {row.get(name)!r:.100}")
+    check_columns(row, where)
     fail_to_pass = _parse_ids(row, "FAIL_TO_PASS", where)
     if not fail_to_pass:
         raise TaskError(f"{where}: 'FAIL_TO_PASS' is empty")
-    test_files = tuple(dict.fromkeys(plain or quoted for plain, quoted in _TEST_FILE.findall(row["test_patch"])))
+    test_files = tuple(dict.fromkeys(list_patched_paths(row["test_patch"])))
     if not test_files:
         raise TaskError(f"{where}: 'test_patch' is no patch of git")
-    kept = {name: _to_json(row[name]) for name in (*REQUIRED, *KEPT) if row.get(name) is not None}
-    return Task(
+    kept = {name: render_json(row[name]) for name in KEPT if row.get(name) is not None}
+    task = Task(
         id=row["instance_id"],
         instruction=_INSTRUCTION.format(repo=row["repo"], statement=row["problem_statement"].strip()),
         image=_find_image(row, where),
@@ -118,9 +115,11 @@ def parse_row(row: Mapping[str, Any], where: str) -> Task:
         ),
         metadata={
             "swebench": kept,
-            "unread": sorted(set(row) - {*REQUIRED, *KEPT, "FAIL_TO_PASS", "PASS_TO_PASS"}),
+            "unread": sorted(set(row) - {*KEPT, "FAIL_TO_PASS", "PASS_TO_PASS"}),
         },
     )
+    check_task(task, where)
+    return task
 
 
 def _parse_ids(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
@@ -215,10 +214,6 @@ def _parse_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _to_json(value: Any) -> Any:
-    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else value
 
 
 _INSTRUCTION = """\

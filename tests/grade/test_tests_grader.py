@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polar_trl.errors import GradeError, SandboxError
+from polar_trl.errors import GradeError, SandboxError, TreeUnreadableError
 from polar_trl.grade.changes import apply_changes, find_changes
 from polar_trl.grade.tests import TestsGrader
 from polar_trl.sandbox.local import LocalSandboxBackend
@@ -31,6 +31,21 @@ CHEATS = {
         "printf 'import _pytest.reports as r\\nr.TestReport.failed = property(lambda s: False)\\n"
         'r.TestReport.outcome = "passed"\\ndef f(): return 1\\n\' > m.py',
         "canaries_broken",
+    ),
+    "a plugin of a package in the tree": (
+        "mkdir evil-1.dist-info; printf '[pytest11]\\nx = evil\\n' > evil-1.dist-info/entry_points.txt; "
+        "printf 'Name: evil\\nVersion: 1\\n' > evil-1.dist-info/METADATA; echo 'import os; os._exit(0)' > evil.py",
+        "test_settings_planted",
+    ),
+    "a test's own function exchanged": (
+        "printf 'import _pytest.python as p\\np.Function.runtest = lambda item: None\\ndef f(): return 1\\n' > m.py",
+        "judges_patched",
+    ),
+    "a hook of its own": (
+        'printf \'import sys\\nf = sys._getframe()\\nwhile "session" not in f.f_locals: f = f.f_back\\n'
+        "class Evil:\\n    def pytest_pyfunc_call(self): return True\\n"
+        'f.f_locals["session"].config.pluginmanager.register(Evil())\\ndef f(): return 1\\n\' > m.py',
+        "judges_patched",
     ),
     "a reward file": ("echo 1 > reward.txt; echo 1 > $HOME/reward.txt", "reports_written"),
 }
@@ -127,6 +142,44 @@ def test_a_run_that_takes_too_long_is_worth_nothing(task: Task, tmp_path: Path) 
 
 def test_too_much_to_take_over_is_worth_nothing(task: Task, tmp_path: Path) -> None:
     assert grade(task, f"{SOLVE}; truncate -s 600M big", tmp_path) == (0.0, {"changes_too_large": 1})
+
+
+def test_what_cannot_be_read_is_the_agents_own_loss(task: Task, tmp_path: Path) -> None:
+    nest = "python3 -c \"import os\nfor _ in range(1500): os.mkdir('a'); os.chdir('a')\""
+    assert grade(task, f"{SOLVE}; {nest}", tmp_path) == (0.0, {"changes_unreadable": 1})
+    assert grade(task, f"{SOLVE}; cd; {nest}", tmp_path) == (1.0, {})  # nothing of HOME is taken over
+
+
+@pytest.mark.parametrize("closed", ["m.py", "pkg"])
+def test_closed_files_and_folders(tmp_path: Path, closed: str) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder in (before, after):
+        (folder / "pkg").mkdir(parents=True)
+        (folder / "pkg" / "x.py").write_text("x")
+    (after / "m.py").write_text("x")
+    (after / closed).chmod(0)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder.name.startswith(("pytest-", "test_")):
+            folder.chmod(0o755)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)  # root can read everything
+        with pytest.raises(TreeUnreadableError, match=closed):
+            find_changes(before, after)
+    finally:
+        os.seteuid(user)
+        (after / closed).chmod(0o755)
+
+
+def test_a_folder_that_was_closed_before_is_nobodys_change(tmp_path: Path) -> None:
+    def nest(folder: Path) -> Path:
+        os.makedirs(folder / "/".join("a" * 300))
+        return folder
+
+    assert find_changes(nest(tmp_path / "before"), nest(tmp_path / "after")) == {}
+    with pytest.raises(TreeUnreadableError):
+        find_changes(None, tmp_path / "after")
 
 
 def test_files_of_the_task_are_not_the_agents_changes(task: Task, tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from calc_releases import pretend_installed
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
-from polar_trl.tasks.environment import find_answer, provide_python
+from polar_trl.tasks.environment import (
+    find_answer,
+    list_environments,
+    list_releases,
+    provide_python,
+    refuse_answers,
+)
 from polar_trl.tasks.suite import find_environment, install_environment
 from polar_trl.types import Task, TestSpec
 
@@ -80,7 +86,8 @@ def test_an_environment_has_what_the_file_names_and_no_pip(tmp_path: Path, monke
 def test_an_answer_is_found(tmp_path: Path, facts: dict[str, str], installed: str, expected: str | None) -> None:
     (tmp_path / "lib" / "site-packages" / "x" / "_vendor" / f"{installed}.dist-info").mkdir(parents=True)
     task = Task(id="t", instruction="x", metadata={"harbor": {"metadata": facts}})
-    assert find_answer(task, tmp_path) == expected
+    answer = find_answer(task, list_releases(tmp_path))
+    assert (None if answer is None else answer.path.name) == (expected and f"{expected}.dist-info")
 
 
 def test_an_environment_with_the_answer_is_refused(tmp_path: Path) -> None:
@@ -89,5 +96,53 @@ def test_an_environment_with_the_answer_is_refused(tmp_path: Path) -> None:
     (find_environment(tmp_path / "r.txt") / "lib" / "calc-2.0.dist-info").mkdir(parents=True)
     facts = {"package": "calc", "fixed_version": "2.0"}
     task = replace(make_task(tmp_path / "r.txt"), metadata={"harbor": {"metadata": facts}})
-    with pytest.raises(ConfigError, match=r"task 't': .*r\.txt installs its answer, calc-2\.0"):
+    with pytest.raises(ConfigError, match=r"task 't': .*r\.txt installs its answer, calc 2\.0"):
         provide_python([task])
+
+
+def test_requirements_that_cannot_be_installed_are_named_with_their_task(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task 't': 'tests\.requirements': cannot read the requirements"):
+        provide_python([make_task(tmp_path / "none.txt")])
+
+
+def test_every_form_of_an_installed_release(tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    (site / "a_b-1.0.dist-info").mkdir(parents=True)
+    (site / "C.d-2.0-py3.11.egg-info").mkdir()
+    (site / "pip" / "_vendor").mkdir(parents=True)
+    (site / "pip" / "_vendor" / "vendor.txt").write_text("E_f==3.0  # why\n    g==4.0\n")
+    (site / "h-5.0.egg-info").touch()
+    (site / "notes.txt").write_text("i==6.0\n")
+    found = {(release.name, release.version) for release in list_releases(tmp_path)}
+    assert found == {("a-b", "1.0"), ("c-d", "2.0"), ("e-f", "3.0"), ("g", "4.0"), ("h", "5.0")}
+
+
+def test_a_run_shows_no_answer(tmp_path: Path) -> None:
+    """Not in the agent's own folder, and not in what another task's tests need."""
+
+    def rebuild(name: str, package: str) -> Task:
+        facts = {"package": package, "fixed_version": "2.0"}
+        return Task(id=name, instruction="x", metadata={"harbor": {"metadata": facts}})
+
+    agent, tests = tmp_path / "agent", tmp_path / "tests"
+    (agent / "site-packages" / "calc-2.1.dist-info").mkdir(parents=True)
+    (tests / "site-packages" / "other-1.9.dist-info").mkdir(parents=True)
+    good, bad = rebuild("good", "other"), [rebuild("bad", "calc"), rebuild("worse", "Calc")]
+    refuse_answers([good], [agent, tests])
+    refuse_answers([good, *bad], [tests, tmp_path / "not-there"])
+    with pytest.raises(ConfigError) as caught:
+        refuse_answers([good, *bad], [agent, tests])
+    said = str(caught.value)
+    assert f"task 'bad': its sandbox shows its answer, calc 2.1 ({agent}/site-packages/calc-2.1.dist-info)" in said
+    assert "take it out of the tasks, or choose another agent" in said and said.endswith("for 1 more: worse")
+
+
+def test_a_run_shows_the_environments_of_its_own_tasks(tmp_path: Path) -> None:
+    tasks = []
+    for name in ("a", "b", "unused"):
+        (tmp_path / f"{name}.txt").write_text(f"pytest  # {name}\n")
+        pretend_installed(tmp_path / f"{name}.txt")
+        tasks.append(make_task(tmp_path / f"{name}.txt"))
+    provided = provide_python([tasks[0], tasks[1], tasks[0], make_task(None), Task(id="t", instruction="x")])
+    assert list_environments(provided) == [find_environment(tmp_path / f"{name}.txt") for name in ("a", "b")]
+    assert len(list(find_cache("environments").glob("python-*"))) == 3

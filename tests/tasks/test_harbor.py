@@ -159,7 +159,15 @@ def test_another_files_name_is_no_spec(tmp_path: Path) -> None:
         ("", {"tests/spec.json": "{"}, "task 't': tests/spec.json cannot be read"),
         ("", {"tests/spec.json": '{"fail_to_pass": []}'}, "task 't': 'tests.fail_to_pass' is missing or empty"),
         ("", {"tests/spec.json": '{"fail_to_pass": "a"}'}, "task 't': 'tests.fail_to_pass' must be a list of texts"),
-        ("", {"tests/spec.json": json.dumps(SPEC)}, "task 't': tests.files: 'test_a.py' is not in tests/hidden"),
+        ("", {"tests/spec.json": json.dumps(SPEC)}, "task 't': 'tests.folder': there is no folder "),
+        (
+            "",
+            {"tests/spec.json": json.dumps(SPEC), "tests/hidden/b.py": ""},
+            "task 't': 'tests.files': 'test_a.py' is not in ",
+        ),
+        ('[environment]\nworkdir = "/usr"', {}, "task 't': 'workdir': the work folder cannot be '/usr'"),
+        ('[environment.env]\n"A=B" = "x"', {}, "task 't': 'env': no process can be given the variable 'A=B'"),
+        ("[metadata]\npackage = 3", {}, "task 't': metadata.harbor: 'metadata.package' must be text, not 3"),
     ],
 )
 def test_refused(tmp_path: Path, toml: str, files: dict[str, str], message: str) -> None:

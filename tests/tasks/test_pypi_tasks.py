@@ -30,7 +30,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from polar_trl.errors import TaskError
-from polar_trl.tasks.folders import PROTECTED, Tools, apply_patch, diff_trees, render_toml
+from polar_trl.tasks.folders import Tools, apply_patch, diff_trees, render_toml
 from polar_trl.tasks.harbor import load_harbor
 from polar_trl.tasks.pypi import load_specs, parse_spec
 from polar_trl.tasks.releases import (
@@ -202,7 +202,7 @@ def test_a_pair_of_releases(tmp_path: Path, tools: Tools) -> None:
     assert task.tests.fail_to_pass == tuple(TOTAL_IDS)
     assert task.tests.pass_to_pass == ("tests/test_calc.py::test_clamp", "tests/test_calc.py::test_last")
     assert (task.tests.paths, task.tests.import_roots) == (("tests",), ("src", "."))
-    assert task.tests.protected == (*PROTECTED, "tests/*")
+    assert task.tests.protected == ("tests/*",)
     assert "total() is one too large." in task.instruction
     assert task.env == {"PYTEST_ADDOPTS": "-o addopts= --continue-on-collection-errors -o pythonpath=src"}
     assert task.metadata["harbor"]["metadata"]["fixed_version"] == "1.1"
