@@ -1,5 +1,6 @@
 """Sessions through the stages, with the real proxy, sandbox and shell harness, and a scripted engine."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
 from polar_trl.record import read_session
 from polar_trl.rollout import Job, RolloutConfig, RolloutRunner
+from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.types import ChatRequest, Message, Purpose, Task
+from polar_trl.types import ChatRequest, Message, Purpose, Task, ToolCall
 
 RENDERER = ByteRenderer()
 REPLY = RENDERER.spell(Message(role="assistant", text="done"))
@@ -72,6 +74,23 @@ def test_results_come_in_order_and_are_on_record(tmp_path: Path) -> None:
         assert result.rollout.reward == 1.0
         assert len(result.reconstruction.trajectories) == 1
         assert read_session(tmp_path / f"r{number}.jsonl") == result.rollout
+
+
+def test_looking_for_the_fix_finds_nothing_and_is_counted(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "m.py").write_text("def f(): return 1\n")
+    look = ToolCall(id="1", name="bash", arguments=json.dumps({"command": "git log --all --oneline"}))
+    reply = RENDERER.spell(Message(role="assistant", tool_calls=(look,)))
+
+    def grade(task: Task, box: Sandbox) -> float:
+        found = box.run("git log --all --format=%s", env={}, timeout_s=20).stdout
+        return float(found != "start\n")
+
+    with runner(tmp_path, grade, reply=lambda prompt: reply) as rollouts:
+        (finished,) = rollouts.run(jobs(tmp_path, 1, workspace=str(tree)))
+    assert finished.rollout.reward == 0.0
+    assert finished.rollout.counters["peeks"] == finished.rollout.counters["rollouts_that_peeked"] == 1
 
 
 class AsideHarness(ShellHarness):
