@@ -61,6 +61,14 @@ def require_nothing_left(leftovers: Leftovers) -> None:
     raise AssertionError(f"left behind: {leftovers.find()}")
 
 
+def read_name(pid: str) -> str:
+    """Of a process; "" where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def read_result(task: Task, box: Sandbox) -> bool:
     return box.get("result") == b"fine\n"
 
@@ -86,7 +94,7 @@ def test_killed_from_outside_is_no_zero(sessions: Sessions, engine: docker.Docke
         container.kill()
     else:
         for pid in list_processes(victim):
-            if Path(f"/proc/{pid}/comm").read_text() == "bwrap\n":
+            if read_name(pid) == "bwrap":
                 os.kill(int(pid), signal.SIGKILL)
     results = running.result(timeout=120)
     rollout = results["victim"].rollout

@@ -3,6 +3,7 @@ serves on. How long large ones take is measured by scripts/bench_parse.py."""
 
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
@@ -44,7 +45,9 @@ SPLICES = {
     "@not a number@": "NaN",
     "@infinity@": "-Infinity",
 }
-junk = json_values | st.sampled_from(list(SPLICES)) | st.sampled_from([{}, [], "", [{}], 0, -1, 1.5, True, None])
+# copies: what is drawn is changed in its place, and would be another value for the next example
+odd_values = st.sampled_from([{}, [], "", [{}], 0, -1, 1.5, True, None]).map(deepcopy)
+junk = json_values | st.sampled_from(list(SPLICES)) | odd_values
 WORDS = (
     "user", "assistant", "model", "tool", "system", "text", "auto", "any", "none", "type", "function", "image",
     "tool_use", "tool_result", "thinking", "reasoning", "message", "function_call", "function_call_output", "custom",
