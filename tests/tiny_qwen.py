@@ -26,58 +26,48 @@ _HIDDEN_SIZE = 64
 def build_tiny_qwen35(smollm2: Path, folder: Path) -> Path:
     """Write config, weights and tokenizer to `folder`; about 13 MB. `smollm2` is where the vocabulary comes from."""
     tokenizer = _build_tokenizer(smollm2, "qwen3_5_think")
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    torch.manual_seed(0)
     config = Qwen3_5TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=_HIDDEN_SIZE,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        **_build_sizes(tokenizer),
         layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=64,
         linear_num_key_heads=1,
         linear_num_value_heads=2,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         max_position_embeddings=1 << 17,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=end,
     )
-    model = Qwen3_5ForCausalLM(config)
-    with torch.no_grad():
-        _lean(model, tokenizer)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _write(Qwen3_5ForCausalLM, config, tokenizer, folder, torch.bfloat16)
 
 
 def build_tiny_qwen3(smollm2: Path, folder: Path) -> Path:
     """The same for Qwen3, which has attention only; in float32, about 13 MB."""
     tokenizer = _build_tokenizer(smollm2, "qwen3")
+    config = Qwen3Config(**_build_sizes(tokenizer), max_position_embeddings=1 << 15)
+    return _write(Qwen3ForCausalLM, config, tokenizer, folder, torch.float32)
+
+
+def _build_sizes(tokenizer: Any) -> dict[str, Any]:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": _HIDDEN_SIZE,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+    }
+
+
+def _write(model_class: Any, config: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> Path:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=_HIDDEN_SIZE,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=1 << 15,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=end,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = model_class(config)
     with torch.no_grad():
         _lean(model, tokenizer)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
