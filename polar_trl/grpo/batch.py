@@ -15,8 +15,6 @@ from torch import Tensor
 from polar_trl.errors import LawError
 from polar_trl.types import Trajectory
 
-TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo"})
-"""TRL losses normalised by the number of trainable tokens of the whole step: rows do not matter to them."""
 ROLLOUT_MEAN_LOSSES = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 """TRL losses that average over rows; `row_weights` makes them average over rollouts."""
 
