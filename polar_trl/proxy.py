@@ -25,6 +25,7 @@ from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
 from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.gate import Visits
 from polar_trl.errors import ConfigError, LawError, WireError
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.network import PROXY_ADDRESS
@@ -132,6 +133,7 @@ class Proxy:
         limits: SessionLimits = SessionLimits(),
         classify: Classify = always_policy,
         listener: socket.socket | None = None,
+        visits: Visits | None = None,
     ) -> Endpoint:
         """A key whose calls are recorded in `log`.
 
@@ -141,6 +143,7 @@ class Proxy:
             classify: Tells an agent's side requests from the policy's own.
             listener: A listening socket inside the agent's own network, or one that is relayed to from there; served
                 and owned by this session.
+            visits: Filled with what the gate sees of this session.
         """
         api_key = secrets.token_urlsafe(24)
         origin = self.origin
@@ -149,7 +152,7 @@ class Proxy:
             is_relayed = listener.family == socket.AF_UNIX
             origin = "http://{}:{}".format(*(PROXY_ADDRESS if is_relayed else listener.getsockname()))
             self._listeners[api_key] = asyncio.run_coroutine_threadsafe(self._serve_on(listener), self._loop).result()
-        self._sessions[api_key] = Session(self._policy, log, limits, classify)
+        self._sessions[api_key] = Session(self._policy, log, limits, classify, visits)
         return Endpoint(
             origin=origin,
             api_key=api_key,
@@ -172,6 +175,23 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(session.close(), self._loop).result()
         if session.broken_law is not None:
             raise session.broken_law
+
+    @property
+    def policy_version(self) -> int:
+        """The engine's."""
+        return self._policy.engine.policy_version
+
+    def hold(self) -> None:
+        """Let no further call of any session through to the engine; returns once those in flight have their answers.
+
+        Later calls wait, and their streams are kept alive by pings, until `release`. The weights may change, and the
+        engine may sleep, in between. Holding twice is holding once.
+        """
+        asyncio.run_coroutine_threadsafe(self._policy.gate.close(), self._loop).result()
+
+    def release(self) -> None:
+        """Let calls through again, those first that waited."""
+        self._loop.call_soon_threadsafe(self._policy.gate.open)
 
     async def _serve_on(self, listener: socket.socket) -> asyncio.Server:
         """Serve one more socket, as uvicorn does with its own."""

@@ -1,41 +1,32 @@
-"""One session from a task to a rollout and its trajectories, and the stages that many sessions pass through.
+"""Jobs -> rollouts, through stages that many sessions share; groups may stay open while the trainer trains.
 
-This is the one module that knows every actor. It refuses to turn a failure of the world into a reward: what could
-not be prepared, reached or graded has no reward, and says why.
+`run` is a batch from beginning to end. `start` and `take` let batches overlap: what was started goes on until its
+turn to be taken, over any number of training steps, and only `take` bounds how old it gets. It refuses to keep more
+groups open than it can hand out in time.
 
-A session is one thread and one plain function, `_Session.run`. Each stage (prepare, agent, grade) has its own
-number of places and its own clock, so a slow grader holds no agent's place, and a stage that runs out of time
-erases nothing that another stage produced.
+While the trainer trains, the proxy's gate is closed (`Proxy.hold`): agents wait for their answers, and everything
+that needs no model goes on (tools, grading, the making of sandboxes).
 """
 
-import logging
-import math
+import atexit
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
-from tqdm import tqdm
-
-from polar_trl.errors import LawError, PolarError
-from polar_trl.grade.attempts import count_peeks
-from polar_trl.grade.base import FreshSandboxGrader, Grader
+from polar_trl.errors import ConfigError
+from polar_trl.grade.base import Grader
+from polar_trl.group_choice import GroupState, choose_groups
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
-from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, digest
-from polar_trl.record import SessionLog
-from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
+from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.session import SessionLimits
-from polar_trl.types import Rollout, StopReason, Task
+from polar_trl.session_run import STAGES, Board, Finished, Job, SessionRun, Surroundings
+from polar_trl.stragglers import StragglerCut
 
-logger = logging.getLogger(__name__)
-
-STAGES = ("prepare", "agent", "grade")
+__all__ = ["STAGES", "Finished", "Job", "RolloutConfig", "RolloutRunner"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,33 +35,26 @@ class RolloutConfig:
 
     max_preparing: int = 4
     max_agents: int = 16
+    """Agents that run at once. More than the engine has slots for keep it busy while their tools run."""
     max_grading: int = 4
     limits: SessionLimits = SessionLimits()
     builder: str = "prefix_merging"
     train_auxiliary: bool = False
     """Train what the agent asked beside its task (titles, summaries) like the rest."""
+    straggler_quantile: float | None = None
+    """Once this share of the agents of a batch (one `start`) has ended, those that have used as much time as the
+    slowest of them are stopped, graded and trained; the rest may use as much. None waits for all."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One rollout to make."""
-
-    rollout_id: str
-    group_id: str
-    task: Task
-    record_path: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
-    """A rollout and what can be trained of it (all of it, reward or not; the trainer decides)."""
-
-    rollout: Rollout
-    reconstruction: Reconstruction
+    def __post_init__(self) -> None:
+        quantile = self.straggler_quantile
+        if quantile is not None and not 0.0 < quantile < 1.0:
+            raise ConfigError(
+                f"straggler_quantile is {quantile!r}: give a share between 0 and 1, such as 0.9, or None"
+            )
 
 
 class RolloutRunner:
-    """Runs batches of sessions. One per process; `run` is called by one thread at a time.
+    """Runs sessions. One per process; one thread at a time calls it.
 
     Args:
         proxy: A started proxy.
@@ -90,231 +74,175 @@ class RolloutRunner:
             "agent": threading.BoundedSemaphore(config.max_agents),
             "grade": threading.BoundedSemaphore(config.max_grading),
         }
+        self._board = Board()
+        self._changed = threading.Condition()
+        """Guards what follows; told whenever a session ends."""
+        self._groups: list[_Group] = []
+        self._failure: BaseException | None = None
 
     def run(self, jobs: Sequence[Job], *, show_progress: bool = False) -> list[Finished]:
-        """Run all jobs and return their results in order.
+        """Run all jobs and return their results in order. Groups that are open already stay so.
 
         Raises:
             LawError: a law is broken; every other session is stopped first.
             KeyboardInterrupt: every session is stopped and its sandbox removed first.
         """
-        board = _Board(len(jobs), show=show_progress)
-        sessions = [_Session(self, job, board) for job in jobs]
-        executor = ThreadPoolExecutor(max_workers=max(1, len(jobs)), thread_name_prefix="polar-session")
-        futures = [executor.submit(session.run) for session in sessions]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            return [future.result() for future in futures]
-        finally:
-            # Only an exception leaves sessions running here. Killed until they end: a command may be about to start.
-            while wait(futures, timeout=0).not_done:
-                for session in sessions:
-                    session.cancel()
-                wait(futures, timeout=0.2)
-            executor.shutdown()
-            board.close()
+        groups, members = self._start(jobs)
+        self._wait_for(lambda: groups if all(group.is_finished for group in groups) else None, show_progress)
+        return [member.result() for member in members]
 
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begin a batch of whole groups; `take` returns them. Raises `ValueError` for a group that is open already."""
+        self._start(jobs)
 
-class _Session:
-    """One job on its way through the stages."""
+    def take(self, num_groups: int, *, max_policy_lag: int = 0, show_progress: bool = False) -> list[list[Finished]]:
+        """Wait for `num_groups` groups whose sessions have all ended and been graded; they are no longer open then.
 
-    def __init__(self, runner: RolloutRunner, job: Job, board: "_Board") -> None:
-        self._runner = runner
-        self._job = job
-        self._board = board
-        self._log = SessionLog(
-            session_id=job.rollout_id, task_id=job.task.id, group_id=job.group_id, path=job.record_path
-        )
-        self._sandbox: Sandbox | None = None
-        self._cancelled = threading.Event()
-        self._grading_is_ordered = False
-        self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES), 0.0)
+        Those come first which, left open for another training step, could not be taken before their oldest token is
+        more than `max_policy_lag` policy versions old; then those that finished first. Within a group, results come in
+        the order of its jobs. The bound holds if each training step takes `num_groups` and grows the version by one.
 
-    def cancel(self) -> None:
-        """Have the session end soon, whatever it is doing. From any thread."""
-        self._cancelled.set()
-        if self._sandbox is not None:
-            self._sandbox.kill()
-
-    def run(self) -> Finished:
-        """Prepare, run the agent, grade, and rebuild trajectories. Failures of the world end up in the rollout."""
-        stop_reason: StopReason = "prepare_failed"
-        reward = error = None
-        try:
-            self._sandbox = self._prepare()
-            self._order_grading()
-            stop_reason = "agent_failed"
-            stop_reason, error = self._run_agent(self._sandbox)
-            if error is None:
-                reward, error = self._grade(self._sandbox)
-        except _Cancelled:
-            stop_reason, error = "cancelled", "the run was stopped"
-        except LawError:
-            raise
-        except (PolarError, OSError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        finally:
-            self._withdraw_grading()
-            self._destroy_sandbox()
-        if peeks := count_peeks(self._log.calls, self._job.task):
-            self._log.count("peeks", peeks)
-            self._log.count("rollouts_that_peeked")
-        rollout = Rollout(
-            id=self._job.rollout_id,
-            task_id=self._job.task.id,
-            group_id=self._job.group_id,
-            calls=self._log.calls,
-            stop_reason=stop_reason,
-            reward=reward,
-            error=error,
-            seconds=self._seconds,
-            counters=self._log.counters,
-        )
-        if error is not None:
-            logger.warning("rollout %s has no reward: %s", rollout.id, error)
-        reconstruction = self._reconstruct(rollout)
-        self._board.finish()
-        return Finished(rollout=rollout, reconstruction=reconstruction)
-
-    def _reconstruct(self, rollout: Rollout) -> Reconstruction:
-        """Rebuild the trajectories, check the laws, and close the record with what is needed to check them again."""
-        config = self._runner.config
-        trained = count_as_policy(rollout) if config.train_auxiliary else rollout
-        reconstruction = BUILDERS[config.builder](trained)
-        check_laws(trained, reconstruction)
-        extra = {
-            "trajectory_digest": digest(reconstruction.trajectories),
-            "builder": config.builder,
-            "train_auxiliary": config.train_auxiliary,
-        }
-        self._log.close(rollout, extra)
-        return reconstruction
-
-    def _destroy_sandbox(self) -> None:
-        if self._sandbox is None:
-            return
-        try:
-            self._sandbox.destroy()
-        except (PolarError, OSError) as failure:
-            # what the session produced is not worth less for it
-            self._log.count("sandboxes_left_behind")
-            logger.warning("rollout %s: its sandbox could not be removed: %s", self._job.rollout_id, failure)
-
-    def _prepare(self) -> Sandbox:
-        with self._stage("prepare"):
-            return self._runner.backend.create(self._job.task, self._job.rollout_id)
-
-    def _order_grading(self) -> None:
-        grader = self._runner.grader
-        if isinstance(grader, FreshSandboxGrader):
-            grader.order(self._job.task)
-            self._grading_is_ordered = True
-
-    def _withdraw_grading(self) -> None:
-        grader = self._runner.grader
-        if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
-            grader.withdraw(self._job.task)
-
-    def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, str | None]:
-        """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
-        runner, task = self._runner, self._job.task
-        with self._stage("agent"):
-            endpoint = runner.proxy.open_session(
-                self._log, runner.config.limits, runner.harness.classify, sandbox.open_listener()
+        Raises:
+            ValueError: fewer groups are open than asked for, or more than (1 + max_policy_lag) * num_groups, which
+                cannot all be taken in time.
+            LawError, KeyboardInterrupt: as in `run`.
+        """
+        num_open = len(self._groups)
+        if not num_groups <= num_open <= num_groups * (1 + max_policy_lag):
+            raise ValueError(
+                f"{num_open} groups are open: {num_groups} can be taken of {num_groups} to "
+                f"{num_groups * (1 + max_policy_lag)} open ones at max_policy_lag {max_policy_lag}"
             )
-            try:
-                launch = runner.harness.build_launch(task, endpoint)
-                for path, text in launch.files.items():
-                    sandbox.put(f"~/{path}", text.encode())
-                env = {**task.env, **launch.env}
-                result = sandbox.run(launch.command, env=env, timeout_s=task.agent_timeout_s)
-            finally:
-                runner.proxy.close_session(endpoint.api_key)
-        self._raise_if_cancelled()
-        if result.out_of_memory:
-            self._log.count("agent_out_of_memory")
-        if result.disk_full:
-            self._log.count("agent_disk_full")
-        sampled = sum(len(call.completion.token_ids) for call in self._log.calls)
-        if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
-            return "agent_failed", f"{faults} model calls failed on our side; the agent's result says nothing"
-        if sampled == 0:
-            counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
-            return "no_calls", f"the agent got no answer of the model ({counts or _describe_exit(result)})"
-        if result.timed_out:
-            return "agent_timeout", None
-        return ("completed" if runner.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
+        version = self.proxy.policy_version
 
-    def _grade(self, sandbox: Sandbox) -> tuple[float | None, str | None]:
-        grader = self._runner.grader
-        if grader is None:
-            return None, None
-        with self._stage("grade"):
-            self._grading_is_ordered = False  # from here on it is the grader's own affair
-            try:
-                grade = grader.grade(self._job.task, sandbox, timeout_s=self._job.task.grade_timeout_s)
-                reward = float(grade.reward)
-                for name, count in grade.counters.items():
-                    self._log.count(name, count)
-                return (reward, None) if math.isfinite(reward) else (None, f"the grader gave {reward}")
-            except Exception as failure:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
-                self._raise_if_cancelled()
-                return None, f"the grader failed: {type(failure).__name__}: {failure}"
+        def choose() -> list[_Group] | None:
+            states = [group.state() for group in self._groups]
+            places = choose_groups(states, num_groups, version=version, max_policy_lag=max_policy_lag)
+            return None if places is None else [self._groups[place] for place in places]
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        """Wait for a place in a stage, then run its clock."""
-        asked = time.monotonic()
-        with self._runner.places[name]:
-            started = time.monotonic()
-            self._seconds["queue"] += started - asked
-            self._raise_if_cancelled()
-            self._board.enter(name)
-            try:
-                yield
-            finally:
-                self._seconds[name] = time.monotonic() - started
-                self._board.leave(name)
+        taken = self._wait_for(choose, show_progress)
+        return [[member.result() for member in group.members] for group in taken]
 
-    def _raise_if_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise _Cancelled
-
-
-class _Cancelled(Exception):
-    """The run is being stopped."""
-
-
-class _Board:
-    """The progress bar: sessions by stage."""
-
-    def __init__(self, total: int, *, show: bool) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._bar = tqdm(total=total, desc="rollouts", unit="session", leave=False, disable=not show)
-
-    def enter(self, stage: str) -> None:
-        self._change(stage, +1)
-
-    def leave(self, stage: str) -> None:
-        self._change(stage, -1)
-
-    def finish(self) -> None:
-        with self._lock:
-            self._bar.update(1)
+    def open_jobs(self) -> list[list[Job]]:
+        """What was started and not yet taken, group by group: after a crash, the jobs to start again."""
+        with self._changed:
+            return [[member.job for member in group.members] for group in self._groups]
 
     def close(self) -> None:
-        self._bar.close()
+        """Stop every open session; returns once they have ended and their sandboxes are gone. May be called twice."""
+        atexit.unregister(self.close)
+        with self._changed:
+            groups, self._groups = self._groups, []
+        members = [member for group in groups for member in group.members]
+        # until they end: a command may be about to start
+        while alive := [member for member in members if member.thread.is_alive()]:
+            for member in alive:
+                member.session.cancel()
+            alive[-1].thread.join(timeout=0.2)
 
-    def _change(self, stage: str, by: int) -> None:
-        with self._lock:
-            self._counts[stage] += by
-            self._bar.set_postfix({name: self._counts[name] for name in STAGES}, refresh=False)
-            self._bar.update(0)
+    def _start(self, jobs: Sequence[Job]) -> tuple[list["_Group"], list["_Member"]]:
+        """The groups, in the order of their first jobs, and the sessions in the order of the jobs."""
+        cut = StragglerCut(len(jobs), self.config.straggler_quantile)
+        around = self._build_surroundings()
+        by_group: dict[str, list[_Member]] = defaultdict(list)
+        with self._changed:
+            if opened := {group.id for group in self._groups} & {job.group_id for job in jobs}:
+                raise ValueError(f"groups {sorted(opened)} are open already")
+            members = [_Member(self._end, SessionRun(around, job, cut)) for job in jobs]
+            for member in members:
+                by_group[member.job.group_id].append(member)
+            groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
+            self._groups += groups
+        atexit.register(self.close)  # a trainer that failed may have left agents waiting at a closed gate
+        for member in members:
+            member.thread.start()
+        return groups, members
+
+    def _build_surroundings(self) -> Surroundings:
+        config = self.config
+        return Surroundings(
+            proxy=self.proxy,
+            backend=self.backend,
+            harness=self.harness,
+            grader=self.grader,
+            limits=config.limits,
+            builder=config.builder,
+            train_auxiliary=config.train_auxiliary,
+            places=self.places,
+            board=self._board,
+        )
+
+    def _end(self, member: "_Member") -> None:
+        """A session has ended. On its own thread."""
+        self._board.finish()
+        with self._changed:
+            member.ended_s = time.monotonic()
+            self._failure = self._failure or member.failure
+            self._changed.notify_all()
+
+    def _wait_for(self, choose: Callable[[], list["_Group"] | None], show_progress: bool) -> list["_Group"]:
+        """Wait until `choose` gives groups, and close them. What ends the wait otherwise stops every session."""
+        try:
+            with self._showing(show_progress), self._changed:
+                while self._failure is None:
+                    if (chosen := choose()) is not None:
+                        self._groups = [group for group in self._groups if group not in chosen]
+                        return chosen
+                    self._changed.wait()
+                raise self._failure
+        except BaseException:
+            self.close()
+            self._failure = None
+            raise
+
+    @contextmanager
+    def _showing(self, show: bool) -> Iterator[None]:
+        num_running = sum(member.ended_s is None for group in self._groups for member in group.members)
+        with self._board.showing(num_running) if show else nullcontext():
+            yield
 
 
-def _describe_exit(result: ExecResult) -> str:
-    """How the agent ended, with the end of what it printed."""
-    how = "stopped at its time limit" if result.timed_out else f"exit code {result.exit_code}"
-    said = (result.stderr.strip() or result.stdout.strip())[-300:]
-    return f"{how}; it printed: {said!r}" if said else f"{how}; it printed nothing"
+class _Member:
+    """One session of a group, and its thread."""
+
+    def __init__(self, tell: Callable[["_Member"], None], session: SessionRun) -> None:
+        self.session = session
+        self.job = session.job
+        self.ended_s: float | None = None
+        self.failure: BaseException | None = None
+        self._finished: Finished | None = None
+        self._tell = tell
+        # a daemon, so that the end of the process is not waited for here but brought about by `RolloutRunner.close`
+        self.thread = threading.Thread(target=self._run, name=f"polar-session-{self.job.rollout_id}", daemon=True)
+
+    def result(self) -> Finished:
+        """Of a session that has ended and did not fail."""
+        assert self._finished is not None
+        return self._finished
+
+    def _run(self) -> None:
+        try:
+            self._finished = self.session.run()
+        except BaseException as failure:  # noqa: BLE001 - raised again by whoever waits
+            self.failure = failure
+        self._tell(self)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Group:
+    """The sessions of one group, in the order of its jobs."""
+
+    id: str
+    members: list[_Member]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(member.ended_s is not None for member in self.members)
+
+    def state(self) -> GroupState:
+        versions = [member.session.visits.first_policy_version for member in self.members]
+        ended_s = [member.ended_s for member in self.members if member.ended_s is not None]
+        return GroupState(
+            oldest_version=min((version for version in versions if version is not None), default=None),
+            finished_s=max(ended_s) if self.is_finished else None,
+        )

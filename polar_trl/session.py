@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.gate import Gate, Visits
 from polar_trl.errors import (
     ContextOverflowError,
     EngineBusyError,
@@ -64,6 +65,8 @@ class Policy:
     params: GenerationParams
     model: str
     workers: ThreadPoolExecutor
+    gate: Gate = field(default_factory=Gate)
+    """What every call passes on its way to the engine."""
 
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
@@ -116,9 +119,15 @@ class Session:
     """One session's calls, from a request to a recorded call. Used on the event loop only."""
 
     def __init__(
-        self, policy: Policy, log: SessionLog, limits: SessionLimits, classify: Classify = always_policy
+        self,
+        policy: Policy,
+        log: SessionLog,
+        limits: SessionLimits,
+        classify: Classify = always_policy,
+        visits: Visits | None = None,
     ) -> None:
         self._policy = policy
+        self._visits = visits or Visits()
         self._classify = classify
         self._log = log
         self._limits = limits
@@ -271,8 +280,12 @@ class Session:
         )
 
     async def _answer(self, prompt: Prompt, settings: "_TurnSettings", turn: Turn) -> Call:
+        engine, visits = self._policy.engine, self._visits
         try:
-            completion = await self._policy.engine.generate(prompt.ids, settings.params)
+            async with self._policy.gate.passing(visits):
+                if visits.first_policy_version is None:
+                    visits.first_policy_version = engine.policy_version
+                completion = await engine.generate(prompt.ids, settings.params)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error

@@ -13,7 +13,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 Purpose = Literal["policy", "auxiliary"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 ToolKind = Literal["function", "freeform", "local_shell"]
-StopReason = Literal["completed", "agent_failed", "agent_timeout", "no_calls", "prepare_failed", "cancelled"]
+StopReason = Literal[
+    "completed", "agent_failed", "agent_timeout", "straggler", "no_calls", "prepare_failed", "cancelled"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +206,7 @@ class Rollout:
     """None: no reward could be determined. Never a stand-in for 0."""
     error: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phase ("queue", "prepare", "agent", "grade") -> seconds."""
+    """Phase ("queue", "prepare", "agent", "held", "grade") -> seconds. What was held is no part of the agent's."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Named counts of the session, such as "retries_replayed" and "calls_aborted"."""
 

@@ -168,12 +168,12 @@ def test_a_timeout_keeps_what_was_captured(tmp_path: Path) -> None:
 
 
 def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polar_trl import rollout
+    from polar_trl import session_run
 
     def broken(*_: Any) -> None:
         raise LawError("r0: broken for this test")
 
-    monkeypatch.setattr(rollout, "check_laws", broken)
+    monkeypatch.setattr(session_run, "check_laws", broken)
     batch = jobs(tmp_path, 1, env={"NAP_S": "0"}) + jobs(tmp_path, 4, env={"NAP_S": "600"})[1:]
     with runner(tmp_path, command=f"{CALL}; sleep $NAP_S") as rollouts, pytest.raises(LawError, match="broken for"):
         # returns long before the other agents would have ended by themselves

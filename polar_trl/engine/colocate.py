@@ -14,7 +14,10 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from polar_trl.engine.vllm import VllmEngine
-from polar_trl.errors import ConfigError
+from polar_trl.errors import ConfigError, EngineError
+
+_SLEEPING_PARTS = frozenset({"weights", "kv_cache"})
+"""What vLLM gives back when it sleeps, by the tags of `LLM.wake_up`."""
 
 
 def set_environment(*, cpu: bool) -> None:
@@ -34,10 +37,12 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
 
     Args:
         llm_kwargs: Overrides for `vllm.LLM`.
+        sleep_level: 1 keeps the weights in host memory while the engine sleeps, 2 drops them.
     """
 
-    def __init__(self, *args: Any, llm_kwargs: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, llm_kwargs: dict[str, Any], sleep_level: int = 2, **kwargs: Any) -> None:
         self._llm_kwargs = llm_kwargs
+        self._sleep_level = sleep_level
         super().__init__(*args, **kwargs)
         # accelerate's own device may be "cuda" without an index, which no thread can select
         on_gpu = self.accelerator.device.type == "cuda"
@@ -59,33 +64,45 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         make_llm = vllm_generation.LLM
         with _replaced(vllm_generation, "LLM", lambda **kwargs: make_llm(**{**kwargs, **self._llm_kwargs})):
             super()._init_vllm()
+        self._asleep = set(_SLEEPING_PARTS) if self.enable_sleep_mode else set()
 
     def sync_weights(self) -> None:
         """Push the trainer's weights while the engine stands still. A collective: every rank calls it."""
         with self.engine.paused(new_policy=True):
             super().sync_weights()
+        self._asleep.discard("weights")
 
     def wake(self) -> None:
-        """Bring a sleeping key-value cache back before rollouts."""
-        if self.enable_sleep_mode:
-            with self.engine.paused():
-                self.llm.wake_up(tags=["kv_cache"])
+        """Bring back what sleeps, before rollouts. At sleep level 2 the weights have to be pushed first.
+
+        vLLM ignores a call to wake two parts of which one is awake, so the parts are counted here.
+        """
+        if not self._asleep:
+            return
+        if self._llm_weights_sleeping:
+            raise EngineError("the engine's weights were dropped when it fell asleep; sync_weights has to come first")
+        with self.engine.paused():
+            self.llm.wake_up(tags=sorted(self._asleep))
+        self._asleep.clear()
 
     def sleep(self) -> None:
-        """Give the engine's memory to training. The weights are dropped: the next use has to push them again."""
-        if self.enable_sleep_mode:
-            with self.engine.paused():
-                torch.cuda.empty_cache()
-                self.llm.sleep(level=2)
-            self._llm_weights_sleeping = True
+        """Give the engine's memory to training. At level 2 the next use has to push the weights again."""
+        if not self.enable_sleep_mode:
+            return
+        with self.engine.paused():
+            torch.cuda.empty_cache()
+            self.llm.sleep(level=self._sleep_level)
+        self._asleep |= _SLEEPING_PARTS
+        # TRL's own flag: whether the weights are gone. At level 1 they come back with `wake`.
+        self._llm_weights_sleeping = self._sleep_level == 2
 
 
 @contextmanager
-def colocated_vllm(**llm_kwargs: Any) -> Iterator[None]:
+def colocated_vllm(*, sleep_level: int = 2, **llm_kwargs: Any) -> Iterator[None]:
     """While the block runs, a `GRPOTrainer` that is built makes a `ColocatedVllm`. TRL has no argument for it."""
 
     def make(*args: Any, **kwargs: Any) -> ColocatedVllm:
-        return ColocatedVllm(*args, llm_kwargs=llm_kwargs, **kwargs)
+        return ColocatedVllm(*args, llm_kwargs=llm_kwargs, sleep_level=sleep_level, **kwargs)
 
     with _replaced(grpo_trainer, "VLLMGeneration", make):
         yield

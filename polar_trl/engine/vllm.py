@@ -91,6 +91,11 @@ class VllmEngine:
     def policy_version(self) -> int:
         return self._policy_version
 
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Count on from where a killed run stood. Only while nothing is sampled."""
+        self._policy_version = version
+
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion; see `Engine.generate`. Cancelling the await aborts the request."""
         if self._failure is not None:

@@ -1,149 +1,147 @@
-"""Trajectories with advantages -> the tensors that TRL's loss reads, one row per trajectory.
+"""Trajectories with advantages -> rows to train, and rows of one forward pass -> what TRL's loss reads.
 
 It refuses to let the number of rows speak: losses that average over rows are re-weighted so that they average over
-rollouts, however many trajectories a rollout was split into, and rows that only fill up a batch train nothing.
+rollouts, however many trajectories a rollout was split into and however rows are spread over forward passes.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from polar_trl.errors import LawError
+from polar_trl.grpo.forward import LayoutKind, pack_rows
+from polar_trl.grpo.layout import Ids
 from polar_trl.types import Trajectory
 
 ROLLOUT_MEAN_LOSSES = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 """TRL losses that average over rows; `row_weights` makes them average over rollouts."""
 
 
-_COMPLETION_KEYS = {
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "sampling_per_token_logps",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One trajectory to train, with its rollout's advantage."""
 
-    trajectory: Trajectory
+    rollout_id: str
     advantage: float
+    token_ids_T: Ids
+    trainable_T: NDArray[np.bool_]
+    """Never on the first token, which nothing predicts."""
+    logprobs_T: NDArray[np.float32]
+    """Nats, under the policy that sampled; 0 where not trainable."""
+    policy_versions_T: NDArray[np.int64]
+    """-1 where not trainable."""
+
+    @property
+    def num_trainable(self) -> int:
+        return int(self.trainable_T.sum())
 
 
-def row_weights(rows: Sequence[Row], *, loss_type: str, num_rows: int, num_rollouts: int) -> list[float]:
-    """Factors for the advantages of rows such that TRL's loss becomes a mean over rollouts.
+def build_row(trajectory: Trajectory, advantage: float) -> Row:
+    """The trajectory as arrays."""
+    return Row(
+        rollout_id=trajectory.rollout_id,
+        advantage=advantage,
+        token_ids_T=np.array(trajectory.token_ids, dtype=np.int64),
+        trainable_T=np.array(trajectory.trainable, dtype=np.bool_),
+        logprobs_T=np.array(trajectory.logprobs, dtype=np.float32),
+        policy_versions_T=np.array(trajectory.policy_versions, dtype=np.int64),
+    )
 
-    TRL's losses are linear in the advantage apart from its sign. With N rows over all ranks (fillers included), R
-    rollouts, and T_j trainable tokens in row j of a rollout with T tokens in all:
 
-    * "grpo" and "sapo" compute 1/N sum_j 1/T_j sum_t; the weight N/R * T_j/T makes that 1/R sum_i 1/T sum_j,t.
-    * "dr_grpo" and "luspo" compute 1/N sum_j sum_t (over a constant); the weight is N/R.
-    * "dapo", "cispo" and "vespo" divide by all tokens of the step; the weight is 1.
-    * "bnpo" divides by the tokens of each micro-batch, which TRL defines as depending on the split; the weight is 1.
+def row_weights(rows: Sequence[Row], *, loss_type: str) -> list[float]:
+    """The weight of each row's loss in the mean over rollouts that a loss type declares.
+
+    With T_j trainable tokens in row j of a rollout with T tokens in all, and R rollouts:
+
+    * "grpo" and "sapo" average a rollout's tokens, then rollouts: T_j / T / R for a row's mean over its tokens.
+    * "dr_grpo" and "luspo" average rollouts' sums (over a constant): 1 / R for a row's sum.
+    * "dapo", "cispo" and "vespo" divide by all tokens of the step, which TRL does: 1.
+    * "bnpo" divides by the tokens of each forward pass, which TRL defines as depending on the split: 1.
 
     Args:
-        rows: Rows of this rank. All rows of a rollout are on one rank.
-        num_rows: N.
-        num_rollouts: R, the rollouts over all ranks that have a row.
+        rows: All rows that are averaged over, of all ranks.
     """
     if loss_type not in ROLLOUT_MEAN_LOSSES:
         return [1.0] * len(rows)
-    scale = num_rows / max(1, num_rollouts)
-    if loss_type in ("dr_grpo", "luspo"):
-        return [scale] * len(rows)
     rollout_tokens: dict[str, int] = defaultdict(int)
     for row in rows:
-        rollout_tokens[row.trajectory.rollout_id] += sum(row.trajectory.trainable)
-    return [scale * sum(r.trajectory.trainable) / rollout_tokens[r.trajectory.rollout_id] for r in rows]
+        rollout_tokens[row.rollout_id] += row.num_trainable
+    num_rollouts = max(1, len(rollout_tokens))
+    if loss_type in ("dr_grpo", "luspo"):
+        return [1.0 / num_rollouts] * len(rows)
+    return [row.num_trainable / rollout_tokens[row.rollout_id] / num_rollouts for row in rows]
 
 
-def split_batch(batch: Mapping[str, Any], num_parts: int, *, by_length: bool) -> list[dict[str, Any]]:
-    """Equal parts of a batch's rows, for one forward pass each.
+def build_micro_batch(
+    rows: Sequence[Row], weights: Sequence[float], *, kind: LayoutKind, device: torch.device
+) -> dict[str, Any]:
+    """What one forward pass of B rows needs; without rows, one that trains nothing and costs two tokens.
+
+    TRL's losses look at a row's trainable tokens only, so those are all that "completion" has here: C is the most
+    trainable tokens of a row. The tokens themselves are forwarded from "packed".
 
     Args:
-        batch: Tensors whose first dimension is B; scalars (0-d) go to every part.
-        num_parts: Divides B.
-        by_length: Put rows of like length together, so that little is padded; else in random order, for parts that
-            go to different optimizer steps.
+        weights: Factor of each row's advantage.
+
+    Returns:
+        `prompt_ids`, `prompt_mask` [B, 0]; `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C];
+        `advantages` [B]; `packed`, a `PackedRows`.
     """
-    num_rows = batch["completion_mask"].size(0)
-    if by_length:
-        order = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).argsort()
-    else:
-        order = torch.randperm(num_rows).to(batch["completion_mask"].device)
-    return [
-        trim_padding({key: tensor[rows] if tensor.dim() else tensor for key, tensor in batch.items()})
-        for rows in order.chunk(num_parts)
-    ]
-
-
-def trim_padding(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The same rows without the columns in which none of them has a token.
-
-    A generation batch is padded to its longest row before it is split; most of its parts are shorter.
-    """
-    prompts = batch["prompt_mask"].any(dim=0)
-    completions = batch["completion_mask"].any(dim=0)
-    start = int(prompts.int().argmax())
-    length = max(1, int(completions.sum()))
-    trimmed = dict(batch)
-    for key in ("prompt_ids", "prompt_mask"):
-        trimmed[key] = batch[key][:, start:]
-    for key in _COMPLETION_KEYS & batch.keys():
-        trimmed[key] = batch[key][:, :length]
-    return trimmed
-
-
-def build_batch(
-    rows: Sequence[Row], weights: Sequence[float], *, num_rows: int, pad_token_id: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Tensors of B = `num_rows` rows: the given ones, then fillers that train nothing.
-
-    A row's prompt is everything before its first trainable token, padded on the left; its completion is the rest,
-    padded on the right. Keys and their meaning are TRL's: `prompt_ids`, `prompt_mask` [B, P]; `completion_ids`,
-    `completion_mask` (1 on real tokens), `tool_mask` (1 on trainable ones), `sampling_per_token_logps` [B, C];
-    `advantages` [B].
-    """
-    if len(rows) > num_rows:
-        raise LawError(f"{len(rows)} rows do not fit a batch of {num_rows}")
-    starts = [row.trajectory.trainable.index(True) for row in rows]
-    prompt_length = max(starts, default=1)
-    completion_length = max(
-        (len(r.trajectory.token_ids) - start for r, start in zip(rows, starts, strict=True)), default=1
+    if not rows:
+        # a pass that every rank has to make: one token is scored so that all parameters are used, and masked
+        return build_micro_batch([build_filler()], [0.0], kind=kind, device=device) | {
+            "completion_mask": torch.zeros((1, 1), dtype=torch.long, device=device)
+        }
+    counts = [row.num_trainable for row in rows]
+    shape = (len(rows), max(counts))
+    completion_ids = torch.zeros(shape, dtype=torch.long)
+    completion_mask = torch.zeros(shape, dtype=torch.long)
+    sampling_logps = torch.zeros(shape)
+    for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        completion_ids[b, :count] = torch.from_numpy(row.token_ids_T[row.trainable_T])
+        completion_mask[b, :count] = 1
+        sampling_logps[b, :count] = torch.from_numpy(row.logprobs_T[row.trainable_T])
+    packed = pack_rows(
+        [row.token_ids_T for row in rows],
+        [row.trainable_T for row in rows],
+        kind=kind,
+        device=device,
     )
-    prompt_ids = torch.full((num_rows, prompt_length), pad_token_id)
-    prompt_mask = torch.zeros((num_rows, prompt_length), dtype=torch.long)
-    completion_ids = torch.full((num_rows, completion_length), pad_token_id)
-    completion_mask = torch.zeros((num_rows, completion_length), dtype=torch.long)
-    tool_mask = torch.zeros((num_rows, completion_length), dtype=torch.long)
-    logps = torch.zeros((num_rows, completion_length))
-    advantages = torch.zeros(num_rows)
-    for b, (row, start, weight) in enumerate(zip(rows, starts, weights, strict=True)):
-        trajectory = row.trajectory
-        length = len(trajectory.token_ids) - start
-        prompt_ids[b, prompt_length - start :] = torch.tensor(trajectory.token_ids[:start])
-        prompt_mask[b, prompt_length - start :] = 1
-        completion_ids[b, :length] = torch.tensor(trajectory.token_ids[start:])
-        completion_mask[b, :length] = 1
-        tool_mask[b, :length] = torch.tensor(trajectory.trainable[start:], dtype=torch.long)
-        logps[b, :length] = torch.tensor(trajectory.logprobs[start:])
-        advantages[b] = row.advantage * weight
-    # A row that attends to nothing has undefined attention; a filler attends to one pad token.
-    prompt_mask[len(rows) :, -1] = 1
-    batch = {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "tool_mask": tool_mask,
-        "sampling_per_token_logps": logps,
-        "advantages": advantages,
+    advantages = [row.advantage * weight for row, weight in zip(rows, weights, strict=True)]
+    nothing = torch.zeros((len(rows), 0), dtype=torch.long, device=device)
+    return {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": completion_ids.to(device),
+        "completion_mask": completion_mask.to(device),
+        "sampling_per_token_logps": sampling_logps.to(device),
+        "advantages": torch.tensor(advantages, dtype=torch.float32, device=device),
+        "packed": packed,
     }
-    return {key: tensor.to(device) for key, tensor in batch.items()}
+
+
+def build_filler() -> Row:
+    """A row of two tokens that stands for none."""
+    return Row(
+        rollout_id="",
+        advantage=0.0,
+        token_ids_T=np.zeros(2, dtype=np.int64),
+        trainable_T=np.array([False, True]),
+        logprobs_T=np.zeros(2, dtype=np.float32),
+        policy_versions_T=np.full(2, -1),
+    )
+
+
+def to_rows(values_S: Tensor, batch: dict[str, Any]) -> Tensor:
+    """[S] values of a micro-batch's scored tokens as [B, C], 0 elsewhere; differentiable."""
+    mask_BC = torch.zeros_like(batch["completion_ids"], dtype=torch.bool)
+    row_of_S = batch["packed"].row_of_S
+    counts_B = torch.bincount(row_of_S, minlength=len(mask_BC))
+    mask_BC |= torch.arange(mask_BC.shape[1], device=mask_BC.device)[None] < counts_B[:, None]
+    # scored tokens come row by row and in order, as the mask's entries do
+    return values_S.new_zeros(mask_BC.shape).masked_scatter(mask_BC, values_S)

@@ -13,7 +13,58 @@ from polar_trl.grpo.batch import ROLLOUT_MEAN_LOSSES
 
 
 @dataclass
-class PolarGRPOConfig(GRPOConfig):
+class PackedGRPOConfig(GRPOConfig):
+    """Arguments of `PackedGRPOTrainer`: TRL's `GRPOConfig`, and how rows become forward passes."""
+
+    max_tokens_per_device: int = field(
+        default=32768,
+        metadata={
+            "help": "Tokens of one forward and backward pass. A longer row runs alone. Memory grows with it; see "
+            "polar-trl plan."
+        },
+    )
+    sequence_layout: Literal["tree", "packed", "single"] | None = field(
+        default=None,
+        metadata={
+            "help": "How rows are forwarded: 'tree' (one flat sequence, prefixes that rows share once), 'packed' (one "
+            "flat sequence, every row whole) or 'single' (a pass for each row; any model). None: the first of these "
+            "that the model allows."
+        },
+    )
+
+    loss_type: str = field(
+        default="dapo",
+        metadata={
+            "help": "TRL's loss types, those that average over rows averaging over rollouts; 'per_rollout' is another "
+            "name for that mean of TRL's 'grpo'."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.loss_type == "per_rollout":
+            # what TRL calls "grpo", which row_weights turns from a mean over rows into one over rollouts
+            self.loss_type = "grpo"
+        super().__post_init__()
+        self._require(self.max_tokens_per_device >= 1, "max_tokens_per_device", "must be at least 1")
+        self._require(
+            self.sequence_layout in (None, "tree", "packed", "single"),
+            "sequence_layout",
+            "must be 'tree', 'packed', 'single', or left out",
+        )
+        self._require(
+            self.beta == 0.0 or self.loss_type not in ROLLOUT_MEAN_LOSSES,
+            "beta",
+            f"must be 0 with loss_type={self.loss_type!r}, whose KL term would count rows instead of rollouts; "
+            "use loss_type='dapo' for a KL penalty",
+        )
+
+    def _require(self, holds: Any, name: str, message: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} {message} (it is {getattr(self, name)!r})")
+
+
+@dataclass
+class PolarGRPOConfig(PackedGRPOConfig):
     """Arguments of `PolarGRPOTrainer`. Everything of TRL's `GRPOConfig` applies; these are added or differ.
 
     `max_completion_length` bounds one model call; a session makes many. `per_device_train_batch_size` and
@@ -60,8 +111,44 @@ class PolarGRPOConfig(GRPOConfig):
             "from the sampled tokens, 'template' renders anew and starts another trajectory."
         },
     )
+    drop_zero_variance: bool = field(
+        default=True,
+        metadata={
+            "help": "Leave out groups whose rollouts all have one reward: they have no gradient, and would only count "
+            "in the loss's denominator."
+        },
+    )
+    resample_zero_variance: int = field(
+        default=0,
+        metadata={"help": "Rounds in which groups of one reward are replaced by rollouts of other tasks; 0: none."},
+    )
+    straggler_quantile: float | None = field(
+        default=None,
+        metadata={
+            "help": "Once this share of a batch's sessions has ended, agents that still run are stopped, and graded "
+            "and trained as after a time limit. None: wait for all."
+        },
+    )
+    max_policy_lag: int = field(
+        default=0,
+        metadata={
+            "help": "Optimizer steps that a session may stay open over. 0: every session of a batch ends before the "
+            "step; above, unfinished ones wait for the new weights and go on."
+        },
+    )
+    max_trajectory_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Longer trajectories are cut after the last call that fits. None: the model's context."},
+    )
     engine_max_num_seqs: int | None = field(
         default=None, metadata={"help": "Requests the engine samples at once; None: four per agent, 256 at most."}
+    )
+    vllm_sleep_level: int = field(
+        default=2,
+        metadata={
+            "help": "With vllm_enable_sleep_mode: 1 moves the engine's weights to host memory between rollouts, 2 "
+            "drops them and has the trainer push its own; the key-value cache is freed by both."
+        },
     )
     show_rollout_progress: bool = field(default=True, metadata={"help": "Draw a bar of sessions by stage."})
 
@@ -86,20 +173,20 @@ class PolarGRPOConfig(GRPOConfig):
             "is not supported: a session is not one completion. Bound it with max_session_calls instead",
         )
         self._require(
-            self.beta == 0.0 or self.loss_type not in ROLLOUT_MEAN_LOSSES,
-            "beta",
-            f"must be 0 with loss_type={self.loss_type!r}, whose KL term would count rows instead of rollouts; "
-            "use loss_type='dapo' for a KL penalty",
-        )
-        self._require(
             self.trajectory_builder in ("prefix_merging", "per_request"),
             "trajectory_builder",
             "must be 'prefix_merging' or 'per_request'",
         )
+        self._require(self.vllm_sleep_level in (1, 2), "vllm_sleep_level", "must be 1 or 2")
         self._require(self.thinking in ("keep", "template"), "thinking", "must be 'keep' or 'template'")
+        quantile = self.straggler_quantile
+        self._require(quantile is None or 0 < quantile < 1, "straggler_quantile", "must be between 0 and 1")
+        for name in ("max_policy_lag", "resample_zero_variance"):
+            self._require(getattr(self, name) >= 0, name, "must be 0 or more")
+        self._require(
+            self.max_trajectory_tokens is None or self.max_trajectory_tokens >= 2,
+            "max_trajectory_tokens",
+            "must be at least 2",
+        )
         for name in ("max_agents", "max_preparing", "max_grading", "max_session_calls"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
-
-    def _require(self, holds: Any, name: str, message: str) -> None:
-        if not holds:
-            raise ConfigError(f"{name} {message} (it is {getattr(self, name)!r})")

@@ -1,6 +1,6 @@
 """Log-probabilities of trainer and engine on the same tokens -> importance ratios, and how far apart they are."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,19 +31,46 @@ def importance_ratio(
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gap:
-    """How far trainer and engine disagree on the sampled tokens, in nats."""
+class RatioStats:
+    """Raw, unbounded ratios of training to sampling policy per token, collected over the passes of a step."""
 
-    total: Tensor
-    """Sum of absolute differences; a scalar."""
-    count: Tensor
-    """Tokens compared; a scalar."""
-    largest: Tensor
-    """0 where nothing was compared; a scalar."""
+    def __init__(self) -> None:
+        self._log_ratios: list[Tensor] = []
 
+    def add(self, trainer_logps_BT: Tensor, sampling_logps_BT: Tensor, mask_BT: Tensor) -> None:
+        """The tokens in the mask of one pass."""
+        self._log_ratios.append((trainer_logps_BT - sampling_logps_BT)[mask_BT.bool()].detach().float())
 
-def logprob_gap(trainer_logps_BT: Tensor, sampling_logps_BT: Tensor, mask_BT: Tensor) -> Gap:
-    """The gap over the tokens in the mask."""
-    gap_BT = (trainer_logps_BT - sampling_logps_BT).abs() * mask_BT
-    return Gap(total=gap_BT.sum(), count=mask_BT.sum().to(gap_BT.dtype), largest=gap_BT.max())
+    def summarise(self, accelerator: Any, *, clip_min: float | None, clip_max: float | None) -> dict[str, float]:
+        """Figures over all ranks' tokens (a collective); none where no token was compared.
+
+        `sampling_logp_difference/mean` and `/max` are absolute, in nats. `importance_sampling_ratio/...` are of the
+        raw ratio: its mean, least and largest, the share outside the bounds, and the effective sample size as a share
+        of the tokens, (sum r)^2 / (n sum r^2) (Kish 1965).
+        """
+        device = accelerator.device
+        log_ratio = torch.cat([torch.zeros(0, device=device), *self._log_ratios])
+        ratio = log_ratio.double().exp()
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        outside |= ratio < (-1.0 if clip_min is None else clip_min)
+        outside |= ratio > (float("inf") if clip_max is None else clip_max)
+        gap = log_ratio.double().abs()
+        count = torch.tensor(len(ratio), dtype=torch.double, device=device)
+        sums = torch.stack([count, gap.sum(), ratio.sum(), (ratio**2).sum(), outside.sum().double()])
+        none = torch.zeros(1, dtype=torch.double, device=device)
+        extremes = torch.stack(
+            [torch.cat([gap, none]).max(), torch.cat([ratio, none]).max(), torch.cat([-ratio, none - torch.inf]).max()]
+        )
+        num, total_gap, total, squares, num_outside = accelerator.reduce(sums, reduction="sum").tolist()
+        largest_gap, largest, negated_least = accelerator.gather(extremes[None]).amax(dim=0).tolist()
+        if num == 0:
+            return {}
+        return {
+            "sampling_logp_difference/mean": total_gap / num,
+            "sampling_logp_difference/max": largest_gap,
+            "importance_sampling_ratio/mean": total / num,
+            "importance_sampling_ratio/min": -negated_least,
+            "importance_sampling_ratio/max": largest,
+            "importance_sampling_ratio/outside_bounds": num_outside / num,
+            "importance_sampling_ratio/effective_share": total**2 / (num * squares),
+        }

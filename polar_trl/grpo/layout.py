@@ -59,6 +59,19 @@ class Layout:
             parent = self.segments[parent].parent
         return context[::-1]
 
+    def pad(self, multiple: int) -> "Layout":
+        """The same rows, with tokens of no row at the end so that N is a multiple of `multiple`."""
+        rest = -self.num_tokens % multiple
+        if rest == 0:
+            return self
+        filler = Segment(start=self.num_tokens, end=self.num_tokens + rest, parent=None, depth=0)
+        return Layout(
+            token_ids_N=np.pad(self.token_ids_N, (0, rest)),
+            position_ids_N=np.concatenate([self.position_ids_N, np.arange(rest)]),
+            segments=(*self.segments, filler),
+            chains=self.chains,
+        )
+
     @cached_property
     def subtree_ends_N(self) -> Ids:
         """[N]: for each token, the end of all that continues it: token q has token k in its context, or is it, exactly
@@ -81,7 +94,9 @@ def build_layout(rows: Sequence[Sequence[int] | Ids], *, share_prefixes: bool) -
     arrays = [np.asarray(row, dtype=np.int64) for row in rows]
     if share_prefixes:
         return _build_forest(arrays)
-    segments, chains, end = [], [], 0
+    segments: list[Segment] = []
+    chains: list[tuple[int, ...]] = []
+    end = 0
     for array in arrays:
         chains.append((len(segments),) if len(array) else ())
         if len(array):

@@ -27,15 +27,8 @@ def summarise(result: Finished) -> dict[str, float]:
     return summary
 
 
-def build_rollout_metrics(
-    summaries: Sequence[Mapping[str, float]], row_lengths: Sequence[tuple[int, int]]
-) -> dict[str, float]:
-    """Metrics of a generation batch.
-
-    Args:
-        summaries: One per rollout, of all ranks.
-        row_lengths: Trainable tokens and all tokens of each row, of all ranks.
-    """
+def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a generation batch, from the summaries of all ranks' rollouts."""
     totals: Counter[str] = Counter()
     for summary in summaries:
         totals.update(summary)
@@ -47,8 +40,6 @@ def build_rollout_metrics(
         "completions/max_length": max(sampled),
         "completions/clipped_ratio": totals["cut_by_length"] / num,
         "polar/sampled_tokens": totals["sampled_tokens"],
-        "polar/trained_tokens": sum(trained for trained, _ in row_lengths),
-        "polar/forwarded_tokens": sum(length for _, length in row_lengths),
         "polar/calls_per_rollout": totals["calls"] / num,
         "polar/trajectories_per_rollout": totals["trajectories"] / num,
     }

@@ -1,13 +1,12 @@
 """`PolarGRPOTrainer`: TRL's GRPO, with agents in place of `generate`.
 
-TRL keeps the optimizer, checkpoints, PEFT, logging and every loss. What is replaced is the step from a batch of data
-rows to a batch of tensors (`_generate_and_score_completions`): weights go to the engine, agents run against the
-proxy, their calls become trajectories, rewards become one advantage per rollout, and rows are padded to one count on
-all ranks. It refuses to hand the loss a token that the engine did not sample in exactly that context.
+TRL keeps the optimizer, checkpoints, PEFT, logging and every loss. What is replaced is the step from data rows to rows
+to train: weights go to the engine, agents run against the proxy, their calls become trajectories, and rewards become
+one advantage per rollout; `PackedGRPOTrainer` forwards the rows. It refuses to hand the loss a token that the engine
+did not sample in exactly that context.
 """
 
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -20,9 +19,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
@@ -30,12 +26,12 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.advantage import Advantages, compute_advantages
-from polar_trl.grpo.batch import Row, build_batch, row_weights, split_batch
+from polar_trl.grpo.batch import Row, build_row
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
-from polar_trl.grpo.importance import importance_ratio, logprob_gap
 from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
+from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
@@ -51,7 +47,7 @@ from polar_trl.types import Task
 logger = logging.getLogger(__name__)
 
 
-class PolarGRPOTrainer(GRPOTrainer):
+class PolarGRPOTrainer(PackedGRPOTrainer):
     """GRPO on the sessions of an unmodified coding agent.
 
     Args:
@@ -126,9 +122,7 @@ class PolarGRPOTrainer(GRPOTrainer):
         self.vllm_generation: ColocatedVllm
         self._engine_checked = False
         self._num_batches = 0
-        self._buffered_inputs: list[dict[str, Any]] | None  # TRL's: what is left of the last generation batch
         self._last_loaded_step: int  # TRL's: the step whose weights the engine has
-        self._loss_inputs: dict[str, Any] | None = None
         self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
         renderer = load_renderer(
             self._tokenizer,
@@ -171,7 +165,7 @@ class PolarGRPOTrainer(GRPOTrainer):
         self.runner.backend.close()
         self.vllm_generation.engine.close()
 
-    # From data rows to tensors.
+    # From data rows to rows to train.
 
     def get_train_dataloader(self) -> Any:
         """TRL's, with an ear for the batch after the current one."""
@@ -183,24 +177,8 @@ class PolarGRPOTrainer(GRPOTrainer):
         finally:
             self.data_collator = collate
 
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Roll out once per generation batch, and hand out its rows part by part.
-
-        TRL deals rows out in random order. Where all parts go into one optimizer step, order has no meaning, and rows
-        of like length are put together instead.
-        """
-        if not self.model.training:
-            return self._generate_and_score_completions(generation_batch)
-        steps = self.args.steps_per_generation
-        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
-            batch = self._generate_and_score_completions(generation_batch)
-            one_update = self.args.gradient_accumulation_steps % steps == 0 and self.num_iterations == 1
-            self._buffered_inputs = split_batch(batch, steps, by_length=one_update)
-        return self._buffered_inputs[self._step % steps]
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Roll out, grade and turn into tensors one generation batch of this rank (R local rollouts)."""
-        mode = "train" if self.model.training else "eval"
+    def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
+        """Roll out and grade one generation batch of this rank (R local rollouts)."""
         self._sync_engine(mode)
         self.vllm_generation.wake()
         self._check_engine_once(mode)
@@ -211,20 +189,19 @@ class PolarGRPOTrainer(GRPOTrainer):
             self.upcoming.finish_rollouts()
         self._log_phase(mode, "rollouts", started)
 
-        advantages = self._score(inputs, finished, mode)
+        advantages = self._score_rollouts(inputs, finished, mode)
         first = self.accelerator.process_index * len(inputs)
-        local = slice(first, first + len(inputs))
+        trained_R = advantages.scored_R  # law 4: without a reward, no gradient
+        if self.args.drop_zero_variance:
+            trained_R = trained_R & ~advantages.zero_variance_R
         rows = [
-            Row(trajectory=trajectory, advantage=float(advantage))
-            for result, advantage, scored in zip(
-                finished, advantages.advantages_R[local], advantages.scored_R[local], strict=True
-            )
-            if scored  # law 4: without a reward, no gradient
+            build_row(trajectory, float(advantages.advantages_R[first + index]))
+            for index, result in enumerate(finished)
+            if trained_R[first + index]
             for trajectory in result.reconstruction.trajectories
         ]
-        batch = self._build_batch(rows, mode)
         self._log_rollouts(finished, rows, advantages, mode)
-        return batch
+        return rows
 
     def _sync_engine(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since (a collective)."""
@@ -264,7 +241,7 @@ class PolarGRPOTrainer(GRPOTrainer):
             )
         return jobs
 
-    def _score(self, inputs: list[dict[str, Any]], finished: list[Finished], mode: str) -> Advantages:
+    def _score_rollouts(self, inputs: list[dict[str, Any]], finished: list[Finished], mode: str) -> Advantages:
         """Rewards of all ranks' rollouts, and their advantages (a collective)."""
         prompts = [row["prompt"] for row in inputs]
         completions = [conversation_after_instruction(result.rollout) for result in finished]
@@ -288,95 +265,6 @@ class PolarGRPOTrainer(GRPOTrainer):
             raise ConfigError(f"no rollout of the first batch has a reward; most often: {reasons[0][0]}")
         self._log_rewards(prompts, completions, rewards_RF, advantages, mode)
         return advantages
-
-    def _build_batch(self, rows: list[Row], mode: str) -> dict[str, Any]:
-        """Rows of this rank as tensors; every rank gets the same number of rows (a collective)."""
-        device = self.accelerator.device
-        chunks = self.args.steps_per_generation if mode == "train" else 1
-        local = torch.tensor([len(rows), len({row.trajectory.rollout_id for row in rows})], device=device)
-        counts = self.accelerator.gather(local).view(-1, 2)
-        num_rows = max(1, math.ceil(int(counts[:, 0].max()) / chunks)) * chunks
-        weights = row_weights(
-            rows,
-            loss_type=self.loss_type,
-            num_rows=num_rows * self.accelerator.num_processes,
-            num_rollouts=int(counts[:, 1].sum()),
-        )
-        batch: dict[str, Any] = build_batch(
-            rows, weights, num_rows=num_rows, pad_token_id=self._tokenizer.pad_token_id, device=device
-        )
-        batch["num_items_in_batch"] = self.accelerator.gather(batch["tool_mask"].sum()).sum()
-        self._add_reference_logps(batch, mode)
-        return batch
-
-    @torch.no_grad()
-    def _add_reference_logps(self, batch: dict[str, Any], mode: str) -> None:
-        """Log-probabilities that the loss needs beside its own forward pass, only where they differ from it."""
-        uses_per_generation = self.args.steps_per_generation * self.num_iterations
-        off_policy = mode == "train" and self.args.gradient_accumulation_steps % uses_per_generation != 0
-        if not off_policy and self.beta == 0.0:
-            return
-        input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        scored = (input_ids, attention_mask, batch["completion_ids"].size(1), self.args.per_device_train_batch_size)
-        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            if off_policy:
-                batch["old_per_token_logps"] = self._get_per_token_logps_and_entropies(self.model, *scored)[0]
-            if self.beta != 0.0:
-                batch["ref_per_token_logps"] = self._reference_logps(scored)
-
-    def _reference_logps(self, scored: tuple[Any, ...]) -> Tensor:
-        if self.ref_model is not None:
-            return self._get_per_token_logps_and_entropies(self.ref_model, *scored)[0]
-        # a new adapter switched off is the reference; one that training began with was kept as "ref"
-        peft_model = self.accelerator.unwrap_model(self.model)
-        with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
-            return self._get_per_token_logps_and_entropies(self.model, *scored)[0]
-
-    # The comparison with the engine, inside TRL's loss.
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self._loss_inputs = inputs
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self._loss_inputs = None
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """TRL's scoring; within the loss, also the ratio to the sampling policy that the loss reads next.
-
-        TRL scores a batch once without gradients only to have this ratio. As long as the policy has not moved since
-        it sampled, the loss's own forward pass gives the same numbers, so that one is saved.
-        """
-        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._loss_inputs is not None:
-            self._compare_with_engine(self._loss_inputs, outputs[0].detach())
-        return outputs
-
-    def _compare_with_engine(self, inputs: dict[str, Any], logps_BT: Tensor) -> None:
-        trainer_BT = inputs.get("old_per_token_logps", logps_BT)
-        mask_BT = inputs["completion_mask"] * inputs["tool_mask"]
-        sampling_BT = inputs["sampling_per_token_logps"]
-        ratio = importance_ratio(
-            trainer_BT,
-            sampling_BT,
-            mask_BT,
-            mode=self.vllm_importance_sampling_mode,
-            clip_min=self.vllm_importance_sampling_clip_min,
-            clip_max=self.vllm_importance_sampling_clip_max,
-        )
-        inputs["importance_sampling_ratio"] = ratio
-        gap = logprob_gap(trainer_BT, sampling_BT, mask_BT)
-        sums = self.accelerator.reduce(
-            torch.stack([gap.total, gap.count, (ratio * mask_BT).sum()]), reduction="sum"
-        ).tolist()
-        largest = self.accelerator.gather(gap.largest).max().item()
-        if sums[1] == 0:
-            return
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["sampling/sampling_logp_difference/mean"].append(sums[0] / sums[1])
-        metrics["sampling/sampling_logp_difference/max"].append(largest)
-        metrics["sampling/importance_sampling_ratio/mean"].append(sums[2] / sums[1])
 
     # Logging.
 
@@ -416,15 +304,13 @@ class PolarGRPOTrainer(GRPOTrainer):
     def _log_rollouts(self, finished: list[Finished], rows: list[Row], advantages: Advantages, mode: str) -> None:
         """Counts and times of a generation batch, over all ranks (a collective)."""
         summaries: list[dict[str, float]] = gather_object([summarise(result) for result in finished])
-        lengths: list[tuple[int, int]] = gather_object(
-            [(sum(row.trajectory.trainable), len(row.trajectory.token_ids)) for row in rows]
-        )
+        lengths: list[int] = gather_object([len(row.token_ids_T) for row in rows])
         metrics = self._metrics[mode]
-        for name, value in build_rollout_metrics(summaries, lengths).items():
+        for name, value in build_rollout_metrics(summaries).items():
             metrics[name].append(value)
         metrics["polar/rollouts_without_reward"].append(int((~advantages.scored_R).sum()))
         if mode == "train":
-            self.state.num_input_tokens_seen += sum(num_tokens for _, num_tokens in lengths)
+            self.state.num_input_tokens_seen += sum(lengths)
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _log_phase(self, mode: str, name: str, started: float) -> None:

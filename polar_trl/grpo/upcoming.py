@@ -40,6 +40,10 @@ class UpcomingBatches:
 
         return note
 
+    def skip(self, num_batches: int) -> None:
+        """The loader starts after so many batches, which were collated in an earlier process."""
+        self._num_collated = num_batches
+
     def finish_rollouts(self) -> None:
         """The oldest batch was rolled out; the next one's sandboxes may be made."""
         if self._batches:

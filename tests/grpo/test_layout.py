@@ -61,3 +61,15 @@ def test_thousands_of_nested_prefixes_need_no_recursion() -> None:
 def test_no_rows_and_empty_rows(share: bool) -> None:
     assert build_layout([], share_prefixes=share).num_tokens == 0
     assert build_layout([[], [5]], share_prefixes=share).positions_of(0).tolist() == []
+
+
+@given(ROWS, st.booleans(), st.integers(1, 5))
+def test_padding_belongs_to_no_row(rows: list[list[int]], share: bool, multiple: int) -> None:
+    layout = build_layout(rows, share_prefixes=share)
+    padded = layout.pad(multiple)
+    assert padded.num_tokens % multiple == 0
+    assert padded.num_tokens - layout.num_tokens < multiple
+    assert padded.subtree_ends_N[: layout.num_tokens].tolist() == layout.subtree_ends_N.tolist()
+    assert [padded.positions_of(i).tolist() for i in range(len(rows))] == [
+        layout.positions_of(i).tolist() for i in range(len(rows))
+    ]

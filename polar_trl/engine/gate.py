@@ -1,0 +1,78 @@
+"""Calls on their way to the engine -> let through, or held while the weights change.
+
+Sessions stay open over a training step this way: an agent waits for its HTTP answer, hears pings, and knows nothing of
+it. It refuses to cut a call in two: `close` returns once every call that was let through has its answer, so all tokens
+of a call have one policy version.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Visits:
+    """What the gate saw of one session's calls. Written on the event loop, read from any thread."""
+
+    def __init__(self) -> None:
+        self.first_policy_version: int | None = None
+        """The version that the session's first call was let through to; None before that."""
+        self._num_waiting = 0
+        # one value, so that a reader never sees half of a change
+        self._held: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which at least one call stood at the closed gate, up to now."""
+        total, since = self._held
+        return total if since is None else total + time.monotonic() - since
+
+    def begin_wait(self) -> None:
+        """A call stands at the closed gate."""
+        self._num_waiting += 1
+        if self._num_waiting == 1:
+            self._held = (self._held[0], time.monotonic())
+
+    def end_wait(self) -> None:
+        """It does so no longer."""
+        self._num_waiting -= 1
+        if self._num_waiting == 0:
+            self._held = (self.held_s, None)
+
+
+class Gate:
+    """Open at first. Everything happens on one event loop."""
+
+    def __init__(self) -> None:
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._num_inside = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    @asynccontextmanager
+    async def passing(self, visits: Visits) -> AsyncIterator[None]:
+        """Wait until the gate is open; inside the block it does not close."""
+        while not self._is_open.is_set():  # it may have been closed again since this call was woken
+            visits.begin_wait()
+            try:
+                await self._is_open.wait()
+            finally:
+                visits.end_wait()
+        self._num_inside += 1
+        self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._is_empty.set()
+
+    async def close(self) -> None:
+        """Hold calls from now on, and wait for those that were let through. Closing twice is closing once."""
+        self._is_open.clear()
+        await self._is_empty.wait()
+
+    def open(self) -> None:
+        """Let every call through that waits or comes."""
+        self._is_open.set()

@@ -1,0 +1,337 @@
+"""Gated delta nets (Qwen3.5, Qwen3-Next) over a `Layout`: each segment goes on from the state its parent ended with.
+
+Such a layer carries two states from token to token: the last inputs of a short causal convolution, and a matrix per
+head that the gated delta rule updates. `wrap_linear_attention` lets both follow the layout's segments, so that no row
+sees another and a shared prefix is computed once; gradients of all that continues a prefix add up in its state.
+`find_unsupported` names what no state can be carried for; a layer of an unknown kind counts as that.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polar_trl.grpo.layout import Layout
+
+_GATED_DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+"""Classes of transformers whose forward `_forward_layout` follows."""
+_CHUNK_SIZE = 64
+"""Tokens that the delta rule works on at a time: a shorter sequence costs as much."""
+
+
+def wrap_linear_attention(model: nn.Module) -> int:
+    """Let every gated delta net of a model take `layout=`; without it each is as before. Safe to call again.
+
+    Returns:
+        How many there are.
+    """
+    nets = [module for module in model.modules() if _is_gated_delta_net(module)]
+    for net in nets:
+        if not hasattr(net, "forward_rows"):
+            # bound methods, so that a deep copy of the model calls its own modules
+            net.forward_rows = net.forward  # type: ignore[assignment]
+            net.forward = MethodType(_forward, net)
+    return len(nets)
+
+
+def _is_gated_delta_net(module: nn.Module) -> bool:
+    return type(module).__name__ in _GATED_DELTA_NETS
+
+
+def _forward(net: Any, hidden_states: Tensor, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Tensor:
+    if layout is None:
+        output: Tensor = net.forward_rows(hidden_states, *args, **kwargs)
+        return output
+    past = kwargs.get("cache_params")
+    if past is not None and past.has_previous_state(net.layer_idx):
+        raise ValueError("a layout's rows begin at their beginning: they cannot continue a cache")
+    if hidden_states.shape[:2] != (1, layout.num_tokens):
+        raise ValueError(
+            f"hidden states {tuple(hidden_states.shape)} do not fit a layout of {layout.num_tokens} tokens"
+        )
+    return _forward_layout(net, hidden_states, layout)
+
+
+def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
+    """The steps of transformers' `Qwen3_5GatedDeltaNet.forward`, all but two of which treat each token alone.
+
+    Args:
+        hidden_states: [1, N, hidden].
+    """
+    plan = _plan(layout, net.conv_kernel_size - 1, hidden_states.device)
+    qkv_NC, z, b_NH, a_NH = (x[0] for x in _project(net, hidden_states))
+    beta_NH = b_NH.sigmoid()
+    decay_NH = -net.A_log.float().exp() * functional.softplus(a_NH.float() + net.dt_bias)
+    qkv_NC = _convolve(net, qkv_NC, plan)
+    out_NHV = _run_delta_rule(net, qkv_NC, decay_NH, beta_NH, plan)
+    gated = net.norm(out_NHV.flatten(0, 1), z.reshape(-1, net.head_v_dim))
+    output: Tensor = net.out_proj(gated.view(1, layout.num_tokens, -1))
+    return output
+
+
+def _project(net: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of the convolution (queries, keys, values) [1, N, C], the gate z, and b and a [1, N, H]."""
+    if hasattr(net, "in_proj_qkv"):
+        projections = (net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
+        qkv, z, b, a = (projection(hidden_states) for projection in projections)
+        return qkv, z, b, a
+    # Qwen3-Next keeps them in two matrices, by head
+    mixed = net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states)
+    query, key, value, z, b, a = net.fix_query_key_value_ordering(*mixed)
+    return torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1), z, b, a
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What a layout's S segments ask of a gated delta net whose convolution reaches R tokens back."""
+
+    lengths: list[int]
+    """[S]: tokens per segment."""
+    parents: list[int | None]
+    """[S]"""
+    generations: list[list[int]]
+    """Segments by the number of segments in their context: each generation needs only states of the one before."""
+    offsets: list[Tensor]
+    """Per generation: where its segments begin when put one after the other, and the end; int64."""
+    windows: Tensor
+    """[(S - 1) * 2R]: of each segment but the first, the R tokens before it in its rows and its first R."""
+    missing: Tensor
+    """Bool, like `windows`: there is no such token."""
+    heads: Tensor
+    """Which tokens are among the first R of a segment but the first."""
+    heads_in_windows: Tensor
+    """Where in `windows` those are."""
+
+
+def _plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
+    """Kept with the layout: all layers, and the recomputation of a checkpointed one, share it."""
+    plans: dict[tuple[int, torch.device], _Plan] = layout.__dict__.setdefault("delta_net_plans", {})
+    if (reach, device) not in plans:
+        plans[reach, device] = _build_plan(layout, reach, device)
+    return plans[reach, device]
+
+
+def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
+    lengths, parents, generations, windows = [], [], list[list[int]](), list[int]()
+    generation_of: list[int] = []
+    tails: list[list[int]] = []  # per segment: the last tokens, at most R, of its rows up to its end
+    for index, segment in enumerate(layout.segments):
+        parent = segment.parent
+        generation = 0 if parent is None else generation_of[parent] + 1
+        context = [] if parent is None else tails[parent]
+        span = range(segment.start, segment.end)
+        if generation == len(generations):
+            generations.append([])
+        generations[generation].append(index)
+        generation_of.append(generation)
+        lengths.append(len(span))
+        parents.append(parent)
+        tails.append([*context, *span[-reach:]][-reach:])
+        if index and reach:
+            head = span[:reach]
+            windows += [-1] * (reach - len(context)) + context + [*head] + [-1] * (reach - len(head))
+    windows_T = torch.tensor(windows, dtype=torch.int64)
+    is_head = (torch.arange(len(windows)) % max(2 * reach, 1) >= reach) & (windows_T >= 0)
+    sizes = [[0] + [lengths[i] for i in generation] for generation in generations]
+    return _Plan(
+        lengths=lengths,
+        parents=parents,
+        generations=generations,
+        offsets=[torch.tensor(size).cumsum(0).to(device) for size in sizes],
+        windows=windows_T.clamp(min=0).to(device),
+        missing=(windows_T < 0).to(device),
+        heads=windows_T[is_head].to(device),
+        heads_in_windows=is_head.nonzero()[:, 0].to(device),
+    )
+
+
+def _convolve(net: Any, qkv_NC: Tensor, plan: _Plan) -> Tensor:
+    """The short causal convolution: once over all, then the first tokens of each segment again in their own context."""
+    out_NC = _convolve_rows(net, qkv_NC[None])[0]
+    if len(plan.windows) == 0:
+        return out_NC
+    windows = qkv_NC.index_select(0, plan.windows).masked_fill(plan.missing[:, None], 0.0)
+    again = _convolve_rows(net, windows.view(len(plan.lengths) - 1, -1, windows.shape[-1])).flatten(0, 1)
+    return out_NC.index_copy(0, plan.heads, again.index_select(0, plan.heads_in_windows))
+
+
+def _convolve_rows(net: Any, rows_BTC: Tensor) -> Tensor:
+    convolve = _look_up(net, "causal_conv1d_fn")
+    weight = net.conv1d.weight.squeeze(1)
+    out: Tensor = convolve(rows_BTC.transpose(1, 2), weight, net.conv1d.bias, activation=net.activation)
+    return out.transpose(1, 2)
+
+
+def _run_delta_rule(net: Any, qkv_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor, plan: _Plan) -> Tensor:
+    """[N, H, V]: the gated delta rule, one generation of segments after the other."""
+    rule = _look_up(net, "torch_chunk_gated_delta_rule")
+    is_varlen = _takes_offsets(rule, qkv_NC.device, qkv_NC.dtype, net.num_v_heads, net.head_k_dim, net.head_v_dim)
+    # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
+    inputs = list(zip(*(x.split(plan.lengths) for x in (qkv_NC, decay_NH, beta_NH)), strict=True))
+    outs: list[Tensor] = [qkv_NC] * len(inputs)
+    states: dict[int, Tensor] = {}
+    with_children = set(plan.parents)
+    for generation, offsets in zip(plan.generations, plan.offsets, strict=True):
+        earlier, states = states, {}
+        for group in [generation] if is_varlen else _group_by_length(generation, plan.lengths):
+            lengths = [plan.lengths[i] for i in group]
+            starts = [earlier[parent] for i in group if (parent := plan.parents[i]) is not None]
+            out, final = _apply_rule(
+                net,
+                rule,
+                *(_join(parts, lengths, is_varlen) for parts in zip(*(inputs[i] for i in group), strict=True)),
+                initial_state=torch.stack(starts) if starts else None,
+                output_final_state=not with_children.isdisjoint(group),
+                cu_seqlens=offsets if is_varlen else None,
+            )
+            pieces = out[0].split(lengths) if is_varlen else [x[:n] for x, n in zip(out, lengths, strict=True)]
+            for place, index in enumerate(group):
+                outs[index] = pieces[place]
+            if final is not None:
+                rows = final.unbind()
+                states.update({i: rows[place] for place, i in enumerate(group) if i in with_children})
+    return torch.cat(outs)
+
+
+def _join(parts: tuple[Tensor, ...], lengths: list[int], is_varlen: bool) -> Tensor:
+    """One after the other [1, T, ...], or as rows [B, L, ...] filled up with zeros.
+
+    A token of zeros neither decays the state (the decay is a logarithm) nor adds to it (its key is zero): the state
+    after a filled-up row is the state after the row.
+    """
+    if is_varlen:
+        return torch.cat(parts)[None]
+    longest = max(lengths)
+    return torch.stack([functional.pad(x, (0, 0, 0, longest - len(x))) for x in parts])
+
+
+def _apply_rule(
+    net: Any, rule: Callable[..., Any], qkv: Tensor, decay: Tensor, beta: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The rule on [B, T, ...]: outputs [B, T, H, V] and, if wanted, final states [B, H, K, V]."""
+    query, key, value = qkv.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
+    query, key = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (query, key))
+    value = value.unflatten(-1, (-1, net.head_v_dim))
+    repeats = net.num_v_heads // net.num_k_heads
+    if repeats > 1:
+        query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
+    out, final = rule(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **kwargs)
+    return out, final
+
+
+def _group_by_length(segments: list[int], lengths: list[int]) -> list[list[int]]:
+    """Segments to run as rows of one call: none is filled up by more than a third of its own chunks."""
+    groups: list[list[int]] = []
+    most = 0
+    for index in sorted(segments, key=lambda i: -lengths[i]):
+        chunks = -(-lengths[index] // _CHUNK_SIZE)
+        if not groups or 4 * chunks < 3 * most:
+            groups.append([])
+            most = chunks
+        groups[-1].append(index)
+    return groups
+
+
+def _look_up(net: nn.Module, name: str) -> Callable[..., Any]:
+    """A function by the name under which the module's own forward calls it: transformers puts the fastest there."""
+    function: Callable[..., Any] = getattr(sys.modules[type(net).__module__], name)
+    return function
+
+
+@cache
+def _takes_offsets(
+    rule: Callable[..., Any], device: torch.device, dtype: torch.dtype, heads: int, key_dim: int, value_dim: int
+) -> bool:
+    """Whether the rule that is installed heeds `cu_seqlens` (that of flash-linear-attention does; that in torch
+    ignores it and would run all as one sequence): asked of two sequences of one token."""
+    keys = torch.zeros(1, 2, heads, key_dim, device=device, dtype=dtype)
+    values = torch.zeros(1, 2, heads, value_dim, device=device, dtype=dtype)
+    gates = torch.zeros(1, 2, heads, device=device, dtype=dtype)
+    offsets = torch.tensor([0, 1, 2], device=device)
+    with torch.no_grad():
+        _, states = rule(
+            keys, keys, values, g=gates.float(), beta=gates, cu_seqlens=offsets, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+    return len(states) == 2
+
+
+_LAYER_TYPES = frozenset({"full_attention", "linear_attention"})
+_SETTINGS = {
+    "is_encoder_decoder": "an encoder",
+    "sliding_window": "attention with a sliding window",
+    "attention_chunk_size": "chunked attention",
+    "attn_logit_softcapping": "soft-capped attention scores",
+    "use_bidirectional_attention": "bidirectional attention",
+    "alibi": "positions as attention biases (ALiBi)",
+}
+"""Settings of a model's config that, if set, change what a token attends to or how -> what they stand for."""
+_TOKENWISE = ("norm", "mlp", "feed_forward", "moe", "dropout")
+"""Parts of names of a layer's modules that treat each token alone."""
+_IN_ATTENTION = ("Linear", "Norm", "Rotary", "Dropout")
+"""Parts of names of the classes that plain attention is made of, LoRA's among them."""
+
+
+def find_unsupported(model: nn.Module) -> str | None:
+    """What keeps a causal language model from being forwarded over a `Layout`; None: nothing.
+
+    Known are full causal attention through transformers' attention interface and the gated delta nets above. All else
+    is named, also what might work, since a layer that sees across rows would train on wrong gradients in silence.
+
+    Returns:
+        Half a sentence: "it has chunked attention (attention_chunk_size=8192)".
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    config = base.config.get_text_config()
+    for name, meaning in _SETTINGS.items():
+        value = getattr(config, name, None)
+        if value:
+            return f"it has {meaning} ({name}={value})"
+    if other := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+        return f"it has layers of the types {', '.join(other)}"
+    layers = getattr(base.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not layers:
+        return f"{type(base).__name__} has no list of decoder layers under a known name"
+    for index, layer in enumerate(layers):
+        if problem := _find_in_layer(layer):
+            return f"its layer {index} has {problem}"
+    return None
+
+
+def _find_in_layer(layer: nn.Module) -> str | None:
+    num_mixers = 0
+    for name, module in layer.named_children():
+        if _is_gated_delta_net(module):
+            num_mixers += 1
+        elif getattr(module, "is_causal", False) is True:
+            num_mixers += 1
+            if problem := _find_in_attention(module):
+                return f"{name}, {problem}"
+        elif not any(part in name.lower() for part in _TOKENWISE) or any(
+            "conv" in type(part).__name__.lower() for part in module.modules()
+        ):
+            return f"{name}, a {type(module).__name__}, which is not known to treat each token alone"
+    if num_mixers != 1:
+        return f"{num_mixers} modules that mix tokens, not one"
+    return None
+
+
+def _find_in_attention(module: nn.Module) -> str | None:
+    kind = f"a {type(module).__name__}"
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
+        return f"{kind} that does not use transformers' attention interface"
+    if getattr(module, "sliding_window", None):
+        return f"{kind} with a sliding window"
+    if parameters := [name for name, _ in module.named_parameters(recurse=False)]:
+        return f"{kind} with parameters of its own ({', '.join(parameters)}), as attention sinks are"
+    for name, child in module.named_children():
+        if not any(part in type(child).__name__ for part in _IN_ATTENTION):
+            return f"{kind} with {name}, a {type(child).__name__}"
+    return None

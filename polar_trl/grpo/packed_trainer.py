@@ -1,0 +1,269 @@
+"""TRL's GRPO on rows of any length: what a step costs is what its tokens cost.
+
+Rows of all ranks are spread over ranks and forward passes by predicted cost and forwarded without padding, shared
+prefixes once. Every loss of TRL is computed by TRL, on the rows' trainable tokens. It knows nothing of agents or of
+engines: a subclass says where rows come from (`_collect_rows`). It refuses to let ranks run different numbers of
+forward passes, which would leave collectives waiting for ever.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from polar_trl.grpo.balance import CostModel, plan_micro_batches
+from polar_trl.grpo.batch import ROLLOUT_MEAN_LOSSES, Row, build_micro_batch, row_weights, to_rows
+from polar_trl.grpo.config import PackedGRPOConfig
+from polar_trl.grpo.forward import choose_layout, prepare_model, score
+from polar_trl.grpo.importance import RatioStats, importance_ratio
+
+MicroBatch = dict[str, Any]
+
+
+class PackedGRPOTrainer(GRPOTrainer):
+    """GRPO whose forward passes are filled by tokens. Arguments are TRL's.
+
+    A generation batch of TRL is collected in its first micro-step. The forward passes of an optimizer step, as many
+    as its tokens need, all run in its last one.
+    """
+
+    args: PackedGRPOConfig
+    accelerator: Any
+    model: Any
+    num_iterations: int
+    current_gradient_accumulation_steps: int
+    _current_train_step_time: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        policy = self.accelerator.unwrap_model(self.model)
+        self.layout_kind = choose_layout(policy, self.args.sequence_layout, balances_experts=self.aux_loss_enabled)
+        for model in (policy, self.ref_model):
+            if model is not None:
+                prepare_model(model, self.layout_kind)
+        self._cost = _build_cost_model(policy)
+        self._windows: list[list[MicroBatch]] | None = None
+        """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
+        self._ratio_stats = RatioStats()
+        self._loss_inputs: MicroBatch | None = None
+
+    def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
+        """Rows of this rank for its data rows. A collective."""
+        raise NotImplementedError
+
+    # A step: rows, forward passes, gradients.
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One micro-step of transformers' loop; see the class for what happens in which."""
+        started = time.perf_counter()
+        per_generation = self.args.steps_per_generation
+        if self._windows is None or self._step % (per_generation * self.num_iterations) == 0:
+            self._windows = self._plan_windows(self._collect_rows(inputs, "train"), "train")
+        steps_per_window = math.gcd(per_generation, self.args.gradient_accumulation_steps)
+        loss = torch.zeros((), device=self.accelerator.device)
+        if (self._step + 1) % steps_per_window == 0:
+            window = self._windows[self._step // steps_per_window % len(self._windows)]
+            loss = self._train_window(model, window, steps_per_window)
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - started
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    def _train_window(self, model: Any, window: list[MicroBatch], steps_per_window: int) -> Tensor:
+        """Forward and backward of all passes; gradients are exchanged after the last one only."""
+        loss = torch.zeros((), device=self.accelerator.device)
+        num_micro_steps = self.current_gradient_accumulation_steps
+        # TRL divides by the number of passes that an optimizer step has: here it is this
+        self.current_gradient_accumulation_steps = len(window) * num_micro_steps // steps_per_window
+        try:
+            for number, micro_batch in enumerate(window):
+                is_last = number == len(window) - 1
+                with nullcontext() if is_last else self._no_gradient_exchange(model):
+                    loss += super(GRPOTrainer, self).training_step(model, micro_batch, None)
+        finally:
+            self.current_gradient_accumulation_steps = num_micro_steps
+        self._log_ratio_stats("train")
+        return loss
+
+    @contextmanager
+    def _no_gradient_exchange(self, model: Any) -> Iterator[None]:
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            # accelerate has DeepSpeed step at every backward pass that synchronises
+            state = self.accelerator.gradient_state
+            before = state.sync_gradients
+            state._set_sync_gradients(False)
+            try:
+                yield
+            finally:
+                state._set_sync_gradients(before)
+        else:
+            with self.accelerator.no_sync(model):
+                yield
+
+    def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
+        """transformers' loop asks for every pass; ours are ready."""
+        return inputs
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """The loss of an evaluation batch."""
+        (window,) = self._plan_windows(self._collect_rows(inputs, "eval"), "eval")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            losses = [self.compute_loss(model, micro_batch) for micro_batch in window]
+        self._log_ratio_stats("eval")
+        return torch.stack(losses).sum().detach(), None, None
+
+    # From rows to forward passes.
+
+    def _plan_windows(self, local_rows: list[Row], mode: str) -> list[list[MicroBatch]]:
+        """This rank's passes of each optimizer step, as many as every other rank has. A collective."""
+        rows: list[Row] = gather_object(local_rows)
+        num_windows = 1
+        if mode == "train":
+            per_generation = self.args.steps_per_generation
+            num_windows = per_generation // math.gcd(per_generation, self.args.gradient_accumulation_steps)
+        weights = row_weights(rows, loss_type=self.loss_type)
+        num_trainable = sum(row.num_trainable for row in rows)
+        windows, plans = [], []
+        for part in self._deal_rollouts(rows, num_windows):
+            plan = plan_micro_batches(
+                [rows[i].token_ids_T for i in part],
+                num_ranks=self.accelerator.num_processes,
+                max_tokens=1 if self.layout_kind == "single" else self.args.max_tokens_per_device,
+                share_prefixes=self.layout_kind == "tree",
+                cost=self._cost,
+            )
+            plans.append(plan)
+            mine = plan.micro_batches[self.accelerator.process_index]
+            scale = num_windows * self.accelerator.num_processes * (len(mine) if mode == "train" else 1)
+            window = []
+            for members in mine:
+                # TRL's mean over the rows of a pass, of the passes and of the ranks becomes the sum that is meant
+                factor = scale * max(1, len(members)) if self.loss_type in ROLLOUT_MEAN_LOSSES else 1.0
+                chosen = [part[i] for i in members]
+                micro_batch = build_micro_batch(
+                    [rows[i] for i in chosen],
+                    [weights[i] * factor for i in chosen],
+                    kind=self.layout_kind,
+                    device=self.accelerator.device,
+                )
+                # TRL: divided by this, times passes per optimizer step, over micro-steps per generation
+                num_items = torch.tensor(float(num_trainable), device=self.accelerator.device)
+                if mode == "train":
+                    steps_per_window = self.args.steps_per_generation // num_windows
+                    num_items = num_items * steps_per_window / len(mine)
+                micro_batch["num_items_in_batch"] = num_items
+                window.append(micro_batch)
+            windows.append(window)
+        for window in windows:
+            self._add_reference_logps(window, mode)
+        metrics = self._metrics[mode]
+        metrics["polar/trained_tokens"].append(num_trainable)
+        metrics["polar/forwarded_tokens"].append(sum(plan.forwarded_tokens for plan in plans))
+        metrics["polar/unique_tokens"].append(sum(plan.unique_tokens for plan in plans))
+        metrics["polar/forward_passes"].append(sum(plan.num_micro_batches for plan in plans))
+        metrics["polar/rank_imbalance"].append(max(_imbalance(plan.costs_R) for plan in plans))
+        return windows
+
+    def _deal_rollouts(self, rows: Sequence[Row], num_windows: int) -> list[list[int]]:
+        """Indices of rows for each optimizer step; rollouts stay whole, and all ranks deal alike."""
+        rollouts = list(dict.fromkeys(row.rollout_id for row in rows))
+        generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
+        order = torch.randperm(len(rollouts), generator=generator).tolist()
+        window_of = {rollouts[index]: place % num_windows for place, index in enumerate(order)}
+        return [
+            [index for index, row in enumerate(rows) if window_of[row.rollout_id] == window]
+            for window in range(num_windows)
+        ]
+
+    @torch.no_grad()
+    def _add_reference_logps(self, window: list[MicroBatch], mode: str) -> None:
+        """Log-probabilities that the loss needs beside its own forward pass, only where they differ from it."""
+        uses_per_generation = self.args.steps_per_generation * self.num_iterations
+        off_policy = mode == "train" and self.args.gradient_accumulation_steps % uses_per_generation != 0
+        if not off_policy and self.beta == 0.0:
+            return
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for micro_batch in window:
+                if off_policy:
+                    micro_batch["old_per_token_logps"] = self._score(self.model, micro_batch)[0]
+                if self.beta != 0.0:
+                    micro_batch["ref_per_token_logps"] = self._reference_logps(micro_batch)
+
+    def _reference_logps(self, micro_batch: MicroBatch) -> Tensor:
+        if self.ref_model is not None:
+            return self._score(self.ref_model, micro_batch)[0]
+        # a new adapter switched off is the reference; one that training began with was kept as "ref"
+        peft_model = self.accelerator.unwrap_model(self.model)
+        with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
+            return self._score(self.model, micro_batch)[0]
+
+    # Inside TRL's loss.
+
+    def _score(self, model: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        with self.accelerator.autocast():
+            logps_S, entropies_S = score(model, micro_batch["packed"])
+        return to_rows(logps_S, micro_batch), to_rows(entropies_S, micro_batch)
+
+    def _compute_loss(self, model: Any, inputs: MicroBatch) -> Tensor:
+        self._loss_inputs = inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._loss_inputs = None
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+        """Log-probabilities and entropies [B, C] of the pass whose loss TRL is computing.
+
+        TRL scores a batch once more, without gradients, only to have its ratio to the sampling policy. As long as the
+        policy has not moved since it sampled, the loss's own pass gives the same numbers, so that one is saved.
+        """
+        assert self._loss_inputs is not None
+        inputs = self._loss_inputs
+        logps_BC, entropies_BC = self._score(model, inputs)
+        trainer_BC = inputs.get("old_per_token_logps", logps_BC.detach())
+        mask_BC = inputs["completion_mask"]
+        inputs["importance_sampling_ratio"] = importance_ratio(
+            trainer_BC,
+            inputs["sampling_per_token_logps"],
+            mask_BC,
+            mode=self.vllm_importance_sampling_mode,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
+        self._ratio_stats.add(trainer_BC, inputs["sampling_per_token_logps"], mask_BC)
+        return logps_BC, entropies_BC, None
+
+    def _log_ratio_stats(self, mode: str) -> None:
+        """How far the training policy is from the one that sampled, over the step's tokens. A collective."""
+        stats, self._ratio_stats = self._ratio_stats, RatioStats()
+        figures = stats.summarise(
+            self.accelerator,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
+        for name, value in figures.items():
+            self._metrics[mode][f"sampling/{name}"].append(value)
+
+
+def _build_cost_model(model: Any) -> CostModel:
+    embeddings = {id(module.weight) for module in (model.get_input_embeddings(),) if module is not None}
+    num_parameters = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
+    return CostModel.of(model.config, num_parameters)
+
+
+def _imbalance(costs_R: Sequence[float]) -> float:
+    """How much longer the slowest rank takes than the mean."""
+    mean = sum(costs_R) / len(costs_R)
+    return max(costs_R) / mean - 1.0 if mean else 0.0

@@ -1,0 +1,39 @@
+"""How long the agents of a batch ran -> how long the rest of them may still run.
+
+Once the stated share of a batch's agents has ended, the slowest of those sets the limit for all others: who has used as
+much agent time is stopped, and who begins later gets as much and no more. It refuses to draw a limit from sessions that
+say nothing of how long a task takes: those that could not be prepared, and those whose calls failed on our side.
+"""
+
+import math
+import threading
+
+
+class StragglerCut:
+    """Of one batch of sessions. Used by their threads.
+
+    Args:
+        num_sessions: Of the batch.
+        quantile: The share (0 < q < 1) that has to have ended; None never cuts.
+    """
+
+    def __init__(self, num_sessions: int, quantile: float | None) -> None:
+        self.limit_s = math.inf
+        """Agent time (s, without what was held) at which an agent that still runs is a straggler."""
+        self._num_counted = num_sessions
+        self._quantile = quantile
+        self._times_s: list[float] = []
+        self._lock = threading.Lock()
+
+    def note(self, agent_s: float | None) -> None:
+        """An agent has ended after so long; None for a session that does not count."""
+        with self._lock:
+            if agent_s is None:
+                self._num_counted -= 1
+            else:
+                self._times_s.append(agent_s)
+            if self._quantile is None or not self._times_s or self.limit_s < math.inf:
+                return
+            # rounded, since 0.07 * 100 is a little more than 7
+            if len(self._times_s) >= math.ceil(round(self._quantile * self._num_counted, 9)):
+                self.limit_s = max(self._times_s)
