@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
+from polar_trl.grpo.checkpoint import choose_start, find_checkpoint, read_step
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
 from polar_trl.harness import AGENTS, build_agent
@@ -153,20 +155,26 @@ def parse_arguments() -> tuple[RunArguments, PolarGRPOConfig, ModelConfig]:
 def main() -> None:
     run, args, model_config = parse_arguments()
     started = time.monotonic()
+    folder = Path(args.output_dir)
+    signal.signal(signal.SIGTERM, stop_once)
     try:
+        checkpoint = choose_start(folder, args.resume_from_checkpoint)
+        if checkpoint is not None and is_over(args, checkpoint):
+            print(f"the run in {folder} made all of its {args.max_steps} steps; set max_steps higher to go on")
+            return
         trainer = build_trainer(run, args, model_config)
     except (PolarError, OSError) as error:
         sys.exit(f"train: {error}")
     except KeyboardInterrupt:
         sys.exit("train: stopped before the first step")
     try:
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if args.save_strategy != "no":
             trainer.save_model()
     except PolarError as error:
         sys.exit(f"train: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"train: stopped at step {trainer.state.global_step}; sessions are recorded in {args.output_dir}")
+        sys.exit(f"train: stopped at step {trainer.state.global_step}; {explain_resume(folder)}")
     finally:
         trainer.close()
     if trainer.accelerator.is_main_process:
@@ -174,10 +182,28 @@ def main() -> None:
             summary = build_summary(trainer.state.log_history, seconds=time.monotonic() - started)
         except PolarError as error:
             sys.exit(f"train: {error}")
-        folder = Path(args.output_dir)
         write_summary(folder, summary)
         print_summary(summary)
         print(f"run folder: {folder}\npicture:    {folder / 'rewards.png'}\nlook back:  polar-trl replay {folder}")
+
+
+def stop_once(signum: int, _frame: Any) -> None:
+    """A signal as if it were Ctrl-C; the second one ends the process at once."""
+    signal.signal(signum, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def is_over(args: PolarGRPOConfig, checkpoint: Path) -> bool:
+    """Whether nothing is left to do after a checkpoint."""
+    return 0 < args.max_steps <= read_step(checkpoint) and (Path(args.output_dir) / "summary.json").exists()
+
+
+def explain_resume(folder: Path) -> str:
+    """How to go on with a run that was stopped."""
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        return f"no checkpoint was written yet (save_strategy, save_steps); sessions are recorded in {folder}"
+    return f"--resume_from_checkpoint auto goes on from {checkpoint}"
 
 
 def read_agent_files(names: list[str]) -> dict[str, str]:

@@ -88,8 +88,8 @@ class Plan:
     costs_R: tuple[float, ...]
     """Predicted cost of each rank."""
     lower_bound: float
-    """No split has a lower `cost`: it is the mean over ranks if no prefix that may be shared is forwarded twice, or the
-    dearest row."""
+    """No split has a lower `cost`: the mean over ranks if nothing that may be shared were forwarded twice, or what the
+    dearest row costs."""
     forwarded_tokens: int
     """Over all ranks; a prefix counts once in each micro-batch that shares it."""
     unique_tokens: int

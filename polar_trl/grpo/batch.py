@@ -78,7 +78,7 @@ def row_weights(rows: Sequence[Row], *, loss_type: str) -> list[float]:
 
 
 def build_micro_batch(
-    rows: Sequence[Row], weights: Sequence[float], *, kind: LayoutKind, device: torch.device
+    rows: Sequence[Row], weights: Sequence[float], *, num_rows: int, kind: LayoutKind, device: torch.device
 ) -> dict[str, Any]:
     """What one forward pass of B rows needs; without rows, one that trains nothing and costs two tokens.
 
@@ -87,6 +87,8 @@ def build_micro_batch(
 
     Args:
         weights: Factor of each row's advantage.
+        num_rows: B, at least one: the most rows that any rank has in this pass, since TRL gathers figures of rows. What
+            the given rows do not fill stays empty.
 
     Returns:
         `prompt_ids`, `prompt_mask` [B, 0]; `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C];
@@ -94,11 +96,10 @@ def build_micro_batch(
     """
     if not rows:
         # a pass that every rank has to make: one token is scored so that all parameters are used, and masked
-        return build_micro_batch([build_filler()], [0.0], kind=kind, device=device) | {
-            "completion_mask": torch.zeros((1, 1), dtype=torch.long, device=device)
-        }
+        filled = build_micro_batch([build_filler()], [0.0], num_rows=num_rows, kind=kind, device=device)
+        return filled | {"completion_mask": torch.zeros((num_rows, 1), dtype=torch.long, device=device)}
     counts = [row.num_trainable for row in rows]
-    shape = (len(rows), max(counts))
+    shape = (num_rows, max(counts))
     completion_ids = torch.zeros(shape, dtype=torch.long)
     completion_mask = torch.zeros(shape, dtype=torch.long)
     sampling_logps = torch.zeros(shape)
@@ -112,15 +113,16 @@ def build_micro_batch(
         kind=kind,
         device=device,
     )
-    advantages = [row.advantage * weight for row, weight in zip(rows, weights, strict=True)]
-    nothing = torch.zeros((len(rows), 0), dtype=torch.long, device=device)
+    advantages = torch.zeros(num_rows)
+    advantages[: len(rows)] = torch.tensor([row.advantage * weight for row, weight in zip(rows, weights, strict=True)])
+    nothing = torch.zeros((num_rows, 0), dtype=torch.long, device=device)
     return {
         "prompt_ids": nothing,
         "prompt_mask": nothing,
         "completion_ids": completion_ids.to(device),
         "completion_mask": completion_mask.to(device),
         "sampling_per_token_logps": sampling_logps.to(device),
-        "advantages": torch.tensor(advantages, dtype=torch.float32, device=device),
+        "advantages": advantages.to(device),
         "packed": packed,
     }
 

@@ -13,15 +13,17 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.trainer_pt_utils import safe_globals
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.batch import Row
+from polar_trl.grpo.forward import PackedRows
+from polar_trl.grpo.layout import Layout, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,8 @@ PART_FILE = STATE_FILE + ".part"
 RANK_FILE = "polar_rank{}.pt"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _REMOVED = "removed-"
-_SAVED_TYPES = (Row,)
-"""Classes of this package that windows may hold. Nothing else is read back: unpickling may run what it is given."""
+_SAVED_TYPES = [PackedRows, Layout, Segment, type(np.dtype(np.int64))]
+"""What windows are made of, beside tensors. Nothing else is read back: unpickling may run what it is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,16 +53,16 @@ class RunState:
     """Of the engine."""
     seconds: float
     """Wall time of the run up to here, without what was lost to kills."""
-    data_order: Mapping[str, Any]
-    """Settings that decide which tasks come when (JSON values); must be the same when the run goes on."""
+    settings: Mapping[str, Any]
+    """Those that decide which tasks come when (JSON values); they must stay as they were."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
     """What one rank has in hand between two optimizer steps."""
 
-    windows: Sequence[Any] = ()
-    """What is left of the last generation batch: rolled out, and not trained yet."""
+    windows: Sequence[Sequence[Mapping[str, Any]]] = ()
+    """Forward passes of the last generation batch, by optimizer step, if any of them is still to come."""
     open_rows: Sequence[Mapping[str, Any]] = ()
     """Data rows whose sessions were open when the checkpoint was written; they have to be started again."""
 
@@ -77,7 +79,8 @@ def begin_checkpoint(folder: Path) -> None:
 
 def save_rank_state(folder: Path, rank: int, state: RankState) -> None:
     """Write what one rank has in hand."""
-    torch.save({"windows": list(state.windows), "open_rows": list(state.open_rows)}, folder / RANK_FILE.format(rank))
+    windows = [[_without_caches(passed) for passed in window] for window in state.windows]
+    torch.save({"windows": windows, "open_rows": list(state.open_rows)}, folder / RANK_FILE.format(rank))
 
 
 def finish_checkpoint(folder: Path, state: RunState, *, is_resumable: bool = True) -> None:
@@ -101,8 +104,8 @@ def finish_checkpoint(folder: Path, state: RunState, *, is_resumable: bool = Tru
         _flush(parent)
 
 
-def load_state(folder: Path, rank: int) -> tuple[RunState, RankState]:
-    """Read a complete checkpoint. Raises `ConfigError` if it is none, or cannot be gone on from."""
+def load_state(folder: Path, rank: int, device: torch.device) -> tuple[RunState, RankState]:
+    """Read a complete checkpoint, tensors to `device`. Raises `ConfigError` if the run cannot go on from it."""
     if problem := find_problem(folder):
         raise ConfigError(f"resume_from_checkpoint: {folder} {problem}")
     content = json.loads((folder / STATE_FILE).read_text())
@@ -111,8 +114,8 @@ def load_state(folder: Path, rank: int) -> tuple[RunState, RankState]:
     path = folder / RANK_FILE.format(rank)
     if not path.is_file():
         raise ConfigError(f"resume_from_checkpoint: {folder} was written by fewer processes: {path.name} is missing")
-    with safe_globals(), torch.serialization.safe_globals(list(_SAVED_TYPES)):
-        return RunState(**content), RankState(**torch.load(path, weights_only=True))
+    with safe_globals(), torch.serialization.safe_globals(_SAVED_TYPES):
+        return RunState(**content), RankState(**torch.load(path, map_location=device, weights_only=True))
 
 
 def find_problem(folder: Path) -> str | None:
@@ -148,13 +151,10 @@ def choose_checkpoint(output_dir: Path, wanted: str | bool | None) -> Path | Non
     Raises:
         ConfigError: there is no such checkpoint, or `output_dir` has newer ones, which a later "auto" would take.
     """
-    if isinstance(wanted, str) and wanted.lower() in ("auto", "true"):
-        wanted = True
-    if isinstance(wanted, str) and wanted.lower() in ("", "false", "none", "null"):
-        wanted = None
+    wanted = _parse_wanted(wanted)
     if wanted is True:
         return find_checkpoint(output_dir)
-    if not wanted:
+    if wanted is False:
         return None
     folder = Path(wanted)
     if problem := find_problem(folder):
@@ -162,7 +162,7 @@ def choose_checkpoint(output_dir: Path, wanted: str | bool | None) -> Path | Non
         hint = f"; the newest complete one is {newest}" if newest else ""
         raise ConfigError(f"resume_from_checkpoint: {folder} {problem}{hint}")
     step = read_step(folder)
-    newer = [path for other, path in list_checkpoints(output_dir) if other > step]
+    newer = [path for other, path in list_checkpoints(output_dir) if other > step and find_problem(path) is None]
     if newer:
         raise ConfigError(
             f"resume_from_checkpoint: {output_dir} holds {newer[-1].name}, which is newer than {folder.name}: move it "
@@ -185,15 +185,18 @@ def find_checkpoint(output_dir: Path) -> Path | None:
     return None
 
 
-def require_unused(output_dir: Path) -> None:
-    """Refuse a folder that holds a run already. Raises `ConfigError`."""
+def choose_start(output_dir: Path, wanted: str | bool | None) -> Path | None:
+    """`choose_checkpoint` for a script, which also refuses to begin where a run is already. Raises `ConfigError`."""
+    folder = choose_checkpoint(output_dir, wanted)
+    is_own = folder is not None and folder.resolve().parent == output_dir.resolve()
     held = [path.name for _, path in list_checkpoints(output_dir)]
     held += [name for name in ("sessions", "trained.jsonl", "summary.json") if (output_dir / name).exists()]
-    if held:
+    if held and not is_own and _parse_wanted(wanted) is not True:
         raise ConfigError(
             f"output_dir {output_dir} holds a run already ({held[0]}): go on with it by "
             "--resume_from_checkpoint auto, or name another output_dir"
         )
+    return folder
 
 
 def remove_partial(output_dir: Path) -> None:
@@ -230,14 +233,26 @@ def read_step(folder: Path) -> int:
     return int(json.loads((folder / STATE_FILE).read_text())["step"])
 
 
-def require_same_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where the tasks would come in another order than in the run so far."""
+def require_same_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where a setting that the order of tasks hangs on has changed."""
     for name, value in now.items():
         if saved.get(name) != value:
             raise ConfigError(
-                f"{name} is {value!r} and was {saved.get(name)!r} when the checkpoint was written: tasks would come "
-                "in another order, some twice. Set it back, or begin a new run with the checkpoint as its model"
+                f"{name} is {value!r} and was {saved.get(name)!r} when the checkpoint was written; a run goes on only "
+                "with the same tasks in the same order. Set it back, or begin a new run with the checkpoint as model"
             )
+
+
+def _parse_wanted(wanted: str | bool | None) -> str | bool:
+    """True, a path, or False."""
+    named = {"auto": True, "true": True, "": False, "false": False, "none": False, "null": False}
+    return named.get(wanted.lower(), wanted) if isinstance(wanted, str) else bool(wanted)
+
+
+def _without_caches(passed: Mapping[str, Any]) -> dict[str, Any]:
+    """A forward pass without what was computed from its layout on the way."""
+    packed = passed["packed"]
+    return {**passed, "packed": replace(packed, layout=replace(packed.layout))}
 
 
 def _remove(folder: Path) -> None:

@@ -153,7 +153,7 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
 
 
 def _convolve(net: Any, qkv_NC: Tensor, plan: _Plan) -> Tensor:
-    """The short causal convolution: once over all, then the first tokens of each segment again in their own context."""
+    """The short causal convolution: over all tokens, then over each segment's first again, in their own context."""
     out_NC = _convolve_rows(net, qkv_NC[None])[0]
     if len(plan.windows) == 0:
         return out_NC

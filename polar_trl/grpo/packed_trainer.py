@@ -148,13 +148,15 @@ class PackedGRPOTrainer(GRPOTrainer):
             mine = plan.micro_batches[self.accelerator.process_index]
             scale = num_windows * self.accelerator.num_processes * (len(mine) if mode == "train" else 1)
             window = []
-            for members in mine:
+            for number, members in enumerate(mine):
+                num_rows = max(1, *(len(theirs[number]) for theirs in plan.micro_batches))
                 # TRL's mean over the rows of a pass, of the passes and of the ranks becomes the sum that is meant
-                factor = scale * max(1, len(members)) if self.loss_type in ROLLOUT_MEAN_LOSSES else 1.0
+                factor = scale * num_rows if self.loss_type in ROLLOUT_MEAN_LOSSES else 1.0
                 chosen = [part[i] for i in members]
                 micro_batch = build_micro_batch(
                     [rows[i] for i in chosen],
                     [weights[i] * factor for i in chosen],
+                    num_rows=num_rows,
                     kind=self.layout_kind,
                     device=self.accelerator.device,
                 )

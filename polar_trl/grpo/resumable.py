@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
 
 from polar_trl.errors import ConfigError
@@ -22,7 +22,7 @@ from polar_trl.grpo import checkpoint
 from polar_trl.grpo.checkpoint import RankState, RunState
 from polar_trl.grpo.trained import TrainedLog, rewind_trained
 
-_ORDER_SETTINGS = (
+_SETTINGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
@@ -37,12 +37,12 @@ _BATCH_FOLDER = re.compile(r"(?:train|eval)_(\d+)")
 class ResumableTrainer(GRPOTrainer):
     """A mixin in front of the trainer that rolls out.
 
-    That trainer has `_num_batches` (rolled out so far), `_windows` (rolled out and not trained yet), `upcoming`, and
-    `vllm_generation.engine`; it tells `trained` what goes into each optimizer step.
+    That trainer has `_num_batches` (rolled out so far), `_windows` (of the last generation batch), `upcoming`, and
+    `vllm_generation.engine`. Key "rollouts" of a pass: the rollout and the number of trained tokens of each row.
     """
 
     _num_batches: int
-    _windows: list[Any]
+    _windows: list[list[dict[str, Any]]] | None
     _epochs_done = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,8 +67,8 @@ class ResumableTrainer(GRPOTrainer):
         folder = checkpoint.choose_checkpoint(output_dir, resume_from_checkpoint)
         step = 0
         if folder is not None:
-            state, rank_state = checkpoint.load_state(folder, self.accelerator.process_index)
-            checkpoint.require_same_order(state.data_order, self._describe_order())
+            state, rank_state = checkpoint.load_state(folder, self.accelerator.process_index, self.accelerator.device)
+            checkpoint.require_same_settings(state.settings, self._describe_settings())
             if self.args.ignore_data_skip:
                 raise ConfigError("ignore_data_skip must be false to resume: tasks that were trained would come again")
             self._restore(state, rank_state)
@@ -86,7 +86,7 @@ class ResumableTrainer(GRPOTrainer):
         self._step = state.micro_step
         self._epochs_done = state.epochs
         self._num_batches = state.num_batches
-        self._windows = list(rank_state.windows)
+        self._windows = list(rank_state.windows) or None
         self._last_loaded_step = -1  # TRL's: the engine has other weights
         self.vllm_generation.engine.policy_version = state.policy_version
         self.seconds_before = state.seconds
@@ -99,11 +99,12 @@ class ResumableTrainer(GRPOTrainer):
         used = [max((int(match[1]) + 1 for match in folders if match), default=0)]
         self._num_batches = max(self._num_batches, broadcast_object_list(used)[0])
 
-    def _describe_order(self) -> dict[str, Any]:
+    def _describe_settings(self) -> dict[str, Any]:
         tasks = "\n".join(json.loads(row)["id"] for row in self.train_dataset["task"])
         return {
             "num_processes": self.accelerator.num_processes,
-            **{name: getattr(self.args, name) for name in _ORDER_SETTINGS},
+            **{name: getattr(self.args, name) for name in _SETTINGS},
+            "sequence_layout": self.layout_kind,  # of the forward passes that are saved
             "tasks": hashlib.sha256(tasks.encode("utf-8", "surrogatepass")).hexdigest()[:16],
         }
 
@@ -120,6 +121,12 @@ class ResumableTrainer(GRPOTrainer):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
+
+    def _train_window(self, model: Any, window: list[dict[str, Any]], *args: Any) -> Any:
+        loss = super()._train_window(model, window, *args)
+        rows = gather_object([row for passed in window for row in passed["rollouts"]])
+        self.trained.note((rollout_id for rollout_id, _ in rows), num_tokens=sum(count for _, count in rows))
+        return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """transformers' own files, then ours, then the one that makes it a checkpoint (a collective)."""
@@ -140,7 +147,8 @@ class ResumableTrainer(GRPOTrainer):
             checkpoint.rotate_checkpoints(output_dir, limit=limit, best=self.state.best_model_checkpoint)
 
     def _get_rank_state(self) -> RankState:
-        return RankState(windows=self._windows)
+        is_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        return RankState(windows=() if is_used_up else self._windows or ())
 
     def _get_run_state(self) -> RunState:
         return RunState(
@@ -150,5 +158,5 @@ class ResumableTrainer(GRPOTrainer):
             num_batches=self._num_batches,
             policy_version=self.vllm_generation.engine.policy_version,
             seconds=self.seconds_before + time.monotonic() - self._started,
-            data_order=self._describe_order(),
+            settings=self._describe_settings(),
         )

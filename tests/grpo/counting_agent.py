@@ -1,4 +1,7 @@
-"""An agent for tests: a few calls in one conversation, and a way to misbehave that the instruction names."""
+"""An agent for tests: a few calls in one conversation, and a way to misbehave that the instruction names.
+
+A second argument is a path: while there is a file, the agent stops after its first call, and says so beside it.
+"""
 
 import http.client
 import json
@@ -30,6 +33,9 @@ def main() -> None:
     for number in range(NUM_CALLS):
         text = ask(messages)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"go on, part {number}"}]
+        if len(sys.argv) > 2 and os.path.exists(sys.argv[2]):
+            with open(f"{sys.argv[2]}-{os.getpid()}", "w"):
+                time.sleep(600)
         if behaviour == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "sleep":

@@ -164,7 +164,13 @@ def score_ours(trainer: PresetRows) -> torch.Tensor:
         parts = [rows]
     scored = []
     for part in parts:
-        batch = build_micro_batch(part, [1.0] * len(part), kind=trainer.layout_kind, device=torch.device("cpu"))
+        batch = build_micro_batch(
+            part,
+            [1.0] * len(part),
+            num_rows=len(part),
+            kind=trainer.layout_kind,
+            device=torch.device("cpu"),
+        )
         with torch.no_grad():
             scored.append(trainer._score(trainer.model, batch)[0][batch["completion_mask"].bool()])
     return torch.cat(scored)

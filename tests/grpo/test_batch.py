@@ -1,18 +1,21 @@
 """Rows to tensors, and the laws that they keep."""
 
+import math
+
 import pytest
 import torch
 
-from polar_trl.errors import LawError
-from polar_trl.grpo.batch import Row, build_batch, row_weights, split_batch
-from polar_trl.grpo.importance import importance_ratio, logprob_gap
+from polar_trl.grpo.batch import Row, build_micro_batch, build_row, row_weights, to_rows
+from polar_trl.grpo.importance import RatioStats, importance_ratio
 from polar_trl.types import Trajectory
 
+CPU = torch.device("cpu")
 
-def trajectory(rollout_id: str, mask: str, first_id: int = 10) -> Trajectory:
+
+def row(rollout_id: str, mask: str, advantage: float = 1.0, first_id: int = 10) -> Row:
     """`mask` has a letter per token: "." context, "x" sampled."""
     trainable = tuple(letter == "x" for letter in mask)
-    return Trajectory(
+    trajectory = Trajectory(
         rollout_id=rollout_id,
         call_indices=(0,),
         token_ids=tuple(range(first_id, first_id + len(mask))),
@@ -20,40 +23,60 @@ def trajectory(rollout_id: str, mask: str, first_id: int = 10) -> Trajectory:
         logprobs=tuple(-0.5 if t else 0.0 for t in trainable),
         policy_versions=tuple(0 if t else -1 for t in trainable),
     )
+    return build_row(trajectory, advantage)
 
 
-def test_prompt_and_completion_are_padded_outwards() -> None:
-    rows = [
-        Row(trajectory=trajectory("a", "...xx.x"), advantage=2.0),
-        Row(trajectory=trajectory("b", ".x"), advantage=-1.0),
-    ]
-    batch = build_batch(rows, [1.0, 0.5], num_rows=3, pad_token_id=0, device=torch.device("cpu"))
-    assert batch["prompt_ids"].tolist() == [[10, 11, 12], [0, 0, 10], [0, 0, 0]]
-    assert batch["prompt_mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 1]]
-    assert batch["completion_ids"].tolist() == [[13, 14, 15, 16], [11, 0, 0, 0], [0, 0, 0, 0]]
-    assert batch["completion_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert batch["tool_mask"].tolist() == [[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert batch["sampling_per_token_logps"][0].tolist() == [-0.5, -0.5, 0.0, -0.5]
+def test_the_loss_sees_trainable_tokens_only() -> None:
+    rows = [row("a", "...xx.x", 2.0), row("b", ".x", -1.0, first_id=50)]
+    batch = build_micro_batch(rows, [1.0, 0.5], num_rows=3, kind="packed", device=CPU)
+    assert batch["completion_ids"].tolist() == [[13, 14, 16], [51, 0, 0], [0, 0, 0]]
+    assert batch["completion_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
+    assert batch["sampling_per_token_logps"].tolist() == [[-0.5] * 3, [-0.5, 0.0, 0.0], [0.0] * 3]
     assert batch["advantages"].tolist() == [2.0, -0.5, 0.0]
+    assert batch["prompt_ids"].shape == (3, 0)
+    packed = batch["packed"]
+    assert packed.input_ids.tolist() == [[*range(10, 17), 50, 51]]
+    assert packed.position_ids.tolist() == [[*range(7), 0, 1]]
+    # a token is scored where the one before it is
+    assert packed.scored_positions.tolist() == [2, 3, 5, 7]
+    assert packed.labels.tolist() == [[13, 14, 16, 51]]
 
 
-def test_a_batch_of_fillers_only_trains_nothing() -> None:
-    batch = build_batch([], [], num_rows=2, pad_token_id=7, device=torch.device("cpu"))
-    assert batch["tool_mask"].sum() == 0
-    assert batch["prompt_mask"].sum(1).tolist() == [1, 1]
+@pytest.mark.parametrize("kind", ["packed", "tree"])
+def test_scored_values_find_their_rows(kind: str) -> None:
+    rows = [row("a", "..xxx"), row("b", "..x"), row("c", ".xx.x", first_id=90)]
+    batch = build_micro_batch(rows, [1.0] * 3, num_rows=4, kind=kind, device=CPU)  # type: ignore[arg-type]
+    values = batch["packed"].labels[0].double().requires_grad_()
+    per_row = to_rows(values, batch)
+    assert (per_row == batch["completion_ids"]).all()
+    per_row.sum().backward()
+    assert values.grad is not None and (values.grad == 1).all()
 
 
-def test_rows_are_never_left_out() -> None:
-    rows = [Row(trajectory=trajectory("a", ".x"), advantage=1.0)] * 2
-    with pytest.raises(LawError, match="2 rows do not fit a batch of 1"):
-        build_batch(rows, [1.0, 1.0], num_rows=1, pad_token_id=0, device=torch.device("cpu"))
+def test_a_shared_prefix_is_forwarded_once() -> None:
+    rows = [row("a", "....xx"), row("b", "....xxx")]
+    counts = [
+        build_micro_batch(rows, [1.0] * 2, num_rows=2, kind=kind, device=CPU)["packed"].input_ids.shape[1]
+        for kind in ("packed", "tree")
+    ]
+    assert counts == [13, 7]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_pass_without_rows_trains_nothing(num_rows: int) -> None:
+    batch = build_micro_batch([], [], num_rows=num_rows, kind="tree", device=CPU)
+    assert batch["completion_mask"].tolist() == [[0]] * num_rows
+    assert batch["advantages"].tolist() == [0.0] * num_rows
+    assert len(batch["packed"].scored_positions) == 1
+    assert to_rows(torch.ones(1), batch).shape == (num_rows, 1)
 
 
 def test_weights_make_row_means_rollout_means() -> None:
-    rows = [Row(trajectory=trajectory(r, m), advantage=1.0) for r, m in [("a", ".xxx"), ("a", ".x"), ("b", ".xx")]]
-    assert row_weights(rows, loss_type="dapo", num_rows=4, num_rollouts=2) == [1.0, 1.0, 1.0]
-    assert row_weights(rows, loss_type="grpo", num_rows=4, num_rollouts=2) == [1.5, 0.5, 2.0]
-    assert row_weights(rows, loss_type="dr_grpo", num_rows=4, num_rollouts=2) == [2.0, 2.0, 2.0]
+    rows = [row(r, m) for r, m in [("a", ".xxx"), ("a", ".x"), ("b", ".xx")]]
+    assert row_weights(rows, loss_type="dapo") == [1.0, 1.0, 1.0]
+    assert row_weights(rows, loss_type="grpo") == [0.375, 0.125, 0.5]
+    assert row_weights(rows, loss_type="dr_grpo") == [0.5, 0.5, 0.5]
+    assert row_weights([], loss_type="grpo") == []
 
 
 @pytest.mark.parametrize(
@@ -73,29 +96,36 @@ def test_importance_ratios(mode: str, expected: list[list[float]]) -> None:
     assert torch.allclose(ratio, torch.tensor(expected))
 
 
-def test_the_gap_counts_trained_tokens_only() -> None:
-    gap = logprob_gap(torch.tensor([[0.0, -1.0, -9.0]]), torch.tensor([[-0.5, -1.25, 0.0]]), torch.tensor([[1, 1, 0]]))
-    assert (gap.total.item(), gap.count.item(), gap.largest.item()) == (0.75, 2.0, 0.5)
+class OneRank:
+    """What `RatioStats` asks of accelerate, for one process."""
+
+    device = CPU
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        assert reduction == "sum"
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
-@pytest.mark.parametrize("by_length", [True, False])
-def test_parts_hold_every_token_once(by_length: bool) -> None:
-    masks = ["..x", ".....xx.xx", ".x", "...xxx"]
-    rows = [Row(trajectory=trajectory(m, m, first_id=100 * i), advantage=i) for i, m in enumerate(masks)]
-    batch = build_batch(rows, [1.0] * 4, num_rows=4, pad_token_id=0, device=torch.device("cpu"))
-    batch["num_items_in_batch"] = torch.tensor(8)
-    parts = split_batch(batch, 2, by_length=by_length)
-    seen = []
-    for part in parts:
-        assert part["num_items_in_batch"] == 8
-        # no column is padding only
-        assert part["prompt_mask"].any(dim=0).all()
-        assert part["completion_mask"].any(dim=0).all()
-        for b in range(2):
-            ids = part["prompt_ids"][b][part["prompt_mask"][b] == 1].tolist()
-            ids += part["completion_ids"][b][part["completion_mask"][b] == 1].tolist()
-            seen.append((ids, part["advantages"][b].item(), part["tool_mask"][b].sum().item()))
-    expected = [(list(r.trajectory.token_ids), r.advantage, sum(r.trajectory.trainable)) for r in rows]
-    assert sorted(seen) == sorted(expected)
-    if by_length:
-        assert parts[0]["prompt_ids"].size(1) + parts[0]["completion_ids"].size(1) == 3
+def test_ratio_figures_are_raw_and_of_the_masked_tokens_only() -> None:
+    stats = RatioStats()
+    sampling = torch.zeros(1, 3)
+    stats.add(torch.tensor([[8.0, 0.5, 9.0]]).log(), sampling, torch.tensor([[1, 1, 0]]))
+    stats.add(torch.tensor([[1.0, 1.0, 1.0]]).log(), sampling, torch.tensor([[1, 0, 1]]))
+    figures = stats.summarise(OneRank(), clip_min=None, clip_max=3.0)
+    expected = {
+        "sampling_logp_difference/mean": (math.log(8) + math.log(2)) / 4,
+        "sampling_logp_difference/max": math.log(8),
+        "importance_sampling_ratio/mean": 10.5 / 4,
+        "importance_sampling_ratio/min": 0.5,
+        "importance_sampling_ratio/max": 8.0,
+        "importance_sampling_ratio/outside_bounds": 0.25,
+        "importance_sampling_ratio/effective_share": 10.5**2 / (4 * 66.25),
+    }
+    assert figures == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_tokens_have_no_figures() -> None:
+    assert RatioStats().summarise(OneRank(), clip_min=None, clip_max=3.0) == {}

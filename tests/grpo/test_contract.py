@@ -3,16 +3,24 @@
 import inspect
 
 import pytest
+from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import add_fused_lm_head
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "parameters"),
     [
-        (GRPOTrainer, "_generate_and_score_completions", ["self", "inputs"]),
         (GRPOTrainer, "_prepare_inputs", ["self", "generation_batch"]),
+        (GRPOTrainer, "training_step", ["self", "model", "inputs", "num_items_in_batch"]),
+        (Trainer, "training_step", ["self", "model", "inputs", "num_items_in_batch"]),
+        (
+            GRPOTrainer,
+            "prediction_step",
+            ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
+        ),
         (GRPOTrainer, "get_train_dataloader", ["self"]),
         (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
         (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
@@ -24,9 +32,9 @@ def test_signatures(owner: type, method: str, parameters: list[str]) -> None:
     assert list(inspect.signature(getattr(owner, method)).parameters) == parameters
 
 
-def test_scoring_takes_what_we_pass_by_position() -> None:
-    parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-    assert parameters[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+def test_the_fused_head_takes_labels_that_are_shifted_already() -> None:
+    source = inspect.getsource(add_fused_lm_head)
+    assert "shift_labels" in source and '"base_model"' in source
 
 
 def test_the_names_that_we_replace_are_looked_up_in_these_modules() -> None:
@@ -42,7 +50,6 @@ def test_the_names_that_we_replace_are_looked_up_in_these_modules() -> None:
         "prompt_mask",
         "completion_ids",
         "completion_mask",
-        "tool_mask",
         "advantages",
         "num_items_in_batch",
         "importance_sampling_ratio",

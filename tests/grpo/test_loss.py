@@ -1,4 +1,4 @@
-"""Law 5 on numbers: however rollouts are cut, laid out and spread over passes and ranks, loss and gradient are TRL's."""
+"""Law 5 on numbers: however rollouts are cut, laid out and spread over passes and ranks, the loss stays TRL's."""
 
 import os
 import subprocess
@@ -18,6 +18,7 @@ def run_worker(script: str, *arguments: str, processes: int = 1) -> None:
         launch = [
             # accelerate starts one process on a CPU, whatever --num_processes says, unless it is given --multi_gpu
             *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)),
+            *("--main_process_port", "0"),  # one that is free: other launches may be under way
             *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
         ]
     done = subprocess.run(

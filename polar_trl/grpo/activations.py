@@ -1,0 +1,207 @@
+"""A model's configuration -> how much memory one forward and backward pass of N tokens takes beside the weights.
+
+Nothing is computed: transformers' own code runs on tensors that have shapes and dtypes and no data, and what is alive
+at each moment is counted. So the figures follow the installed code, gradient checkpointing and autocast included.
+Attention counts as a fused kernel (FlexAttention, flash), which keeps no N x N matrix. It does not count the LM head:
+TRL computes that in tiles, see `memory.count_head`.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+_SHAPE_ATTENTION = "polar_shapes"
+_TRACED_LAYERS = 8
+"""Of a model with recurrent layers, whose reference code runs a loop over the tokens: more take minutes."""
+_TRACED_TOKENS = (1024, 2048)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """Bytes beside the weights and their accumulated gradients, per device."""
+
+    saved: int
+    """Kept for the backward pass, at the end of the forward pass."""
+    copies: int
+    """Half-precision copies of weights that autocast keeps until the forward pass, with the LM head, is over."""
+    forward_peak: int
+    backward_peak: int
+    """With the gradient of one weight at a time, before it is added to the others."""
+
+
+def build_meta_model(config: Any, *, dtype: torch.dtype, peft_config: Any = None) -> Any:
+    """The model that TRL would make of this configuration, with an adapter if there is one, without memory.
+
+    TRL takes the class that the configuration names (`trl.trainer.utils.create_model_from_path`).
+    """
+    config = copy.deepcopy(config)
+    AttentionInterface.register(_SHAPE_ATTENTION, _attend)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    make = named._from_config if named is not None else AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model = make(config, dtype=dtype, attn_implementation=_SHAPE_ATTENTION)
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, copy.deepcopy(peft_config))
+    return model
+
+
+def count_activations(
+    build: Callable[[Any], Any], config: Any, *, num_tokens: int, autocast: bool, checkpointing: bool
+) -> Activations:
+    """What a forward and backward pass over one sequence of `num_tokens` holds at its worst moments.
+
+    Args:
+        build: From a configuration to a model on the meta device, whose weights have the dtype of the pass.
+        autocast: Matrix products in bfloat16 whatever the weights are.
+    """
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or [])
+    if "linear_attention" not in kinds or num_tokens <= _TRACED_TOKENS[1]:
+        return _trace(build(config), num_tokens, autocast=autocast, checkpointing=checkpointing)
+    # As many layers of each kind as there are, on the way from a few layers and tokens to all: every figure is a
+    # constant, and parts that grow with layers, with tokens, and with both.
+    period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 1
+    few = (period, max(period * 2, _TRACED_LAYERS // period * period))
+    found = {
+        (layers, tokens): _trace(build(_cut(config, layers)), tokens, autocast=autocast, checkpointing=checkpointing)
+        for layers in few
+        for tokens in _TRACED_TOKENS
+    }
+    fields = ("saved", "copies", "forward_peak", "backward_peak")
+    at = (len(kinds), num_tokens)
+    return Activations(
+        **{name: _extrapolate({key: getattr(a, name) for key, a in found.items()}, at) for name in fields}
+    )
+
+
+def _cut(config: Any, num_layers: int) -> Any:
+    """The same model with its first layers only."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = num_layers
+    text.layer_types = text.layer_types[:num_layers]
+    return config
+
+
+def _extrapolate(at_corner: dict[tuple[int, int], int], at: tuple[int, int]) -> int:
+    """The bilinear function through four corners."""
+    (x0, x1), (y0, y1) = (sorted({key[i] for key in at_corner}) for i in (0, 1))
+    x, y = (at[0] - x0) / (x1 - x0), (at[1] - y0) / (y1 - y0)
+    lower = at_corner[x0, y0] * (1 - x) + at_corner[x1, y0] * x
+    upper = at_corner[x0, y1] * (1 - x) + at_corner[x1, y1] * x
+    return round(lower * (1 - y) + upper * y)
+
+
+def _trace(model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool) -> Activations:
+    is_adapted = hasattr(model, "peft_config")
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        if is_adapted:
+            model.enable_input_require_grads()
+    with FakeTensorMode():
+        _give_shapes(model)
+        live = _LiveBytes()
+        for tensor in (*model.parameters(), *model.buffers()):
+            live.ignore(tensor)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(_drop_gradient)
+        base = (model.get_base_model() if is_adapted else model).base_model
+        with live:
+            ids = torch.zeros(1, num_tokens, dtype=torch.int64)
+            positions = torch.arange(num_tokens)[None]
+            # the arithmetic of a GPU's autocast: the same operations are lowered
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                hidden = base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                with_copies = live.now
+            saved, forward_peak = live.now, live.peak
+            live.peak = live.now
+            hidden.backward(torch.empty_like(hidden))
+            return Activations(
+                saved=saved, copies=with_copies - saved, forward_peak=forward_peak, backward_peak=live.peak
+            )
+
+
+def _give_shapes(model: nn.Module) -> None:
+    """Move a model from the meta device to tensors without data that count as the CPU's, where autocast works."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                shaped = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad)
+                module._parameters[name] = moved.setdefault(id(weight), shaped)  # tied weights stay tied
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _drop_gradient(weight: Tensor) -> None:
+    weight.grad = None
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations inside it make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def ignore(self, tensor: Tensor) -> None:
+        self._sizes[tensor.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += self._sizes[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The memory of a fused kernel: its output, and one float32 per head and token to recompute weights from."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = value.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, normaliser = ctx.saved_tensors
+        _delta = torch.empty_like(normaliser)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attention in transformers' calling convention: [1, H, N, D] -> [1, N, H, D]."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))  # as autocast does for attention
+    return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None

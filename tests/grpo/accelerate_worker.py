@@ -1,0 +1,147 @@
+"""Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT rows|agents MODEL`.
+
+"rows" trains two steps on fixed rows, so that runs can be compared number by number; "agents" trains one on sessions
+of real agents, and compares the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
+"""
+
+import asyncio
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+
+from polar_trl.grpo.batch import Row
+from polar_trl.grpo.config import PackedGRPOConfig
+from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+
+out, kind, model = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+common: dict[str, Any] = {
+    # with DeepSpeed, accelerate takes "use the CPU" for "without DeepSpeed"; there is nothing else here
+    "use_cpu": not is_deepspeed,
+    "bf16": False,
+    "learning_rate": 1e-3,
+    "gradient_checkpointing": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "shuffle_dataset": False,
+}
+
+
+class PresetRows(PackedGRPOTrainer):
+    """Trains the rows of this rank, whatever is asked for."""
+
+    preset: list[Row]
+
+    def _collect_rows(self, inputs: Any, mode: str) -> list[Row]:
+        return self.preset
+
+
+def build_rows(numbers: range) -> list[Row]:
+    rows = []
+    for number in numbers:
+        rng = random.Random(number)
+        length = rng.randint(20, 60)
+        trainable = np.array([index >= 8 for index in range(length)])
+        rows.append(
+            Row(
+                rollout_id=f"r{number}",
+                token_ids_T=np.array([rng.randrange(3, 2000) for _ in range(length)]),
+                trainable_T=trainable,
+                logprobs_T=np.where(trainable, -rng.uniform(7.0, 8.0), 0.0).astype(np.float32),
+                advantage=rng.uniform(-2, 2),
+            )
+        )
+    return rows
+
+
+def train_rows() -> tuple[Any, dict[str, Any]]:
+    trainer = PresetRows(
+        model=model,
+        args=PackedGRPOConfig(
+            output_dir=str(out),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            num_generations=4,
+            max_steps=2,
+            max_tokens_per_device=90,
+            max_completion_length=64,
+            vllm_importance_sampling_mode="token_truncate",
+            **common,
+        ),
+        reward_funcs=lambda **_: [0.0],
+        processing_class=AutoTokenizer.from_pretrained(model),
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}),
+    )
+    trainer.use_vllm = True  # the loss is to read the importance ratio
+    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    trainer.preset = build_rows(range(rank * 8 // world, (rank + 1) * 8 // world))
+    trainer.train()
+    return trainer, {}
+
+
+def train_agents() -> tuple[Any, dict[str, Any]]:
+    from worker_common import build_trainer
+
+    from polar_trl.engine.base import GenerationParams
+
+    settings = {**common, "gradient_accumulation_steps": 1, "max_steps": 1}
+    trainer = build_trainer(model, out, ["ok", "ok"], **settings)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    trainer.vllm_generation.wake()
+    prompt = tuple(trainer._tokenizer("The quick brown fox jumps over the lazy dog")["input_ids"])
+
+    async def sample() -> Any:
+        params = GenerationParams(max_tokens=8, temperature=0.0)
+        return await trainer.vllm_generation.engine.generate(prompt, params)
+
+    completion = asyncio.run(sample())
+    with torch.no_grad():
+        # a collective: under sharding, every rank computes its own engine's answer at the same time
+        logits = trainer.model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+    own = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    gap = (own - torch.tensor(completion.logprobs)).abs().max().item()
+    return trainer, {"gap": gap, "policy_version": trainer.vllm_generation.engine.policy_version}
+
+
+def read_whole(trainer: Any) -> torch.Tensor:
+    """[P]: all weights of the policy, by name. A collective."""
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    whole = {}
+    for name, weight in policy.named_parameters():
+        with trainer_gather(trainer, weight):
+            whole[name] = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone().flatten()
+    return torch.cat([whole[name] for name in sorted(whole)])
+
+
+def trainer_gather(trainer: Any, weight: Any) -> Any:
+    from trl.distributed import DistributedBackend
+
+    return DistributedBackend(trainer.accelerator).gather_params([weight])
+
+
+trainer, extra = train_rows() if kind == "rows" else train_agents()
+weights = list(trainer.accelerator.unwrap_model(trainer.model).parameters())
+kept = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
+result = {
+    **extra,
+    "distributed_type": str(trainer.accelerator.distributed_type.value),
+    "weights": read_whole(trainer),
+    "kept": kept,
+    "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
+    "passes": [entry["polar/forward_passes"] for entry in trainer.state.log_history if "loss" in entry],
+}
+torch.save(result, out / f"rank{trainer.accelerator.process_index}.pt")
+if kind == "agents":
+    trainer.close()

@@ -1,0 +1,109 @@
+"""A run that stands still at a given moment, to be killed: `resume_worker.py MODEL OUT MOMENT STEP [JSON settings]`.
+
+MOMENT is "rollout" (agents wait in mid-session), "training" (after the backward pass), "checkpoint" (the model is
+written, the optimizer is not) or "never". It comes when STEP optimizer steps are done; OUT/now says that it is there.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from worker_common import AGENT, build_tasks, grade
+
+from polar_trl.grade.function import FunctionGrader
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.resumable import ResumableTrainer
+from polar_trl.grpo.trainer import PolarGRPOTrainer
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.sandbox.pool import WarmPool
+
+model, out, moment, step = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+settings = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
+HOLD = out / "hold"
+
+
+class Doomed(ResumableTrainer, PolarGRPOTrainer):
+    weights_at_start: float | None = None
+
+    def is_time(self, name: str) -> bool:
+        return name == moment and self.state.global_step == step
+
+    def stand_still(self) -> None:
+        (out / "now").touch()
+        time.sleep(600)
+
+    def _deal_rollouts(self, rows: Any, num_windows: int) -> Any:
+        parts = super()._deal_rollouts(rows, num_windows)
+        self.dealt = [[(rows[i].rollout_id, rows[i].num_trainable) for i in part] for part in parts]
+        return parts
+
+    def _plan_windows(self, *args: Any) -> Any:
+        windows = super()._plan_windows(*args)
+        for window, dealt in zip(windows, self.dealt, strict=True):
+            for number, micro_batch in enumerate(window):
+                micro_batch["rollouts"] = dealt if number == 0 else []
+        return windows
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.weights_at_start is None:
+            self.weights_at_start = sum(p.double().sum().item() for p in self.model.parameters())
+        loss = super().training_step(*args, **kwargs)
+        if self.is_time("training"):
+            self.stand_still()
+        return loss
+
+    def _build_jobs(self, *args: Any) -> Any:
+        if self.is_time("rollout"):
+            HOLD.touch()
+        return super()._build_jobs(*args)
+
+    def _save_optimizer_and_scheduler(self, *args: Any) -> None:
+        if self.is_time("checkpoint"):
+            self.stand_still()
+        super()._save_optimizer_and_scheduler(*args)
+
+
+arguments = {
+    "output_dir": str(out),
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "num_generations": 2,
+    "max_steps": 10,
+    "save_steps": 3,
+    "max_completion_length": 8,
+    "learning_rate": 1e-3,
+    "vllm_max_model_length": 512,
+    "max_agents": 4,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "drop_zero_variance": False,
+}
+trainer = Doomed(
+    model=model,
+    args=PolarGRPOConfig(**{**arguments, **settings}),
+    train_dataset=build_tasks(["ok"] * 5),
+    harness=ShellHarness(
+        f"python3 -I -S ~/agent.py {{instruction}} {HOLD}", files={"agent.py": AGENT.read_text(encoding="utf-8")}
+    ),
+    # with the pool, orders are placed for batches that the loader hands out ahead
+    sandbox=WarmPool(LocalSandboxBackend(), depth=2),
+    grader=FunctionGrader(grade),
+)
+trainer.train(resume_from_checkpoint="auto")
+trainer.close()
+if trainer.accelerator.is_main_process:
+    result = {
+        "log": trainer.state.log_history,
+        "weights_at_start": trainer.weights_at_start,
+        "seconds_before": trainer.seconds_before,
+    }
+    (out / f"result-{os.getpid()}.json").write_text(json.dumps(result))

@@ -1,0 +1,463 @@
+"""Killed with SIGKILL in a rollout, in training and in the writing of a checkpoint, a run goes on as if it were not.
+
+One run is killed at each of the three moments in turn and started again by the same command; another one with the
+same settings is left alone. A generation batch feeds two optimizer steps and checkpoints come after every third, so
+that one of them falls between the two.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.checkpoint import (
+    PART_FILE,
+    STATE_FILE,
+    RankState,
+    RunState,
+    begin_checkpoint,
+    choose_checkpoint,
+    choose_start,
+    find_checkpoint,
+    find_problem,
+    finish_checkpoint,
+    list_checkpoints,
+    load_state,
+    remove_partial,
+    require_same_settings,
+    rotate_checkpoints,
+    save_rank_state,
+)
+from polar_trl.grpo.forward import pack_rows
+from polar_trl.grpo.trained import rewind_trained
+from polar_trl.record import read_record
+
+HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+MAX_STEPS = 10
+
+
+# Real runs.
+
+
+@dataclass
+class Start:
+    """One process of a run that was killed: what was there then."""
+
+    agents_alive: int
+    sandboxes: int
+    trained_steps: tuple[int, ...]
+    partial: tuple[str, ...]
+
+
+def start_worker(model: Path, out: Path, moment: str, step: int) -> subprocess.Popen[bytes]:
+    (out / "tmp").mkdir(parents=True, exist_ok=True)
+    with (out / f"log-{moment}").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "resume_worker.py"), str(model), str(out), moment, str(step)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(out / "tmp")},
+            start_new_session=True,
+        )
+
+
+def wait_for(worker: subprocess.Popen[bytes], out: Path, pattern: str, count: int) -> None:
+    for _ in range(2000):
+        if len(list(out.glob(pattern))) >= count:
+            return
+        assert worker.poll() is None, read_logs(out)
+        time.sleep(0.1)
+    raise AssertionError(f"no {pattern}\n{read_logs(out)}")
+
+
+def read_logs(out: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-4000:] for path in out.glob("log-*"))
+
+
+def find_processes(out: Path) -> list[int]:
+    """Those that work in or for a run's folder, this one aside."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(out) in text and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+def list_sandboxes(out: Path) -> list[Path]:
+    return list(out.glob("tmp/polar-trl-*/*/owner"))
+
+
+def kill_at(model: Path, out: Path, moment: str, step: int) -> Start:
+    worker = start_worker(model, out, moment, step)
+    try:
+        # agents that wait in mid-session, all four; else the worker itself stands still
+        wait_for(worker, out, *(("hold-*", 4) if moment == "rollout" else ("now", 1)))
+        agents_alive, sandboxes = len(find_processes(out)) - 1, len(list_sandboxes(out))
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+    for path in [*out.glob("hold*"), *out.glob("now")]:
+        path.unlink()
+    return Start(
+        agents_alive=agents_alive,
+        sandboxes=sandboxes,
+        trained_steps=tuple(line["step"] for line in read_lines(out / "trained.jsonl")),
+        partial=tuple(folder.name for _, folder in list_checkpoints(out) if find_problem(folder)),
+    )
+
+
+def finish(model: Path, out: Path) -> dict[str, Any]:
+    worker = start_worker(model, out, "never", 0)
+    try:
+        assert worker.wait(timeout=200) == 0, read_logs(out)
+    finally:
+        if worker.poll() is None:
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+    (result,) = out.glob("result-*.json")
+    return json.loads(result.read_text())
+
+
+@dataclass
+class Run:
+    out: Path
+    result: dict[str, Any]
+    starts: tuple[Start, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("whole")
+    return Run(out, finish(tiny_model, out))
+
+
+@pytest.fixture(scope="module")
+def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("killed")
+    starts = (
+        kill_at(tiny_model, out, "rollout", 4),  # goes on from 3, between two steps of one generation batch
+        kill_at(tiny_model, out, "training", 7),  # goes on from 6
+        kill_at(tiny_model, out, "checkpoint", 9),  # goes on from 6 again
+    )
+    return Run(out, finish(tiny_model, out), starts)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_sessions(run: Run) -> dict[str, list[Any]]:
+    """Rollout id -> the records that have it."""
+    records = defaultdict(list)
+    for path in run.out.glob("sessions/*/train_*/*.jsonl"):
+        records[path.stem].append(read_record(path))
+    return records
+
+
+def read_order(run: Run) -> list[tuple[int, list[tuple[str, str]]]]:
+    """Step -> (task, place within its group) of what it trained."""
+    sessions = read_sessions(run)
+    return [
+        (line["step"], [(sessions[i][0].rollout.task_id, i.rsplit("-", 1)[1]) for i in line["rollouts"]])
+        for line in read_lines(run.out / "trained.jsonl")
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_each_kill_met_its_moment(killed: Run) -> None:
+    in_rollout, in_training, in_checkpoint = killed.starts
+    assert in_rollout.agents_alive >= 4
+    assert in_rollout.sandboxes >= 4
+    assert in_rollout.trained_steps == (1, 2, 3, 4)
+    assert in_rollout.partial == ()
+    # step 8's gradients were there, its update was not made
+    assert in_training.trained_steps == (1, 2, 3, 4, 5, 6, 7)
+    assert in_training.partial == ()
+    assert in_checkpoint.trained_steps == (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert in_checkpoint.partial == ("checkpoint-9",)
+
+
+@pytest.mark.timeout(600)
+def test_tasks_come_in_the_order_of_a_run_that_was_not_killed(killed: Run, whole: Run) -> None:
+    order = read_order(whole)
+    assert [step for step, _ in order] == list(range(1, MAX_STEPS + 1))
+    assert read_order(killed) == order
+    # into the third epoch, and shuffled anew in each: this would not hold for any order
+    epochs = [{task for _, rows in order[i : i + 4] for task, _ in rows} for i in (0, 4)]
+    assert all(len(tasks) == 4 for tasks in epochs)
+    assert [rows for _, rows in order[2:4]] != [rows for _, rows in order[6:8]]
+
+
+@pytest.mark.timeout(600)
+def test_no_session_is_trained_twice_and_none_that_was_lost_is_missing_from_the_records(killed: Run) -> None:
+    trained = [i for line in read_lines(killed.out / "trained.jsonl") for i in line["rollouts"]]
+    assert len(trained) == len(set(trained)) == 2 * MAX_STEPS
+    sessions = read_sessions(killed)
+    # an id is one session, in whichever process it ran
+    assert all(len(records) == 1 for records in sessions.values())
+    lost = read_lines(killed.out / "lost.jsonl")
+    assert [line["step"] for line in lost] == [4, 7, 7, 8, 9]
+    # the first of these was rolled out before the checkpoint: it was made again from the rows in there
+    assert lost[0] == read_lines(killed.out / "trained.jsonl")[3]
+    assert not set(trained) & {i for line in lost[1:] for i in line["rollouts"]}
+    for line in [*lost, *read_lines(killed.out / "trained.jsonl")]:
+        assert line["tokens"] == sum(
+            len(call.completion.token_ids) for i in line["rollouts"] for call in sessions[i][0].rollout.calls
+        )
+    # those that were killed in mid-session have kept what they had
+    torn = [records[0].rollout for records in sessions.values() if not records[0].finished]
+    assert [len(rollout.calls) for rollout in torn] == [1, 1, 1, 1]
+    assert not {rollout.id for rollout in torn} & set(trained)
+
+
+@pytest.mark.timeout(600)
+def test_rows_that_were_rolled_out_and_not_trained_are_in_the_checkpoint(killed: Run) -> None:
+    step_3, step_4 = read_lines(killed.out / "trained.jsonl")[2:4]
+    assert {i[:11] for i in step_3["rollouts"] + step_4["rollouts"]} == {"train-00001"}
+    attempts = sorted(killed.out.glob("sessions/*"))
+    batches = [sorted(path.name for path in attempt.iterdir()) for attempt in attempts]
+    # the second process trained step 4 without rolling out; numbers that were lost stay taken
+    assert batches == [
+        ["train_00000", "train_00001", "train_00002"],
+        ["train_00003", "train_00004"],
+        ["train_00005", "train_00006"],
+        ["train_00007", "train_00008"],
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_weights_optimizer_schedule_and_versions_go_on(killed: Run, whole: Run) -> None:
+    checkpoint = load_file(killed.out / "checkpoint-6" / "model.safetensors")
+    weights = sum(tensor.double().sum().item() for tensor in checkpoint.values())
+    assert killed.result["weights_at_start"] == pytest.approx(weights, rel=1e-12)
+    optimizer = torch.load(killed.out / f"checkpoint-{MAX_STEPS}" / "optimizer.pt", weights_only=True)
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {MAX_STEPS}
+    for key in ("step", "learning_rate", "epoch"):
+        logged = [entry[key] for entry in killed.result["log"] if "learning_rate" in entry]
+        assert logged == [entry[key] for entry in whole.result["log"] if "learning_rate" in entry], key
+        assert len(logged) == MAX_STEPS
+    # weights are pushed before every generation batch: tokens of step 2n + 1 and 2n + 2 have version n + 1
+    for run in (killed, whole):
+        sessions = read_sessions(run)
+        versions = [
+            {call.completion.first_policy_version for i in line["rollouts"] for call in sessions[i][0].rollout.calls}
+            for line in read_lines(run.out / "trained.jsonl")
+        ]
+        assert versions == [{1}, {1}, {2}, {2}, {3}, {3}, {4}, {4}, {5}, {5}]
+    assert killed.result["seconds_before"] > 0.5
+    assert whole.result["seconds_before"] == 0.0
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_left_of_the_killed_processes(killed: Run) -> None:
+    assert find_processes(killed.out) == []
+    assert list_sandboxes(killed.out) == []
+    assert list(killed.out.glob("tmp/polar-trl-*/*")) == []
+    assert not list(killed.out.glob("removed-*"))
+    assert [folder.name for _, folder in list_checkpoints(killed.out)] == [
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-9",
+        "checkpoint-10",
+    ]
+    assert all(find_problem(folder) is None for _, folder in list_checkpoints(killed.out))
+
+
+# Folders, without a run.
+
+
+def build_state(step: int, **settings: Any) -> RunState:
+    return RunState(
+        step=step,
+        micro_step=2 * step,
+        epochs=1,
+        num_batches=5,
+        policy_version=4,
+        seconds=2.5,
+        settings=settings,
+    )
+
+
+def write_checkpoint(output_dir: Path, step: int, *, complete: bool = True, **kwargs: Any) -> Path:
+    folder = output_dir / f"checkpoint-{step}"
+    begin_checkpoint(folder)
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    (folder / "global").mkdir()
+    (folder / "global" / "optimizer.pt").write_bytes(bytes(50))
+    if complete:
+        save_rank_state(folder, 0, RankState())
+        finish_checkpoint(folder, build_state(step), **kwargs)
+    return folder
+
+
+def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
+    rows = [np.array([1, 2, 3, 4]), np.array([1, 2, 9])]
+    scored = [np.array([False, True, False, True]), np.array([False, False, True])]
+    packed = pack_rows(rows, scored, kind="tree", device=CPU)
+    assert packed.layout.subtree_ends_N.tolist() == [5, 5, 4, 4, 5]  # a cache, which is not written
+    passed = {"advantages": torch.tensor([0.1, -0.3]), "packed": packed, "rollouts": [("train-0", 2), ("train-1", 1)]}
+    folder = tmp_path / "checkpoint-3"
+    begin_checkpoint(folder)
+    save_rank_state(folder, 0, RankState(windows=[[passed], []], open_rows=[{"task": "{}"}]))
+    finish_checkpoint(folder, build_state(3, seed=42))
+    state, rank_state = load_state(folder, 0, CPU)
+    assert state == build_state(3, seed=42)
+    assert rank_state.open_rows == [{"task": "{}"}]
+    ((read,), nothing) = rank_state.windows
+    assert nothing == []
+    assert read["rollouts"] == passed["rollouts"]
+    assert torch.equal(read["advantages"], passed["advantages"])
+    assert "subtree_ends_N" not in vars(read["packed"].layout)
+    assert [read["packed"].layout.positions_of(row).tolist() for row in (0, 1)] == [[0, 1, 2, 3], [0, 1, 4]]
+    for name in ("input_ids", "position_ids", "scored_positions", "labels", "row_of_S", "position_of_S"):
+        assert torch.equal(getattr(read["packed"], name), getattr(packed, name)), name
+    with pytest.raises(ConfigError, match="was written by fewer processes: polar_rank1"):
+        load_state(folder, 1, CPU)
+
+
+def test_a_file_that_runs_code_is_not_read(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 1, complete=False)
+    torch.save({"windows": [Path("x")], "open_rows": []}, folder / "polar_rank0.pt")
+    finish_checkpoint(folder, build_state(1))
+    with pytest.raises(Exception, match="Unsupported global"):
+        load_state(folder, 0, CPU)
+
+
+def test_the_newest_complete_one_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert find_checkpoint(tmp_path / "nothing") is None
+    for step in (2, 4, 10):
+        write_checkpoint(tmp_path, step)
+    write_checkpoint(tmp_path, 12, complete=False)
+    (tmp_path / "checkpoint-14").mkdir()
+    (tmp_path / "checkpoint-10" / "global" / "optimizer.pt").write_bytes(bytes(49))
+    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "checkpoint-12 was not written to its end" in said
+    assert "checkpoint-14 holds no polar_state.json: it was not made by this trainer" in said
+    assert "checkpoint-10 has global/optimizer.pt with 49 bytes, and it was written with 50" in said
+    (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
+    assert find_problem(tmp_path / "checkpoint-4") == "lacks model.safetensors"
+    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_only_what_was_begun_here_and_not_finished_is_removed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 4, complete=False)
+    (tmp_path / "checkpoint-6").mkdir()  # by something else
+    (tmp_path / "removed-checkpoint-1").mkdir()  # killed while it was removed
+    remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_a_checkpoint_that_is_written_again_counts_only_once_it_is_whole(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 2)
+    begin_checkpoint(folder)
+    assert find_problem(folder) == "was not written to its end"
+    assert (folder / PART_FILE).exists() and not (folder / STATE_FILE).exists()
+
+
+def test_old_ones_go_only_when_newer_ones_are_whole(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write_checkpoint(tmp_path, step)
+    write_checkpoint(tmp_path, 8, complete=False)
+    rotate_checkpoints(tmp_path, limit=None)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 4, 6, 8]
+    rotate_checkpoints(tmp_path, limit=1, best=str(tmp_path / "checkpoint-2"))
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 6, 8]
+    rotate_checkpoints(tmp_path, limit=1)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [6, 8]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "AUTO", "true", True])
+def test_auto_is_the_newest_or_a_new_run(tmp_path: Path, wanted: str | bool) -> None:
+    assert choose_checkpoint(tmp_path, wanted) is None
+    write_checkpoint(tmp_path, 2)
+    assert choose_checkpoint(tmp_path, wanted) == tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize("wanted", [None, False, "false", "none", ""])
+def test_none_begins(tmp_path: Path, wanted: str | bool | None) -> None:
+    write_checkpoint(tmp_path, 2)
+    assert choose_checkpoint(tmp_path, wanted) is None
+
+
+def test_a_path_is_checked(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    two, four = (write_checkpoint(run, step) for step in (2, 4))
+    write_checkpoint(run, 6, complete=False)
+    assert choose_checkpoint(run, str(four)) == four
+    assert choose_checkpoint(other, str(two)) == two  # a new run that branches off
+    with pytest.raises(ConfigError, match=r"checkpoint-5 is no folder; the newest complete one is .*checkpoint-4"):
+        choose_checkpoint(run, str(run / "checkpoint-5"))
+    (run / "checkpoint-6").rename(tmp_path / "checkpoint-6")
+    with pytest.raises(ConfigError, match="checkpoint-6 was not written to its end"):
+        choose_checkpoint(run, str(tmp_path / "checkpoint-6"))
+    with pytest.raises(ConfigError, match="holds checkpoint-4, which is newer than checkpoint-2"):
+        choose_checkpoint(run, str(two))
+    eight = write_checkpoint(other, 8)
+    with pytest.raises(ConfigError, match="checkpoint-8 is of another run than those in"):
+        choose_checkpoint(run, str(eight))
+    model_only = write_checkpoint(other, 9, is_resumable=False)
+    with pytest.raises(ConfigError, match="checkpoint-9 was saved with save_only_model: it holds no optimizer"):
+        choose_checkpoint(other, str(model_only))
+
+
+def test_a_setting_that_the_order_hangs_on_must_stay() -> None:
+    require_same_settings({"seed": 42, "num_generations": 8}, {"seed": 42, "num_generations": 8})
+    with pytest.raises(ConfigError, match="num_generations is 4 and was 8 when the checkpoint was written"):
+        require_same_settings({"seed": 42, "num_generations": 8}, {"seed": 42, "num_generations": 4})
+
+
+@pytest.mark.parametrize("name", ["checkpoint-2", "sessions", "trained.jsonl", "summary.json"])
+def test_a_folder_that_holds_a_run_is_not_begun_in(tmp_path: Path, name: str) -> None:
+    run, other = tmp_path / "run", write_checkpoint(tmp_path / "other", 2)
+    run.mkdir()
+    (run / "notes.txt").touch()
+    assert choose_start(run, None) is None
+    assert choose_start(run, str(other)) == other
+    (run / name).mkdir()
+    for wanted in (None, *([] if name == "checkpoint-2" else [str(other)])):
+        with pytest.raises(ConfigError, match=rf"holds a run already \({name}\): .*--resume_from_checkpoint auto"):
+            choose_start(run, wanted)
+    assert choose_start(run, "auto") is None
+    four = write_checkpoint(run, 4)
+    assert choose_start(run, "auto") == choose_start(run, str(four)) == four
+
+
+def test_trained_lists_what_the_weights_have_seen(tmp_path: Path) -> None:
+    def write(folder: Path, name: str, *steps: str) -> None:
+        (folder / name).write_text("".join(f'{{"step": {step[0]}, "rollouts": ["{step}"]}}\n' for step in steps))
+
+    def read(folder: Path, name: str) -> list[str]:
+        return [line["rollouts"][0] for line in read_lines(folder / name)]
+
+    write(tmp_path, "trained.jsonl", "1a", "2a", "3a", "4a")
+    write(tmp_path, "lost.jsonl", "3a")  # a kill between the two writes
+    with (tmp_path / "trained.jsonl").open("a") as file:
+        file.write('{"step": 5, "roll')  # and one in a line
+    rewind_trained(tmp_path, source=tmp_path, step=2)
+    assert read(tmp_path, "trained.jsonl") == ["1a", "2a"]
+    assert read(tmp_path, "lost.jsonl") == ["3a", "4a"]
+    branch = tmp_path / "branch"
+    rewind_trained(branch, source=tmp_path, step=1)
+    assert read(branch, "trained.jsonl") == ["1a"]
+    rewind_trained(tmp_path, source=tmp_path, step=0)
+    assert read(tmp_path, "trained.jsonl") == []
+    assert read(tmp_path, "lost.jsonl") == ["3a", "4a", "1a", "2a"]
