@@ -1,8 +1,8 @@
 """How long the agents of a batch ran -> how long the rest of them may still run.
 
-Once the stated share of a batch's agents has ended, the slowest of those sets the limit for all others: who has used as
-much agent time is stopped, and who begins later gets as much and no more. It refuses to draw a limit from sessions that
-say nothing of how long a task takes: those that could not be prepared, and those whose calls failed on our side.
+Once the stated share of a batch's agents has ended, the slowest of those sets the limit for all others: who has used
+as much agent time is stopped, and who begins later gets as much and no more. It refuses to draw a limit from sessions
+that say nothing of how long a task takes: those that could not be prepared, and those whose calls failed on our side.
 """
 
 import math

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Rollouts that overlap with training: a discrete-event simulation on a simulated clock -> how busy the engine is.
 
-    python scripts/bench_overlap.py [--json FILE] [--steps 12] [--kv-tokens 640000] [--seed 0]
+    python scripts/bench_overlap.py [--json FILE] [--steps 12] [--kv-tokens 2500000 640000] [--real-scale 0.03]
 
-Nothing is measured here: no model, no sockets, no threads. What is real is the policy: which groups a step takes is
-decided by `polar_trl.group_choice`, who is a straggler by `polar_trl.stragglers`, and the gate drains and holds calls
-as the proxy's does. The engine is a model of continuous batching: `slots` sequences decode together, a step of n of
-them takes `step_s + n * step_s_per_sequence`; prefill goes first and stops decoding; a prefix cache of `kv_tokens`
-(least recently used goes first) is emptied when the weights change, so that a held session's whole history is
-prefilled again. Every run draws the same sessions.
+Nothing is measured in the first tables: no model, no sockets, no threads. What is real is the policy: which groups a
+step takes is decided by `polar_trl.group_choice`, who is a straggler by `polar_trl.stragglers`, and the gate drains
+and holds calls as the proxy's does. The engine is a model of continuous batching: `slots` sequences decode together, a
+step of n of them takes `step_s + n * step_s_per_sequence`; prefill goes first and stops decoding; a prefix cache of
+`kv_tokens` (least recently used goes first) is emptied when the weights change, so that a held session's whole history
+is prefilled again. Every run draws the same sessions. With `--real-scale`, small settings are simulated and then run
+by the real runner, proxy and gate with time scaled down (see `overlap_real.py`), to show how far the simulation is off.
 
 It refuses to call an engine busy that has one sequence in sixteen slots: "busy" is the mean share of slots in use.
 """
@@ -434,6 +435,7 @@ def draw_session(setting: Setting, number: int) -> Sim:
 
 
 def build_settings(steps: int, seed: int, kv_tokens: int) -> list[Setting]:
+    """With and without carry-over, at 1, 2 and 4 agents per slot, and with stragglers cut."""
     shared: dict[str, Any] = {"steps": steps, "seed": seed, "kv_tokens": kv_tokens}
     settings = [
         Setting(name=f"{times}x, lag {lag}", oversubscription=times, max_policy_lag=lag, **shared)
@@ -443,6 +445,18 @@ def build_settings(steps: int, seed: int, kv_tokens: int) -> list[Setting]:
     cut: dict[str, Any] = {"oversubscription": 4, "straggler_quantile": 0.9}
     settings += [Setting(name=f"4x, lag {lag}, cut at 0.9", max_policy_lag=lag, **cut, **shared) for lag in (0, 1)]
     return settings
+
+
+def build_small_settings(seed: int) -> list[Setting]:
+    """What the real runner can imitate within minutes."""
+    small: dict[str, Any] = {"num_groups": 4, "group_size": 2, "slots": 3, "calls": (8.0, 0.6), "steps": 5}
+    ideal: dict[str, Any] = {"kv_tokens": 10**9, "prefill_tokens_per_s": math.inf, "step_s_per_sequence": 0.0}
+    engine: dict[str, Any] = {"step_s": 0.022, "train_tokens_per_s": 2_000.0, "seed": seed}
+    return [
+        Setting(name=f"{times}x, lag {lag}", oversubscription=times, max_policy_lag=lag, **small, **ideal, **engine)
+        for lag in (0, 1)
+        for times in (1, 4)
+    ]
 
 
 def render_table(results: list[dict[str, Any]]) -> str:
@@ -462,18 +476,47 @@ def render_table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def compare_with_real(seed: int, scale: float) -> list[dict[str, Any]]:
+    """Small settings, simulated and by the real runner."""
+    from overlap_real import run_real  # it imports this file
+
+    pairs = []
+    print(
+        "| small setting | s per step, simulated | real | busy in rollout, simulated | real "
+        "| lag 1, simulated | real |"
+    )
+    print("|-|-|-|-|-|-|-|")
+    for setting in build_small_settings(seed):
+        pair = {"simulated": Run(setting).run(), "real": run_real(setting, scale)}
+        pairs.append(pair)
+        columns = [
+            *(f"{result['seconds_per_step']:.0f}" for result in pair.values()),
+            *(f"{result['busy_in_rollout']:.0%}" for result in pair.values()),
+            *(f"{result['policy_lag'].get('1', 0.0):.0%}" for result in pair.values()),
+        ]
+        print(f"| {setting.name} | {' | '.join(columns)} |")
+    return pairs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kv-tokens", type=int, default=640_000)
+    parser.add_argument("--kv-tokens", type=int, nargs="+", default=[2_500_000, 640_000])
+    parser.add_argument("--real-scale", type=float, help="real seconds per simulated one for the real runner, as 0.03")
     arguments = parser.parse_args()
-    settings = build_settings(arguments.steps, arguments.seed, arguments.kv_tokens)
-    results = [Run(setting).run() for setting in settings]
-    print(render_table(results))
+    document: dict[str, Any] = {"settings": [], "results": []}
+    for kv_tokens in arguments.kv_tokens:
+        settings = build_settings(arguments.steps, arguments.seed, kv_tokens)
+        results = [Run(setting).run() for setting in settings]
+        print(f"\nRoom for {kv_tokens} tokens of keys and values:\n\n{render_table(results)}\n")
+        document["settings"] += [asdict(setting) for setting in settings]
+        document["results"] += results
+    if arguments.real_scale is not None:
+        document["real_scale"] = arguments.real_scale
+        document["compared"] = compare_with_real(arguments.seed, arguments.real_scale)
     if arguments.json is not None:
-        document = {"settings": [asdict(setting) for setting in settings], "results": results}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polar_trl.grpo.batch import Row
+from polar_trl.grpo.rows import Row
 
 
 def build_padded_batch(rows: Sequence[Row], weights: Sequence[float]) -> dict[str, Tensor]:

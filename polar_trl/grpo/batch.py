@@ -1,80 +1,17 @@
-"""Trajectories with advantages -> rows to train, and rows of one forward pass -> what TRL's loss reads.
+"""Rows of one forward pass -> what TRL's loss reads: the trainable tokens, padded, and the flat sequence they are in.
 
-It refuses to let the number of rows speak: losses that average over rows are re-weighted so that they average over
-rollouts, however many trajectories a rollout was split into and however rows are spread over forward passes.
+It refuses to pad what is forwarded: only the figures per trainable token are a rectangle.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from polar_trl.grpo.forward import LayoutKind, pack_rows
-from polar_trl.grpo.layout import Ids
-from polar_trl.types import Trajectory
-
-ROLLOUT_MEAN_LOSSES = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
-"""TRL losses that average over rows; `row_weights` makes them average over rollouts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One trajectory to train, with its rollout's advantage."""
-
-    rollout_id: str
-    advantage: float
-    token_ids_T: Ids
-    trainable_T: NDArray[np.bool_]
-    """Never on the first token, which nothing predicts."""
-    logprobs_T: NDArray[np.float32]
-    """Nats, under the policy that sampled; 0 where not trainable."""
-    policy_versions_T: NDArray[np.int64]
-    """-1 where not trainable."""
-
-    @property
-    def num_trainable(self) -> int:
-        return int(self.trainable_T.sum())
-
-
-def build_row(trajectory: Trajectory, advantage: float) -> Row:
-    """The trajectory as arrays."""
-    return Row(
-        rollout_id=trajectory.rollout_id,
-        advantage=advantage,
-        token_ids_T=np.array(trajectory.token_ids, dtype=np.int64),
-        trainable_T=np.array(trajectory.trainable, dtype=np.bool_),
-        logprobs_T=np.array(trajectory.logprobs, dtype=np.float32),
-        policy_versions_T=np.array(trajectory.policy_versions, dtype=np.int64),
-    )
-
-
-def row_weights(rows: Sequence[Row], *, loss_type: str) -> list[float]:
-    """The weight of each row's loss in the mean over rollouts that a loss type declares.
-
-    With T_j trainable tokens in row j of a rollout with T tokens in all, and R rollouts:
-
-    * "grpo" and "sapo" average a rollout's tokens, then rollouts: T_j / T / R for a row's mean over its tokens.
-    * "dr_grpo" and "luspo" average rollouts' sums (over a constant): 1 / R for a row's sum.
-    * "dapo", "cispo" and "vespo" divide by all tokens of the step, which TRL does: 1.
-    * "bnpo" divides by the tokens of each forward pass, which TRL defines as depending on the split: 1.
-
-    Args:
-        rows: All rows that are averaged over, of all ranks.
-    """
-    if loss_type not in ROLLOUT_MEAN_LOSSES:
-        return [1.0] * len(rows)
-    rollout_tokens: dict[str, int] = defaultdict(int)
-    for row in rows:
-        rollout_tokens[row.rollout_id] += row.num_trainable
-    num_rollouts = max(1, len(rollout_tokens))
-    if loss_type in ("dr_grpo", "luspo"):
-        return [1.0 / num_rollouts] * len(rows)
-    return [row.num_trainable / rollout_tokens[row.rollout_id] / num_rollouts for row in rows]
+from polar_trl.grpo.rows import Row
 
 
 def build_micro_batch(
@@ -87,8 +24,8 @@ def build_micro_batch(
 
     Args:
         weights: Factor of each row's advantage.
-        num_rows: B, at least one: the most rows that any rank has in this pass, since TRL gathers figures of rows. What
-            the given rows do not fill stays empty.
+        num_rows: B, at least one: the most rows that any rank has in this pass, since TRL gathers figures of rows.
+            What the given rows do not fill stays empty.
 
     Returns:
         `prompt_ids`, `prompt_mask` [B, 0]; `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C];

@@ -61,7 +61,7 @@ class RunState:
 class RankState:
     """What one rank has in hand between two optimizer steps."""
 
-    windows: Sequence[Sequence[Mapping[str, Any]]] = ()
+    windows: Sequence[list[dict[str, Any]]] = ()
     """Forward passes of the last generation batch, by optimizer step, if any of them is still to come."""
     open_rows: Sequence[Mapping[str, Any]] = ()
     """Data rows whose sessions were open when the checkpoint was written; they have to be started again."""
@@ -114,8 +114,10 @@ def load_state(folder: Path, rank: int, device: torch.device) -> tuple[RunState,
     path = folder / RANK_FILE.format(rank)
     if not path.is_file():
         raise ConfigError(f"resume_from_checkpoint: {folder} was written by fewer processes: {path.name} is missing")
+    # several processes on a CPU have devices "cpu:0", "cpu:1", which torch.load does not know
+    target = torch.device("cpu") if device.type == "cpu" else device
     with safe_globals(), torch.serialization.safe_globals(_SAVED_TYPES):
-        return RunState(**content), RankState(**torch.load(path, map_location=device, weights_only=True))
+        return RunState(**content), RankState(**torch.load(path, map_location=target, weights_only=True))
 
 
 def find_problem(folder: Path) -> str | None:
@@ -249,7 +251,7 @@ def _parse_wanted(wanted: str | bool | None) -> str | bool:
     return named.get(wanted.lower(), wanted) if isinstance(wanted, str) else bool(wanted)
 
 
-def _without_caches(passed: Mapping[str, Any]) -> dict[str, Any]:
+def _without_caches(passed: dict[str, Any]) -> dict[str, Any]:
     """A forward pass without what was computed from its layout on the way."""
     packed = passed["packed"]
     return {**passed, "packed": replace(packed, layout=replace(packed.layout))}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trl import GRPOConfig
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.batch import ROLLOUT_MEAN_LOSSES
+from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES
 
 
 @dataclass
@@ -183,6 +183,14 @@ class PolarGRPOConfig(PackedGRPOConfig):
         self._require(quantile is None or 0 < quantile < 1, "straggler_quantile", "must be between 0 and 1")
         for name in ("max_policy_lag", "resample_zero_variance"):
             self._require(getattr(self, name) >= 0, name, "must be 0 or more")
+        per_process = self.per_device_train_batch_size * self.steps_per_generation
+        for name in ("max_policy_lag", "resample_zero_variance"):
+            self._require(
+                not getattr(self, name) or per_process % self.num_generations == 0,
+                name,
+                f"needs whole groups in each process: per_device_train_batch_size x steps_per_generation is "
+                f"{per_process}, which num_generations={self.num_generations} does not divide",
+            )
         self._require(
             self.max_trajectory_tokens is None or self.max_trajectory_tokens >= 2,
             "max_trajectory_tokens",

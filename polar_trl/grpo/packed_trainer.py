@@ -20,10 +20,11 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from polar_trl.grpo.balance import CostModel, plan_micro_batches
-from polar_trl.grpo.batch import ROLLOUT_MEAN_LOSSES, Row, build_micro_batch, row_weights, to_rows
+from polar_trl.grpo.batch import build_micro_batch, to_rows
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.forward import choose_layout, prepare_model, score
 from polar_trl.grpo.importance import RatioStats, importance_ratio
+from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES, Row, row_weights
 
 MicroBatch = dict[str, Any]
 
@@ -32,7 +33,7 @@ class PackedGRPOTrainer(GRPOTrainer):
     """GRPO whose forward passes are filled by tokens. Arguments are TRL's.
 
     A generation batch of TRL is collected in its first micro-step. The forward passes of an optimizer step, as many
-    as its tokens need, all run in its last one.
+    as its tokens need, all run in its last one; with no rows there is none, and weights stay as they are.
     """
 
     args: PackedGRPOConfig
@@ -44,11 +45,11 @@ class PackedGRPOTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        policy = self.accelerator.unwrap_model(self.model)
+        policy = _find_causal_model(self.accelerator.unwrap_model(self.model))
         self.layout_kind = choose_layout(policy, self.args.sequence_layout, balances_experts=self.aux_loss_enabled)
         for model in (policy, self.ref_model):
             if model is not None:
-                prepare_model(model, self.layout_kind)
+                prepare_model(_find_causal_model(model), self.layout_kind)
         self._cost = _build_cost_model(policy)
         self._windows: list[list[MicroBatch]] | None = None
         """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
@@ -64,6 +65,7 @@ class PackedGRPOTrainer(GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-step of transformers' loop; see the class for what happens in which."""
         started = time.perf_counter()
+        model.train()
         per_generation = self.args.steps_per_generation
         if self._windows is None or self._step % (per_generation * self.num_iterations) == 0:
             self._windows = self._plan_windows(self._collect_rows(inputs, "train"), "train")
@@ -257,6 +259,11 @@ class PackedGRPOTrainer(GRPOTrainer):
         )
         for name, value in figures.items():
             self._metrics[mode][f"sampling/{name}"].append(value)
+
+
+def _find_causal_model(model: Any) -> Any:
+    """The language model inside of PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _build_cost_model(model: Any) -> CostModel:

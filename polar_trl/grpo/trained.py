@@ -48,6 +48,8 @@ class TrainedLog(TrainerCallback):
         if state.is_world_process_zero:
             with (self._folder / TRAINED_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint that is on the disk must not know more than this
 
 
 def rewind_trained(folder: Path, *, source: Path, step: int) -> None:

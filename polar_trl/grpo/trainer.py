@@ -26,12 +26,13 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.advantage import Advantages, compute_advantages
-from polar_trl.grpo.batch import Row, build_row
+from polar_trl.grpo.carry_over import CarryOver
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
@@ -142,8 +143,6 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             model=args.model_label,
         )
         self.proxy.start()
-        repeats = args.steps_per_generation * args.num_iterations
-        self.upcoming = UpcomingBatches(backend, repeats=repeats) if isinstance(backend, WarmPool) else None
         self.runner = RolloutRunner(
             proxy=self.proxy,
             backend=backend,
@@ -156,11 +155,28 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
                 limits=SessionLimits(max_calls=args.max_session_calls, max_sampled_tokens=args.max_session_tokens),
                 builder=args.trajectory_builder,
                 train_auxiliary=args.train_auxiliary,
+                straggler_quantile=args.straggler_quantile,
             ),
         )
+        self._context_length: int = self.model.config.get_text_config().max_position_embeddings
+        self.carry_over: CarryOver | None = None
+        if args.max_policy_lag:
+            self.carry_over = CarryOver(
+                self.runner,
+                lambda rows: self._build_jobs(rows, "train"),
+                max_policy_lag=args.max_policy_lag,
+                num_generations=self.num_generations,
+            )
+        pool = backend if isinstance(backend, WarmPool) else None
+        self.upcoming: UpcomingBatches | None = None
+        if pool is not None or self.carry_over is not None:
+            # sessions of a batch that is begun early order their own sandboxes
+            repeats = args.steps_per_generation * args.num_iterations
+            self.upcoming = UpcomingBatches(pool if self.carry_over is None else None, repeats=repeats)
 
     def close(self) -> None:
         """Stop the proxy and the engine. The model, and what was saved, stay."""
+        self.runner.close()
         self.proxy.stop()
         self.runner.backend.close()
         self.vllm_generation.engine.close()
@@ -179,29 +195,108 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         """Roll out and grade one generation batch of this rank (R local rollouts)."""
+        self._open_engine(mode)
+        started = time.monotonic()
+        data_rows, finished = self._roll_out(inputs, mode)
+        self._log_phase(mode, "rollouts", started)
+        rewards_RF = self._compute_rewards(data_rows, finished)
+        advantages = self._compute_advantages(rewards_RF, mode)
+        self._require_reward(advantages, finished)
+        self._log_rewards(data_rows, finished, rewards_RF, advantages, mode)
+        if mode == "train" and self.args.resample_zero_variance:
+            started = time.monotonic()
+            finished, advantages = self._resample(finished, rewards_RF, advantages)
+            self._log_phase(mode, "resampling", started)
+        self._close_engine()
+        if self.upcoming is not None and mode == "train":
+            self.upcoming.finish_rollouts()
+        rows, dropped = self._build_rows(finished, advantages)
+        self._log_rollouts(finished, rows, dropped, advantages, mode)
+        return rows
+
+    def _open_engine(self, mode: str) -> None:
+        """Weights and memory for the engine, and calls let through (a collective)."""
         self._sync_engine(mode)
         self.vllm_generation.wake()
         self._check_engine_once(mode)
-        started = time.monotonic()
-        finished = self.runner.run(self._build_jobs(inputs, mode), show_progress=self._shows_progress())
-        self.vllm_generation.sleep()
-        if self.upcoming is not None and mode == "train":
-            self.upcoming.finish_rollouts()
-        self._log_phase(mode, "rollouts", started)
+        self.proxy.release()
 
-        advantages = self._score_rollouts(inputs, finished, mode)
-        first = self.accelerator.process_index * len(inputs)
-        trained_R = advantages.scored_R  # law 4: without a reward, no gradient
-        if self.args.drop_zero_variance:
-            trained_R = trained_R & ~advantages.zero_variance_R
-        rows = [
-            build_row(trajectory, float(advantages.advantages_R[first + index]))
-            for index, result in enumerate(finished)
-            if trained_R[first + index]
-            for trajectory in result.reconstruction.trajectories
-        ]
-        self._log_rollouts(finished, rows, advantages, mode)
-        return rows
+    def _close_engine(self) -> None:
+        """Calls of sessions that stay open wait from here on, and the engine's memory is the trainer's."""
+        self.proxy.hold()
+        self.vllm_generation.sleep()
+
+    def _roll_out(self, inputs: list[dict[str, Any]], mode: str) -> tuple[Sequence[dict[str, Any]], list[Finished]]:
+        """As many rollouts as there are data rows, and the rows that they are of."""
+        if mode == "eval" or self.carry_over is None:
+            return inputs, self.runner.run(self._build_jobs(inputs, mode), show_progress=self._shows_progress())
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        next_rows = None if is_last or self.upcoming is None else self.upcoming.next_rows
+        return self.carry_over.roll_out(inputs, next_rows, show_progress=self._shows_progress())
+
+    def _resample(
+        self, finished: list[Finished], rewards_RF: Tensor, advantages: Advantages
+    ) -> tuple[list[Finished], Advantages]:
+        """Replace groups of one reward by rollouts of other tasks, for as many rounds as are set (a collective)."""
+        size, rank = self.num_generations, self.accelerator.process_index
+        num_ranks, finished = self.accelerator.num_processes, list(finished)
+        per_rank = len(finished) // size
+        num_resampled = 0
+        for number in range(self.args.resample_zero_variance):
+            empty = advantages.zero_variance_R.view(num_ranks, per_rank, size)[:, :, 0]
+            num_new = int(empty.sum(dim=1).max())
+            if num_new == 0:
+                break
+            num_resampled += num_new * num_ranks
+            data_rows = [row for row in self._draw_rows(num_new, number) for _ in range(size)]
+            results = self.runner.run(self._build_jobs(data_rows, "train"), show_progress=self._shows_progress())
+            new_rewards_RF = self._compute_rewards(data_rows, results)
+            usable = ~self._compute_advantages(new_rewards_RF, "train").zero_variance_R
+            # every rank replaces alike in the rewards of all, and its own rollouts
+            for owner in range(num_ranks):
+                old_groups = empty[owner].nonzero()[:, 0].tolist()
+                new_groups = usable.view(num_ranks, num_new, size)[owner, :, 0].nonzero()[:, 0].tolist()
+                for old, new in zip(old_groups, new_groups, strict=False):  # as many as can be
+                    target, source = (owner * per_rank + old) * size, (owner * num_new + new) * size
+                    rewards_RF[target : target + size] = new_rewards_RF[source : source + size]
+                    if owner == rank:
+                        finished[old * size : (old + 1) * size] = results[new * size : (new + 1) * size]
+            advantages = self._compute_advantages(rewards_RF, "train")
+        self._metrics["train"]["polar/resampled_groups"].append(num_resampled)
+        return finished, advantages
+
+    def _draw_rows(self, num_rows: int, number: int) -> list[dict[str, Any]]:
+        """Data rows of this rank for a round of resampling; other ranks draw others."""
+        seed = hash((self.args.seed, self.state.global_step, number)) % 2**32  # of integers: the same in all processes
+        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed)).tolist()
+        first = self.accelerator.process_index * num_rows
+        return [self.train_dataset[order[(first + index) % len(order)]] for index in range(num_rows)]
+
+    def _build_rows(self, finished: list[Finished], advantages: Advantages) -> tuple[list[Row], Counter[str]]:
+        """What of this rank's rollouts is trained, and sampled tokens that are not, by reason."""
+        first = self.accelerator.process_index * len(finished)
+        local = slice(first, first + len(finished))
+        results, dropped = [], Counter[str]()
+        for result, advantage, scored, zero_variance in zip(
+            finished,
+            advantages.advantages_R[local].tolist(),
+            advantages.scored_R[local].tolist(),
+            advantages.zero_variance_R[local].tolist(),
+            strict=True,
+        ):
+            if not scored:
+                continue  # law 4: without a reward, no gradient
+            if zero_variance and self.args.drop_zero_variance:
+                trajectories = result.reconstruction.trajectories
+                dropped["zero_variance"] += sum(sum(trajectory.trainable) for trajectory in trajectories)
+                continue
+            results.append((result, advantage))
+        rows, others = build_rows(
+            results,
+            max_tokens=self.args.max_trajectory_tokens or self._context_length,
+            oldest_version=self.vllm_generation.engine.policy_version - self.args.max_policy_lag,
+        )
+        return rows, dropped + others
 
     def _sync_engine(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since (a collective)."""
@@ -222,7 +317,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         self._metrics[mode]["polar/engine_check_gap"].append(gap)
         self._engine_checked = True
 
-    def _build_jobs(self, inputs: list[dict[str, Any]], mode: str) -> list[Job]:
+    def _build_jobs(self, inputs: Sequence[dict[str, Any]], mode: str) -> list[Job]:
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
         folder = Path(self.args.output_dir) / "sessions" / self._attempt / f"{mode}_{self._num_batches:05d}"
         self._num_batches += 1
@@ -241,43 +336,48 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             )
         return jobs
 
-    def _score_rollouts(self, inputs: list[dict[str, Any]], finished: list[Finished], mode: str) -> Advantages:
-        """Rewards of all ranks' rollouts, and their advantages (a collective)."""
-        prompts = [row["prompt"] for row in inputs]
+    def _compute_rewards(self, data_rows: Sequence[dict[str, Any]], finished: list[Finished]) -> Tensor:
+        """[R, F] rewards of all ranks' rollouts, NaN where there is none (a collective)."""
+        prompts = [row["prompt"] for row in data_rows]
         completions = [conversation_after_instruction(result.rollout) for result in finished]
         completion_ids = [
             [i for call in result.rollout.calls for i in call.completion.token_ids] for result in finished
         ]
-        rows = [{**row, "rollouts": result.rollout} for row, result in zip(inputs, finished, strict=True)]
-        rewards_RF = self._calculate_rewards(rows, prompts, completions, completion_ids)
+        rows = [{**row, "rollouts": result.rollout} for row, result in zip(data_rows, finished, strict=True)]
+        rewards_RF: Tensor = self._calculate_rewards(rows, prompts, completions, completion_ids)
         # Law 4: where the infrastructure failed or the grader could not decide, no reward function may do so instead.
         failed = torch.tensor([result.rollout.error is not None for result in finished], device=rewards_RF.device)
         rewards_RF[self.accelerator.gather(failed)] = torch.nan
-        advantages = compute_advantages(
+        return rewards_RF
+
+    def _compute_advantages(self, rewards_RF: Tensor, mode: str) -> Advantages:
+        return compute_advantages(
             rewards_RF,
             self.reward_weights.to(rewards_RF.device),
             num_generations=self.num_generations if mode == "train" else self.num_generations_eval,
             scale_rewards=self.scale_rewards,
             aggregation=self.multi_objective_aggregation,
         )
+
+    def _require_reward(self, advantages: Advantages, finished: list[Finished]) -> None:
         if not advantages.scored_R.any() and self.state.global_step == 0:
             reasons = Counter(result.rollout.error for result in finished).most_common(1)
             raise ConfigError(f"no rollout of the first batch has a reward; most often: {reasons[0][0]}")
-        self._log_rewards(prompts, completions, rewards_RF, advantages, mode)
-        return advantages
 
     # Logging.
 
     def _log_rewards(
         self,
-        prompts: list[Any],
-        completions: list[Any],
+        data_rows: Sequence[dict[str, Any]],
+        finished: list[Finished],
         rewards_RF: Tensor,
         advantages: Advantages,
         mode: str,
     ) -> None:
         """TRL's reward metrics, and its table of completions (one entry per rollout)."""
         metrics = self._metrics[mode]
+        prompts = [row["prompt"] for row in data_rows]
+        completions = [conversation_after_instruction(result.rollout) for result in finished]
         for name, column in zip(self.reward_func_names, rewards_RF.T, strict=True):
             metrics[f"rewards/{name}/mean"].append(torch.nanmean(column).item())
             metrics[f"rewards/{name}/std"].append(nan_std(column))
@@ -301,13 +401,17 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         self._pending_extra_logs.clear()
         self._pending_metrics.clear()
 
-    def _log_rollouts(self, finished: list[Finished], rows: list[Row], advantages: Advantages, mode: str) -> None:
+    def _log_rollouts(
+        self, finished: list[Finished], rows: list[Row], dropped: Counter[str], advantages: Advantages, mode: str
+    ) -> None:
         """Counts and times of a generation batch, over all ranks (a collective)."""
         summaries: list[dict[str, float]] = gather_object([summarise(result) for result in finished])
         lengths: list[int] = gather_object([len(row.token_ids_T) for row in rows])
         metrics = self._metrics[mode]
         for name, value in build_rollout_metrics(summaries).items():
             metrics[name].append(value)
+        for reason, count in sorted(sum(gather_object([dropped]), Counter()).items()):
+            metrics[f"polar/dropped/{reason}"].append(count)
         metrics["polar/rollouts_without_reward"].append(int((~advantages.scored_R).sum()))
         if mode == "train":
             self.state.num_input_tokens_seen += sum(lengths)

@@ -1,4 +1,7 @@
-"""The batches that the data loader has fetched ahead -> orders for their sandboxes, made while the GPU trains."""
+"""The batches that the data loader has fetched ahead: orders for their sandboxes, and their rows for an early start.
+
+It refuses to order sandboxes for later while earlier batches still need theirs.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,17 +14,15 @@ Rows = list[dict[str, Any]]
 
 
 class UpcomingBatches:
-    """Sits between the data loader and its collator.
-
-    A loader fetches one batch ahead of the trainer. Orders for a batch are placed once every earlier one has been
-    rolled out: sandboxes for later would only take the places of those that are needed now.
+    """Sits between the data loader and its collator. A loader fetches one batch ahead of the trainer.
 
     Args:
-        pool: Takes the orders, `depth` of them per batch.
+        pool: Takes orders for the batch after the current one, `depth` of them, once that one has been rolled out;
+            None where sandboxes are not made ahead.
         repeats: How many times in a row the loader gives each generation batch.
     """
 
-    def __init__(self, pool: WarmPool, *, repeats: int) -> None:
+    def __init__(self, pool: WarmPool | None, *, repeats: int) -> None:
         self._pool = pool
         self._repeats = repeats
         self._num_collated = 0
@@ -44,6 +45,11 @@ class UpcomingBatches:
         """The loader starts after so many batches, which were collated in an earlier process."""
         self._num_collated = num_batches
 
+    @property
+    def next_rows(self) -> Rows | None:
+        """Rows of the batch after the current one; None where the loader has not fetched it, as at an epoch's end."""
+        return self._batches[1] if len(self._batches) > 1 else None
+
     def finish_rollouts(self) -> None:
         """The oldest batch was rolled out; the next one's sandboxes may be made."""
         if self._batches:
@@ -52,5 +58,6 @@ class UpcomingBatches:
             self._order(self._batches[0])
 
     def _order(self, rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows[: self._pool.depth]:
-            self._pool.order(parse_task(row))
+        if self._pool is not None:
+            for row in rows[: self._pool.depth]:
+                self._pool.order(parse_task(row))

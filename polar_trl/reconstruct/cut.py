@@ -36,6 +36,18 @@ def cut_trajectory(trajectory: Trajectory, rollout: Rollout, parts: int | Sequen
     return tuple(_build_part(trajectory, rollout, first, end) for first, end in pairwise(edges))
 
 
+def clip_trajectory(trajectory: Trajectory, rollout: Rollout, max_tokens: int) -> Trajectory | None:
+    """The trajectory up to the last call that ends within `max_tokens`; None if not even the first does."""
+    if len(trajectory.token_ids) <= max_tokens:
+        return trajectory
+    ends = (
+        len(rollout.calls[index].prompt_ids) + len(rollout.calls[index].completion.token_ids)
+        for index in trajectory.call_indices
+    )
+    num_calls = sum(end <= max_tokens for end in ends)
+    return _build_part(trajectory, rollout, 0, num_calls) if num_calls else None
+
+
 def _build_part(trajectory: Trajectory, rollout: Rollout, first: int, end: int) -> Trajectory:
     """The part that trains the calls at positions `first` to `end` (excluded)."""
     call_indices = trajectory.call_indices[first:end]

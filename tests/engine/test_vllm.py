@@ -3,13 +3,16 @@
 import asyncio
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import CHAT, HELLO, http, new_log, serve, wait_until
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import set_environment
+from polar_trl.engine.gate import Visits
 from polar_trl.errors import EngineError
 
 PROMPTS = [tuple(range(10 + 7 * i, 22 + 7 * i)) for i in range(8)]
@@ -138,6 +141,32 @@ def test_requests_are_held_while_paused_and_the_version_grows(engine: Any) -> No
     was_held, completion = asyncio.run(main())
     assert was_held
     assert completion.first_policy_version == completion.last_policy_version == before + 1
+
+
+def test_a_call_held_at_the_gate_is_sampled_by_the_next_policy(engine: Any) -> None:
+    """Through a proxy, as the trainer does it: the call in flight ends, the next one waits, and the engine is free."""
+    before = engine.policy_version
+    with serve(engine, params=GenerationParams(max_tokens=24)) as proxy, ThreadPoolExecutor() as threads:
+        log, visits = new_log(), Visits()
+        agent = http(proxy.open_session(log, visits=visits))
+        first = threads.submit(agent.post, CHAT, json={"messages": HELLO})
+        wait_until(lambda: visits.first_policy_version is not None)
+        proxy.hold()
+        assert not engine._core.has_unfinished_requests()
+        assert first.result().status_code == 200
+        second = threads.submit(agent.post, CHAT, json={"messages": HELLO, "stop": "another question"})
+        wait_until(lambda: visits.held_s > 0.0)
+        with engine.paused(new_policy=True):
+            assert len(log.calls) == 1
+        # a block that changes nothing, and the trainer's own requests, work beside it
+        with engine.paused():
+            pass
+        generate_all(engine, GenerationParams(max_tokens=4), PROMPTS[:1])
+        assert not second.done()
+        proxy.release()
+        assert second.result().status_code == 200
+    versions = [(call.completion.first_policy_version, call.completion.last_policy_version) for call in log.calls]
+    assert versions == [(before, before), (before + 1, before + 1)]
 
 
 def test_a_prompt_that_is_too_long_fails_alone(engine: Any) -> None:

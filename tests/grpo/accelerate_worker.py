@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from polar_trl.grpo.batch import Row
+from polar_trl.grpo.rows import Row
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 
@@ -58,6 +58,7 @@ def build_rows(numbers: range) -> list[Row]:
                 token_ids_T=np.array([rng.randrange(3, 2000) for _ in range(length)]),
                 trainable_T=trainable,
                 logprobs_T=np.where(trainable, -rng.uniform(7.0, 8.0), 0.0).astype(np.float32),
+                policy_versions_T=np.where(trainable, 0, -1),
                 advantage=rng.uniform(-2, 2),
             )
         )

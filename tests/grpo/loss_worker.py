@@ -28,9 +28,10 @@ from trl import GRPOConfig, GRPOTrainer
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from trl_padded import build_padded_batch
 
-from polar_trl.grpo.batch import Row, build_micro_batch, build_row, row_weights
+from polar_trl.grpo.batch import build_micro_batch
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.rows import Row, build_row, row_weights
 from polar_trl.reconstruct.cut import cut_trajectory
 from polar_trl.reconstruct.merge import build_prefix_merged
 from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout

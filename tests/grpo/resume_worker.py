@@ -45,7 +45,7 @@ class Doomed(ResumableTrainer, PolarGRPOTrainer):
         windows = super()._plan_windows(*args)
         for window, dealt in zip(windows, self.dealt, strict=True):
             for number, micro_batch in enumerate(window):
-                micro_batch["rollouts"] = dealt if number == 0 else []
+                micro_batch["rollouts"] = dealt if number == 0 and self.args.should_save else []
         return windows
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +100,8 @@ trainer = Doomed(
 )
 trainer.train(resume_from_checkpoint="auto")
 trainer.close()
+weights = sum(p.double().sum().item() for p in trainer.model.parameters())
+(out / f"weights-{trainer.accelerator.process_index}.json").write_text(json.dumps(weights))
 if trainer.accelerator.is_main_process:
     result = {
         "log": trainer.state.log_history,

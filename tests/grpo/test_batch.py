@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from polar_trl.grpo.batch import Row, build_micro_batch, build_row, row_weights, to_rows
+from polar_trl.grpo.batch import build_micro_batch, to_rows
 from polar_trl.grpo.importance import RatioStats, importance_ratio
+from polar_trl.grpo.rows import Row, build_row, row_weights
 from polar_trl.types import Trajectory
 
 CPU = torch.device("cpu")

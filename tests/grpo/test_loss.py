@@ -11,18 +11,22 @@ import pytest
 HERE = Path(__file__).parent
 
 
+def build_launcher(processes: int) -> list[str]:
+    """What starts a script: Python, or `accelerate launch` where it is several processes."""
+    if processes == 1:
+        return [sys.executable]
+    return [
+        # accelerate starts one process on a CPU, whatever --num_processes says, unless it is given --multi_gpu
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)),
+        *("--main_process_port", "0"),  # one that is free: other launches may be under way
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    ]
+
+
 def run_worker(script: str, *arguments: str, processes: int = 1) -> None:
-    """Run a worker, under `accelerate launch` where it is several processes; its output is shown if it fails."""
-    launch = [sys.executable]
-    if processes > 1:
-        launch = [
-            # accelerate starts one process on a CPU, whatever --num_processes says, unless it is given --multi_gpu
-            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)),
-            *("--main_process_port", "0"),  # one that is free: other launches may be under way
-            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-        ]
+    """Run a worker to its end; its output is shown if it fails."""
     done = subprocess.run(
-        [*launch, str(HERE / script), *arguments],
+        [*build_launcher(processes), str(HERE / script), *arguments],
         capture_output=True,
         text=True,
         timeout=280,

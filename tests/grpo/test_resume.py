@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_loss import build_launcher
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.checkpoint import (
@@ -62,16 +62,32 @@ class Start:
     partial: tuple[str, ...]
 
 
-def start_worker(model: Path, out: Path, moment: str, step: int) -> subprocess.Popen[bytes]:
+def start_worker(
+    model: Path, out: Path, moment: str, step: int, settings: dict[str, Any], processes: int
+) -> subprocess.Popen[bytes]:
     (out / "tmp").mkdir(parents=True, exist_ok=True)
+    script = [str(HERE / "resume_worker.py"), str(model), str(out), moment, str(step), json.dumps(settings)]
     with (out / f"log-{moment}").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "resume_worker.py"), str(model), str(out), moment, str(step)],
+            [*build_launcher(processes), *script],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(out / "tmp")},
-            start_new_session=True,
         )
+
+
+def kill_workers(out: Path) -> None:
+    """The trainers and what launched them, but none of the agents."""
+    workers = [pid for pid in find_processes(out) if b"resume_worker.py" in read_command(pid)]
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+
+
+def read_command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def wait_for(worker: subprocess.Popen[bytes], out: Path, pattern: str, count: int) -> None:
@@ -88,14 +104,14 @@ def read_logs(out: Path) -> str:
 
 
 def find_processes(out: Path) -> list[int]:
-    """Those that work in or for a run's folder, this one aside."""
+    """Those that work in or for a run's folder."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             text = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if os.fsencode(out) in text and int(folder.name) != os.getpid():
+        if os.fsencode(out) in text:
             found.append(int(folder.name))
     return found
 
@@ -104,14 +120,14 @@ def list_sandboxes(out: Path) -> list[Path]:
     return list(out.glob("tmp/polar-trl-*/*/owner"))
 
 
-def kill_at(model: Path, out: Path, moment: str, step: int) -> Start:
-    worker = start_worker(model, out, moment, step)
+def kill_at(model: Path, out: Path, moment: str, step: int, processes: int = 1, **settings: Any) -> Start:
+    worker = start_worker(model, out, moment, step, settings, processes)
     try:
         # agents that wait in mid-session, all four; else the worker itself stands still
         wait_for(worker, out, *(("hold-*", 4) if moment == "rollout" else ("now", 1)))
-        agents_alive, sandboxes = len(find_processes(out)) - 1, len(list_sandboxes(out))
+        agents_alive, sandboxes = len(find_processes(out)) - processes, len(list_sandboxes(out))
     finally:
-        os.killpg(worker.pid, signal.SIGKILL)
+        kill_workers(out)
         worker.wait()
     for path in [*out.glob("hold*"), *out.glob("now")]:
         path.unlink()
@@ -123,14 +139,13 @@ def kill_at(model: Path, out: Path, moment: str, step: int) -> Start:
     )
 
 
-def finish(model: Path, out: Path) -> dict[str, Any]:
-    worker = start_worker(model, out, "never", 0)
+def finish(model: Path, out: Path, processes: int = 1, **settings: Any) -> dict[str, Any]:
+    worker = start_worker(model, out, "never", 0, settings, processes)
     try:
-        assert worker.wait(timeout=200) == 0, read_logs(out)
+        assert worker.wait(timeout=250) == 0, read_logs(out)
     finally:
-        if worker.poll() is None:
-            os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
+        kill_workers(out)
+        worker.wait()
     (result,) = out.glob("result-*.json")
     return json.loads(result.read_text())
 
@@ -280,6 +295,27 @@ def test_nothing_is_left_of_the_killed_processes(killed: Run) -> None:
     assert all(find_problem(folder) is None for _, folder in list_checkpoints(killed.out))
 
 
+@pytest.mark.timeout(600)
+def test_two_processes_go_on_together(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {"save_steps": 1, "max_steps": 3}
+    start = kill_at(tiny_model, tmp_path, "checkpoint", 2, processes=2, **settings)
+    assert start.trained_steps == (1, 2)
+    assert start.partial == ("checkpoint-2",)
+    result = finish(tiny_model, tmp_path, processes=2, **settings)
+    assert [entry["step"] for entry in result["log"] if "learning_rate" in entry] == [1, 2, 3]
+    steps = [line["rollouts"] for line in read_lines(tmp_path / "trained.jsonl")]
+    # both ranks' rows of the batch that was rolled out before the kill, then a new one
+    assert sorted(steps[0] + steps[1]) == [f"train-00000-g00{g}-r00{r}" for g in range(4) for r in range(2)]
+    assert {i[:11] for i in steps[2]} == {"train-00001"}
+    assert [line["rollouts"] for line in read_lines(tmp_path / "lost.jsonl")] == [steps[1]]
+    for name in ("polar_rank0.pt", "polar_rank1.pt", "rng_state_0.pth", "rng_state_1.pth"):
+        assert (tmp_path / "checkpoint-3" / name).is_file()
+    sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
+    assert len(sums) == 2
+    assert sums[0] == pytest.approx(sums[1], rel=1e-9)
+    assert find_processes(tmp_path) == []
+
+
 # Folders, without a run.
 
 
@@ -317,7 +353,7 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
     begin_checkpoint(folder)
     save_rank_state(folder, 0, RankState(windows=[[passed], []], open_rows=[{"task": "{}"}]))
     finish_checkpoint(folder, build_state(3, seed=42))
-    state, rank_state = load_state(folder, 0, CPU)
+    state, rank_state = load_state(folder, 0, torch.device("cpu", 0))
     assert state == build_state(3, seed=42)
     assert rank_state.open_rows == [{"task": "{}"}]
     ((read,), nothing) = rank_state.windows

@@ -121,10 +121,12 @@ def test_a_troubled_run_goes_on_and_says_what_happened(troubled_run: Path) -> No
     assert logged["polar/rollouts_without_reward"] == 8
     assert logged["polar/stopped/agent_timeout"] == 4
     assert logged["polar/stopped/no_calls"] == 4
-    untrained = sum(
+    no_reward = sum(
         len(call.completion.token_ids) for r in rollouts(troubled_run) if r.reward is None for call in r.calls
     )
-    assert logged["polar/sampled_tokens"] - logged["polar/trained_tokens"] == untrained > 0
+    untrained = logged["polar/sampled_tokens"] - logged["polar/trained_tokens"]
+    assert untrained == no_reward + logged["polar/dropped/zero_variance"]
+    assert no_reward > 0 and logged["polar/dropped/zero_variance"] > 0
 
 
 def test_two_processes_with_different_numbers_of_rows(tiny_model: Path, tmp_path: Path) -> None:
