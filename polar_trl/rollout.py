@@ -153,7 +153,7 @@ class RolloutRunner:
                 by_group[member.job.group_id].append(member)
             groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
             self._groups += groups
-        # atexit.register(self.close)  # a trainer that failed may have left agents waiting at a closed gate
+        atexit.register(self.close)  # a trainer that failed may have left agents waiting at a closed gate
         for member in members:
             member.thread.start()
         return groups, members

@@ -9,7 +9,7 @@ and holds calls as the proxy's does. The engine is a model of continuous batchin
 step of n of them takes `step_s + n * step_s_per_sequence`; prefill goes first and stops decoding; a prefix cache of
 `kv_tokens` (least recently used goes first) is emptied when the weights change, so that a held session's whole history
 is prefilled again. Every run draws the same sessions. With `--real-scale`, small settings are simulated and then run
-by the real runner, proxy and gate with time scaled down (see `overlap_real.py`), to show how far the simulation is off.
+by the real runner, proxy and gate with time scaled down (see `overlap_real.py`): how far is the simulation off?
 
 It refuses to call an engine busy that has one sequence in sixteen slots: "busy" is the mean share of slots in use.
 """
@@ -17,6 +17,7 @@ It refuses to call an engine busy that has one sequence in sixteen slots: "busy"
 import argparse
 import heapq
 import json
+import logging
 import math
 import random
 from collections import Counter, OrderedDict, deque
@@ -61,6 +62,11 @@ class Setting:
     max_sampled_tokens: int = 8_192
     max_preparing: int = 4
     max_grading: int = 8
+
+    @property
+    def num_open(self) -> int:
+        """Batches that are open at once: the trainer knows its data one batch ahead."""
+        return min(2, 1 + self.max_policy_lag)
 
 
 @dataclass(slots=True, eq=False)
@@ -288,7 +294,7 @@ class Run:
     def _train(self, done: Signal) -> Process:
         """What the trainer does, step by step."""
         setting, loop, engine = self.setting, self.loop, self.engine
-        for _ in range(1 + setting.max_policy_lag):
+        for _ in range(setting.num_open):
             self._start_batch()
         for _ in range(setting.steps):
             begun, slot_seconds, sampled, prefilled = self._mark()
@@ -307,14 +313,11 @@ class Run:
                 for version, count in session.versions.items():
                     self.lags[self.version - version] += count
             self.num_cut += sum(session.was_cut for session in sessions)
-            if setting.max_policy_lag:
-                self._start_batch()
             yield setting.sync_s + sum(session.context for session in sessions) / setting.train_tokens_per_s
             self.version += 1
             engine.forget()
             loop.fire(self.gate)
-            if not setting.max_policy_lag:
-                self._start_batch()
+            self._start_batch()
             self.rows.append(
                 {
                     "step_s": loop.now - begun,
@@ -480,6 +483,7 @@ def compare_with_real(seed: int, scale: float) -> list[dict[str, Any]]:
     """Small settings, simulated and by the real runner."""
     from overlap_real import run_real  # it imports this file
 
+    logging.getLogger("polar_trl").setLevel(logging.ERROR)  # sessions that are open at the end are stopped
     pairs = []
     print(
         "| small setting | s per step, simulated | real | busy in rollout, simulated | real "

@@ -211,7 +211,7 @@ def _train(setting: Setting, scale: float, engine: SleepingEngine, runner: Rollo
 
     lags: Counter[int] = Counter()
     steps_s, rollouts_s, busy_s = [], [], []
-    for _ in range(1 + setting.max_policy_lag):
+    for _ in range(setting.num_open):
         start_batch()
     for _ in range(setting.steps):
         begun, busy = time.monotonic(), engine.read_slot_seconds()
@@ -220,13 +220,10 @@ def _train(setting: Setting, scale: float, engine: SleepingEngine, runner: Rollo
         rollouts_s.append(time.monotonic() - begun)
         busy_s.append(engine.read_slot_seconds() - busy)
         taken = [result for group in groups for result in group]
-        if setting.max_policy_lag:
-            start_batch()
         time.sleep(_count(setting, taken, engine.policy_version, lags) * scale)
         engine.policy_version += 1
         runner.proxy.release()
-        if not setting.max_policy_lag:
-            start_batch()
+        start_batch()
         steps_s.append(time.monotonic() - begun)
     tokens = sum(lags.values())
     return {

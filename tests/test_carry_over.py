@@ -182,6 +182,7 @@ def test_holding_waits_for_calls_in_flight(tmp_path: Path) -> None:
 def test_the_older_group_is_waited_for_although_a_newer_one_has_finished(tmp_path: Path) -> None:
     with bench(tmp_path) as it:
         it.start("a", f"{TURN}; {it.wait('a')}")
+        it.wait_for_calls(1)  # its first token has version 0
         it.start("b", TURN)
         assert [[r.rollout.id for r in group] for group in it.runner.take(1, max_policy_lag=1)] == [["b-r0"]]
         assert [[job.rollout_id for job in group] for group in it.runner.open_jobs()] == [["a-r0"]]

@@ -20,6 +20,9 @@ ATTENTION = "polar"
 BLOCK_SIZE = 128
 """Tokens per side of the blocks that FlexAttention skips or computes; a layout on a GPU is padded to a multiple."""
 
+QUERIES_PER_CALL = 256
+"""Of a segment with context, on a CPU."""
+
 
 def register_attention() -> None:
     """Make "polar" known to transformers. Safe to call again."""
@@ -75,7 +78,11 @@ def attend(
 def _attend_by_segment(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, dropout: float
 ) -> Tensor:
-    """One call of SDPA per segment, its context gathered in front of it."""
+    """SDPA per segment, its context gathered in front of it.
+
+    Without context that is SDPA's own causal attention. With it, a token's place is at the lower right of a mask, and
+    SDPA computes what a mask hides too: so queries go in blocks, each with the keys up to its end.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     outs = []
@@ -85,16 +92,20 @@ def _attend_by_segment(
         keys = torch.cat([key[:, :, span] for span in spans], dim=2)
         values = torch.cat([value[:, :, span] for span in spans], dim=2)
         queries = query[:, :, spans[-1]]
-        # without context the square mask is SDPA's own; with it, a token's own place is at the lower right
-        mask = None
-        if segment.depth:
-            mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool).tril(segment.depth)
-            mask = mask.to(query.device)
-        outs.append(
-            scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout
+        if not segment.depth:
+            outs.append(
+                scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, dropout_p=dropout)
             )
-        )
+            continue
+        for first in range(0, queries.shape[2], QUERIES_PER_CALL):
+            block = queries[:, :, first : first + QUERIES_PER_CALL]
+            end = segment.depth + first + block.shape[2]
+            mask = torch.ones(block.shape[2], end, dtype=torch.bool, device=query.device).tril(segment.depth + first)
+            outs.append(
+                scaled_dot_product_attention(
+                    block, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scaling, dropout_p=dropout
+                )
+            )
     return torch.cat(outs, dim=2)
 
 

@@ -114,10 +114,24 @@ def load_state(folder: Path, rank: int, device: torch.device) -> tuple[RunState,
     path = folder / RANK_FILE.format(rank)
     if not path.is_file():
         raise ConfigError(f"resume_from_checkpoint: {folder} was written by fewer processes: {path.name} is missing")
-    # several processes on a CPU have devices "cpu:0", "cpu:1", which torch.load does not know
-    target = torch.device("cpu") if device.type == "cpu" else device
     with safe_globals(), torch.serialization.safe_globals(_SAVED_TYPES):
-        return RunState(**content), RankState(**torch.load(path, map_location=target, weights_only=True))
+        return RunState(**content), RankState(**torch.load(path, map_location=device, weights_only=True))
+
+
+def know_cpu_devices() -> None:
+    """Let `torch.load` put tensors on "cpu:0" and the like, which is what accelerate calls several processes' CPU.
+
+    transformers loads an optimizer so and fails.
+    """
+    torch.serialization.register_package(11, _tag_none, _put_on_cpu)
+
+
+def _tag_none(_storage: Any) -> None:
+    """Nothing is written with such a name."""
+
+
+def _put_on_cpu(storage: Any, location: str) -> Any:
+    return storage if location.startswith("cpu:") else None
 
 
 def find_problem(folder: Path) -> str | None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from types import MethodType
 from typing import Any
 
@@ -227,16 +228,12 @@ def _apply_rule(
 
 
 def _group_by_length(segments: list[int], lengths: list[int]) -> list[list[int]]:
-    """Segments to run as rows of one call: none is filled up by more than a third of its own chunks."""
-    groups: list[list[int]] = []
-    most = 0
-    for index in sorted(segments, key=lambda i: -lengths[i]):
-        chunks = -(-lengths[index] // _CHUNK_SIZE)
-        if not groups or 4 * chunks < 3 * most:
-            groups.append([])
-            most = chunks
-        groups[-1].append(index)
-    return groups
+    """Segments to run as rows of one call: those of equally many chunks, so that filling up adds no work."""
+
+    def count_chunks(index: int) -> int:
+        return -(-lengths[index] // _CHUNK_SIZE)
+
+    return [list(group) for _, group in groupby(sorted(segments, key=count_chunks), key=count_chunks)]
 
 
 def _look_up(net: nn.Module, name: str) -> Callable[..., Any]:

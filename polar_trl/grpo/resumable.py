@@ -37,8 +37,9 @@ _BATCH_FOLDER = re.compile(r"(?:train|eval)_(\d+)")
 class ResumableTrainer(GRPOTrainer):
     """A mixin in front of the trainer that rolls out.
 
-    That trainer has `_num_batches` (rolled out so far), `_windows` (of the last generation batch), `upcoming`, and
-    `vllm_generation.engine`. Key "rollouts" of a pass: the rollout and the number of trained tokens of each row.
+    That trainer has `_num_batches` (rolled out so far), `_windows` (of the last generation batch), `upcoming`,
+    `carry_over`, `proxy` and `vllm_generation.engine`. A forward pass has the key "rollouts": the rollout and the
+    number of trained tokens of each of its rows.
     """
 
     _num_batches: int
@@ -67,6 +68,7 @@ class ResumableTrainer(GRPOTrainer):
         folder = checkpoint.choose_checkpoint(output_dir, resume_from_checkpoint)
         step = 0
         if folder is not None:
+            checkpoint.know_cpu_devices()
             state, rank_state = checkpoint.load_state(folder, self.accelerator.process_index, self.accelerator.device)
             checkpoint.require_same_settings(state.settings, self._describe_settings())
             if self.args.ignore_data_skip:
@@ -79,6 +81,9 @@ class ResumableTrainer(GRPOTrainer):
             checkpoint.remove_partial(output_dir)
             rewind_trained(output_dir, source=output_dir if folder is None else folder.parent, step=step)
         self._skip_used_numbers(output_dir)
+        if folder is not None and self.carry_over is not None:
+            self.proxy.hold()  # until the engine has the checkpoint's weights
+            self.carry_over.reopen(rank_state.open_rows)
         self._started = time.monotonic()
         return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
 
@@ -148,7 +153,10 @@ class ResumableTrainer(GRPOTrainer):
 
     def _get_rank_state(self) -> RankState:
         is_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        return RankState(windows=() if is_used_up else self._windows or ())
+        return RankState(
+            windows=() if is_used_up else self._windows or (),
+            open_rows=() if self.carry_over is None else self.carry_over.open_rows(),
+        )
 
     def _get_run_state(self) -> RunState:
         return RunState(

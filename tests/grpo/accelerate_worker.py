@@ -1,4 +1,4 @@
-"""Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT rows|agents MODEL`.
+"""Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT rows|agents MODEL [lora]`.
 
 "rows" trains two steps on fixed rows, so that runs can be compared number by number; "agents" trains one on sessions
 of real agents, and compares the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
@@ -13,17 +13,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
+from trl.distributed import DistributedBackend
 
-from polar_trl.grpo.rows import Row
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.rows import Row
 
 out, kind, model = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+if is_deepspeed or is_fsdp:
+    # accelerate reads the settings of both only where it found GPUs: that one answer is given here, and all that
+    # follows is its own. Without it, these processes would train with DistributedDataParallel and say nothing.
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = (
+        DistributedType.DEEPSPEED if is_deepspeed else DistributedType.MULTI_GPU
+    )
 common: dict[str, Any] = {
+    "accelerator_config": {"use_configured_state": is_deepspeed or is_fsdp},
     # with DeepSpeed, accelerate takes "use the CPU" for "without DeepSpeed"; there is nothing else here
     "use_cpu": not is_deepspeed,
     "bf16": False,
@@ -86,8 +98,9 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
     trainer.use_vllm = True  # the loss is to read the importance ratio
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
     trainer.preset = build_rows(range(rank * 8 // world, (rank + 1) * 8 // world))
+    before = read_whole(trainer)
     trainer.train()
-    return trainer, {}
+    return trainer, {"before": before}
 
 
 def train_agents() -> tuple[Any, dict[str, Any]]:
@@ -96,10 +109,12 @@ def train_agents() -> tuple[Any, dict[str, Any]]:
     from polar_trl.engine.base import GenerationParams
 
     settings = {**common, "gradient_accumulation_steps": 1, "max_steps": 1}
-    trainer = build_trainer(model, out, ["ok", "ok"], **settings)
+    trainer = build_trainer(model, out, ["ok", "ok"], everything="lora" in sys.argv[4:], **settings)
+    before = read_whole(trainer)
     trainer.train()
     trainer.vllm_generation.sync_weights()
     trainer.vllm_generation.wake()
+    change = (read_whole(trainer) - before).abs().max().item()
     prompt = tuple(trainer._tokenizer("The quick brown fox jumps over the lazy dog")["input_ids"])
 
     async def sample() -> Any:
@@ -112,7 +127,7 @@ def train_agents() -> tuple[Any, dict[str, Any]]:
         logits = trainer.model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
     own = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     gap = (own - torch.tensor(completion.logprobs)).abs().max().item()
-    return trainer, {"gap": gap, "policy_version": trainer.vllm_generation.engine.policy_version}
+    return trainer, {"gap": gap, "change": change, "policy_version": trainer.vllm_generation.engine.policy_version}
 
 
 def read_whole(trainer: Any) -> torch.Tensor:
@@ -120,15 +135,9 @@ def read_whole(trainer: Any) -> torch.Tensor:
     policy = trainer.accelerator.unwrap_model(trainer.model)
     whole = {}
     for name, weight in policy.named_parameters():
-        with trainer_gather(trainer, weight):
+        with DistributedBackend(trainer.accelerator).gather_params([weight]):
             whole[name] = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone().flatten()
     return torch.cat([whole[name] for name in sorted(whole)])
-
-
-def trainer_gather(trainer: Any, weight: Any) -> Any:
-    from trl.distributed import DistributedBackend
-
-    return DistributedBackend(trainer.accelerator).gather_params([weight])
 
 
 trainer, extra = train_rows() if kind == "rows" else train_agents()

@@ -1,0 +1,100 @@
+"""`polar-trl plan`: what it prints, says and refuses, on configurations without weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from polar_trl.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = str(ROOT / "configs" / "qwen3_4b_pi_pypi_1gpu.yaml")
+
+
+@pytest.fixture(scope="module")
+def qwen3_4b(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the configuration of a model of Qwen3-4B's size, and nothing else."""
+    folder = tmp_path_factory.mktemp("qwen3-4b")
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=2560, intermediate_size=9728,
+        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        max_position_embeddings=40960,
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def plan(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_lora_run_fits_on_80_gb(capsys: pytest.CaptureFixture[str], qwen3_4b: str) -> None:
+    report = plan(capsys, 0, "--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b)
+    assert report["fits"] and report["advice"] == []
+    assert list(report["phases"]) == ["load", "weight sync", "rollouts", "training", "save"]
+    for parts in report["phases"].values():
+        assert parts.pop("total") == sum(parts.values()) < report["gpu_bytes"]
+    # TRL's float32 base and float32 adapters: 4,022,468,096 and 66,060,288 parameters
+    assert report["phases"]["rollouts"]["trainer: weights"] == 4 * (4_022_468_096 + 66_060_288)
+    assert report["phases"]["training"]["trainer: optimizer"] == 8 * 66_060_288
+    assert "engine: weights" not in report["phases"]["training"]
+    assert report["kv_sessions"] == report["kv_tokens"] // 32768 == 6
+
+
+def test_what_to_change_when_it_does_not(capsys: pytest.CaptureFixture[str], qwen3_4b: str) -> None:
+    keys = ("--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b, "--use_peft", "false")
+    report = plan(capsys, 1, *keys)
+    assert not report["fits"]
+    (helps,) = (item for item in report["advice"] if item["change"] == "optim: adamw_8bit")
+    assert helps["fits"]
+    # the advice is what following it gives
+    changed = plan(capsys, 0, *keys, "--optim", "adamw_8bit")
+    before, after = (r["phases"]["training"]["total"] for r in (report, changed))
+    assert before - after == helps["saved_bytes"]
+
+
+def test_the_tables_name_the_phases_and_the_answer(capsys: pytest.CaptureFixture[str], qwen3_4b: str) -> None:
+    keys = ["--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b, "--vllm_sleep_level", "1"]
+    assert main(["plan", *keys]) == 0
+    printed = capsys.readouterr().out
+    for words in ("weight sync", "saved activations", "6 sessions of 32,768", "host memory for sleeping engines: 7.5"):
+        assert words in printed
+    assert "it fits" in printed
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3", "ddp_8gpu"])
+def test_full_fine_tuning_over_eight_gpus(capsys: pytest.CaptureFixture[str], qwen3_4b: str, name: str) -> None:
+    keys = ("--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b, "--use_peft", "false")
+    file = str(ROOT / "configs" / "accelerate" / f"{name}.yaml")
+    report = plan(capsys, 1 if name == "ddp_8gpu" else 0, *keys, "--accelerate", file)
+    shards = 8 if name in ("fsdp2", "deepspeed_zero3") else 1
+    width = 2 if name.startswith("deepspeed") else 4
+    assert report["phases"]["training"]["trainer: weights"] == 4_022_468_096 * width // shards
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "big"], "--gpu is 'big'; give the memory of one GPU, such as 80GB"),
+        (["--gpu", "80GB", "--gpus", "-1"], "--gpus is -1; it must be at least 1"),
+        (["--gpu", "80GB", "--lora_rr", "3"], "Did you mean 'lora_r'?"),
+        (["--gpu", "80GB", "--model_name_or_path", "no/such"], "model_name_or_path 'no/such': its configuration"),
+        (["--gpu", "80GB", "--accelerate", "no.yaml"], "--accelerate no.yaml cannot be read"),
+        (["--gpu", "80GB", "--accelerate", RUN], "is no accelerate file: it names no distributed_type"),
+        (["--gpu", "80GB", "--use_cpu", "true"], "use_cpu is true: this run uses no GPU"),
+        (["--gpu", "80GB", "--attn_implementation", "odd"], "attn_implementation is not read here"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["plan", "--config", RUN, *arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("polar-trl: ") and message in said
+
+
+def test_other_subcommands_still_refuse_what_they_do_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", "x", "--bogus"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
