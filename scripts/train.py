@@ -179,7 +179,8 @@ def main() -> None:
         trainer.close()
     if trainer.accelerator.is_main_process:
         try:
-            summary = build_summary(trainer.state.log_history, seconds=time.monotonic() - started)
+            seconds = trainer.seconds_before + time.monotonic() - started
+            summary = build_summary(trainer.state.log_history, seconds=seconds)
         except PolarError as error:
             sys.exit(f"train: {error}")
         write_summary(folder, summary)

@@ -23,7 +23,7 @@ def summarise(result: Finished) -> dict[str, float]:
     counters = {**rollout.counters, **reconstruction.counters}
     summary |= {f"counters/{name}": count for name, count in counters.items()}
     summary |= {f"dropped/{reason}": count for reason, count in reconstruction.dropped.items()}
-    summary |= {f"seconds/{phase}": rollout.seconds[phase] for phase in ("queue", *STAGES)}
+    summary |= {f"seconds/{phase}": rollout.seconds[phase] for phase in ("queue", "held", *STAGES)}
     return summary
 
 

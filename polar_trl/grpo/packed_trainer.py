@@ -162,6 +162,7 @@ class PackedGRPOTrainer(GRPOTrainer):
                     kind=self.layout_kind,
                     device=self.accelerator.device,
                 )
+                micro_batch["rollouts"] = [(rows[i].rollout_id, rows[i].num_trainable) for i in chosen]
                 # TRL: divided by this, times passes per optimizer step, over micro-steps per generation
                 num_items = torch.tensor(float(num_trainable), device=self.accelerator.device)
                 if mode == "train":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -30,8 +31,10 @@ from polar_trl.grpo.carry_over import CarryOver
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
+from polar_trl.grpo.forward import pack_rows, score
 from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.resumable import ResumableTrainer
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.grpo.upcoming import UpcomingBatches
@@ -48,7 +51,7 @@ from polar_trl.types import Task
 logger = logging.getLogger(__name__)
 
 
-class PolarGRPOTrainer(PackedGRPOTrainer):
+class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     """GRPO on the sessions of an unmodified coding agent.
 
     Args:
@@ -106,7 +109,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         harness.install()
         num_seqs = args.engine_max_num_seqs or min(256, 4 * args.max_agents)
         set_environment(cpu=args.device.type == "cpu")
-        with colocated_vllm(max_num_seqs=num_seqs):
+        with colocated_vllm(max_num_seqs=num_seqs, sleep_level=args.vllm_sleep_level):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
@@ -313,9 +316,21 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             return
         prompts = [self._tokenizer(text)["input_ids"] for text in _PROBES]
         engine = self.vllm_generation.engine
-        gap = check_engine(engine, self.model, prompts, engine_dtype=engine.dtype)
+        dtypes = (engine.dtype, next(self.model.parameters()).dtype)
+        self.model.eval()
+        gap = check_engine(engine, self._score_tokens, prompts, temperature=self.temperature, dtypes=dtypes)
+        self.model.train(mode == "train")
         self._metrics[mode]["polar/engine_check_gap"].append(gap)
         self._engine_checked = True
+
+    @torch.no_grad()
+    def _score_tokens(self, prompt: list[int], token_ids: list[int]) -> Tensor:
+        """[C] log-probabilities, by the pass that trains."""
+        sampled = np.array([False] * len(prompt) + [True] * len(token_ids))
+        ids = np.array(prompt + token_ids, dtype=np.int64)
+        packed = pack_rows([ids], [sampled], kind=self.layout_kind, device=self.accelerator.device)
+        with self.accelerator.autocast():
+            return score(self.model, packed)[0]
 
     def _build_jobs(self, inputs: Sequence[dict[str, Any]], mode: str) -> list[Job]:
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval

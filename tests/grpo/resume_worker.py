@@ -15,7 +15,6 @@ from worker_common import AGENT, build_tasks, grade
 
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.resumable import ResumableTrainer
 from polar_trl.grpo.trainer import PolarGRPOTrainer
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
@@ -26,7 +25,7 @@ settings = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
 HOLD = out / "hold"
 
 
-class Doomed(ResumableTrainer, PolarGRPOTrainer):
+class Doomed(PolarGRPOTrainer):
     weights_at_start: float | None = None
 
     def is_time(self, name: str) -> bool:
@@ -35,18 +34,6 @@ class Doomed(ResumableTrainer, PolarGRPOTrainer):
     def stand_still(self) -> None:
         (out / "now").touch()
         time.sleep(600)
-
-    def _deal_rollouts(self, rows: Any, num_windows: int) -> Any:
-        parts = super()._deal_rollouts(rows, num_windows)
-        self.dealt = [[(rows[i].rollout_id, rows[i].num_trainable) for i in part] for part in parts]
-        return parts
-
-    def _plan_windows(self, *args: Any) -> Any:
-        windows = super()._plan_windows(*args)
-        for window, dealt in zip(windows, self.dealt, strict=True):
-            for number, micro_batch in enumerate(window):
-                micro_batch["rollouts"] = dealt if number == 0 and self.args.should_save else []
-        return windows
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.weights_at_start is None:
