@@ -141,6 +141,8 @@ def load_rows(name: str, way: str, args: argparse.Namespace, vocab_size: int) ->
 def measure(trainer: Any, rows: list[Row], way: str, args: argparse.Namespace) -> dict[str, float]:
     """One step: seconds, forwarded tokens (padding included), passes and how many of them were measured."""
     trainer.model.train()
+    if not args.keep_activations:  # transformers would, in train()
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     device = trainer.accelerator.device
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
     trainer.model.zero_grad()
