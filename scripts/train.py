@@ -7,24 +7,20 @@
 
 The last form is for two CPU processes too: without --multi_gpu, accelerate starts one process on a CPU.
 
-The keys are those of `RunArguments` below, of `PolarGRPOConfig` (which holds all of TRL's `GRPOConfig`) and of TRL's
-`ModelConfig` (model_name_or_path, use_peft, lora_r, ...). Unknown keys are refused.
+The keys are those of `RunArguments` (polar_trl/grpo/arguments.py), of `PolarGRPOConfig` (which holds all of TRL's
+`GRPOConfig`) and of TRL's `ModelConfig` (model_name_or_path, use_peft, lora_r, ...). Unknown keys are refused.
 """
 
-import dataclasses
-import difflib
 import importlib
 import json
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trl import ModelConfig, TrlParser, get_peft_config
-from yaml import YAMLError
+from trl import ModelConfig, get_peft_config
 
 from polar_trl.check_tasks import TaskChecker, has_solution, has_tests
 from polar_trl.errors import ConfigError, PolarError
@@ -32,6 +28,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
+from polar_trl.grpo.arguments import RunArguments, RunParser, parse_run, refuse_unread
 from polar_trl.grpo.checkpoint import choose_start, find_checkpoint, read_step
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
@@ -48,81 +45,6 @@ from polar_trl.tasks.rules import check_limits
 from polar_trl.types import Task
 
 
-@dataclass
-class RunArguments:
-    """What to train on, and in which agent."""
-
-    tasks: str = field(
-        metadata={
-            "help": "What to train on: a JSONL file of tasks, a folder of Harbor tasks, rows of SWE-bench "
-            "(.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. See docs/tasks.md."
-        }
-    )
-    agent: str = field(
-        default="shell",
-        metadata={
-            "help": f"The agent: one of {', '.join(AGENTS)}, or 'shell' for whatever agent_command runs. "
-            "See polar-trl doctor."
-        },
-    )
-    agent_options: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Options of the named agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them."
-        },
-    )
-    agent_command: str | None = field(
-        default=None,
-        metadata={
-            "help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."
-        },
-    )
-    sandbox: str = field(
-        default="local",
-        metadata={
-            "help": "Where agents run: 'local' (folders of this user, no isolation), 'bwrap' (bubblewrap: no network "
-            "but the proxy; limits as root) or 'docker' (the same in containers)."
-        },
-    )
-    sandbox_image: str | None = field(
-        default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
-    )
-    sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox."})
-    sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})
-    sandbox_pids: int = field(default=512, metadata={"help": "Processes and threads of one sandbox."})
-    sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox."})
-    sandbox_warm: int = field(
-        default=4,
-        metadata={"help": "Sandboxes made ready before they are needed, while the model trains ('local' needs none)."},
-    )
-    eval_tasks: str | None = field(default=None, metadata={"help": "What to evaluate on, in the forms of tasks."})
-    check_tasks: bool = field(
-        default=True,
-        metadata={
-            "help": "Refuse to start unless the graders give 1 to the known solution of each task with tests and 0 to "
-            "no change. Good results are kept; `polar-trl check-tasks` does the same."
-        },
-    )
-    partial_credit: bool = field(
-        default=False,
-        metadata={"help": "Reward the share of the failing tests that pass, where none of the others broke."},
-    )
-    agent_files: list[str] = field(
-        default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
-    )
-    agent_folders: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Folders of this machine that agent_command needs; sandboxes show them at the same path."},
-    )
-    grader: str | None = field(
-        default=None,
-        metadata={
-            "help": "What a session is worth: 'package.module:function' taking (task, sandbox), or a shell command "
-            "(exit code 0 is reward 1, 1 is 0). Default: what each task names: its tests, its verifier or its command."
-        },
-    )
-
-
 def load_grader(spec: str | None) -> Grader | None:
     """The grader that a setting names."""
     if spec is None:
@@ -137,23 +59,11 @@ def load_grader(spec: str | None) -> Grader | None:
     return CommandGrader(spec)
 
 
-def parse_arguments() -> tuple[RunArguments, PolarGRPOConfig, ModelConfig]:
-    """Flags and the YAML file; ends with one sentence where a key is unknown."""
-    parser = TrlParser((RunArguments, PolarGRPOConfig, ModelConfig), description=__doc__)
-    try:
-        run, args, model = parser.parse_args_and_config()
-    except (OSError, YAMLError, PolarError) as error:
-        sys.exit(f"train: {error}")
-    except ValueError as error:
-        known = [name for group in parser.dataclass_types for name in group.__dataclass_fields__]
-        words = [word.strip("-'\"[],.=") for word in str(error).split()]
-        near = [m for word in words for m in difflib.get_close_matches(word, known, 1, 0.8) if m != word]
-        sys.exit(f"train: {error}" + (f" Did you mean {near[0]!r}?" if near else ""))
-    return run, args, model
-
-
 def main() -> None:
-    run, args, model_config = parse_arguments()
+    try:
+        run, args, model_config = parse_run(RunParser(description=__doc__))
+    except PolarError as error:
+        sys.exit(f"train: {error}")
     started = time.monotonic()
     folder = Path(args.output_dir)
     signal.signal(signal.SIGTERM, stop_once)
@@ -328,21 +238,11 @@ def require_good_tasks(
         )
 
 
-def _refuse_unread(model_config: ModelConfig) -> None:
-    """Keys of TRL's `ModelConfig` that this script does not pass on must not look as if it did."""
-    for item in dataclasses.fields(ModelConfig):
-        name, value = item.name, getattr(model_config, item.name)
-        if name == "model_name_or_path" or name == "use_peft" or name.startswith(("lora_", "use_rslora", "use_dora")):
-            continue
-        if value != getattr(ModelConfig(), name):
-            raise ConfigError(f"{name} is not read here; give it through model_init_kwargs instead")
-
-
 def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelConfig) -> Any:
     """Everything that a run needs, from its settings."""
     from polar_trl.grpo.trainer import PolarGRPOTrainer
 
-    _refuse_unread(model_config)
+    refuse_unread(model_config)
     harness = build_harness(run)
     train, evals = load_run_tasks(run)
     tasks = [*train, *evals]

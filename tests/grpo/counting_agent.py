@@ -36,6 +36,8 @@ def main() -> None:
         if len(sys.argv) > 2 and os.path.exists(sys.argv[2]):
             with open(f"{sys.argv[2]}-{os.getpid()}", "w"):
                 time.sleep(600)
+        if behaviour == "dawdle":
+            time.sleep(2)
         if behaviour == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "sleep":

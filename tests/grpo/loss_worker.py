@@ -159,10 +159,7 @@ def train_ours(trainer: PresetRows, loss_type: str, numbers: range, parts: int, 
 def score_ours(trainer: PresetRows) -> torch.Tensor:
     """[S] log-probabilities of all trained tokens, row by row."""
     rows = build_rows(range(NUM_ROLLOUTS), 1)
-    if trainer.layout_kind == "single":
-        parts = [[row] for row in rows]
-    else:
-        parts = [rows]
+    parts = [[row] for row in rows] if trainer.layout_kind == "single" else [rows]
     scored = []
     for part in parts:
         batch = build_micro_batch(

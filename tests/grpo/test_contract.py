@@ -24,6 +24,8 @@ from trl.trainer.utils import add_fused_lm_head
         (GRPOTrainer, "get_train_dataloader", ["self"]),
         (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
         (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
+        (GRPOTrainer, "_save_checkpoint", ["self", "model", "trial"]),
+        (GRPOTrainer, "_get_train_sampler", ["self", "dataset"]),
         (VLLMGeneration, "_init_vllm", ["self"]),
         (VLLMGeneration, "sync_weights", ["self"]),
     ],

@@ -1,7 +1,5 @@
 """What `memory` counts without memory, against real models, optimizers and passes."""
 
-import ast
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from trl import ModelConfig, get_peft_config
 
 from polar_trl.errors import ConfigError, EngineError
 from polar_trl.grpo.activations import build_meta_model, count_activations
-from polar_trl.grpo.arguments import RunArguments
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.memory import (
     GIB,
@@ -311,17 +308,6 @@ def test_an_unknown_sleep_level_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="optim 'lomo' cannot be planned; known are adamw_torch, "):
         setup_of(config_of("qwen3"), optim="lomo")
-
-
-def test_plan_knows_the_keys_that_the_script_knows() -> None:
-    (cls,) = (
-        node
-        for path in ("scripts/train.py", "polar_trl/grpo/arguments.py")
-        for node in ast.parse((ROOT / path).read_text()).body[:]
-        if isinstance(node, ast.ClassDef) and node.name == "RunArguments" and path.startswith("scripts")
-    )
-    script = [item.target.id for item in cls.body if isinstance(item, ast.AnnAssign)]
-    assert script == [item.name for item in dataclasses.fields(RunArguments)]
 
 
 class SleepyLlm:
