@@ -1,8 +1,9 @@
 """Loss and gradient of the same rollouts, cut, laid out and spread in several ways: `loss_worker.py OUT`.
 
 Under one process or several. Writes OUT/losses-<world size>.pt on rank 0: (architecture, layout, loss type, parts per
-rollout, tokens per pass) -> (loss, gradient), and on one process also (architecture, "trl", loss type), TRL's own
-trainer on one padded batch, and (architecture, layout) -> log-probabilities of all trained tokens.
+rollout, tokens per pass) -> (loss, gradient), the same for other numbers of micro-steps per generation; on one process
+also (architecture, "trl", loss type), TRL's own trainer on one padded batch, and (architecture, layout) ->
+log-probabilities of all trained tokens.
 """
 
 import random
@@ -140,18 +141,27 @@ def build_settings(out: Path) -> dict[str, Any]:
     }
 
 
-def train_ours(trainer: PresetRows, loss_type: str, numbers: range, parts: int, max_tokens: int) -> Any:
-    """Loss and gradient of one optimizer step, as the mean over ranks that DistributedDataParallel makes."""
+def train_ours(
+    trainer: PresetRows, loss_type: str, numbers: range, parts: int, max_tokens: int, per_generation: int = 2
+) -> Any:
+    """Loss and gradient of an optimizer step (two micro-steps), as the mean over ranks that DDP makes.
+
+    Where a generation feeds several optimizer steps, the mean over them; where it takes several generations to feed
+    one, each of them has the same rows.
+    """
+    trainer.args.steps_per_generation = per_generation
     trainer.loss_type = loss_type
     trainer.args.max_tokens_per_device = max_tokens
     trainer.preset = build_rows(numbers, parts)
     trainer._windows, trainer._step = None, 0
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.model.zero_grad()
-    micro_steps = range(trainer.args.gradient_accumulation_steps)
-    loss = sum(trainer.training_step(trainer.model, [{}]) for _ in micro_steps)
+    num_micro_steps = max(per_generation, trainer.args.gradient_accumulation_steps)
+    num_updates = num_micro_steps // trainer.args.gradient_accumulation_steps
+    loss = sum(trainer.training_step(trainer.model, [{}]) for _ in range(num_micro_steps))
     assert isinstance(loss, torch.Tensor)
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    loss = loss / num_updates
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]) / num_updates
     gradient = trainer.accelerator.reduce(gradient, reduction="mean")
     return trainer.accelerator.reduce(loss, reduction="mean").item(), gradient.clone()
 
@@ -220,6 +230,9 @@ def main(out: Path) -> None:
                 for parts, max_tokens in SPLITS:
                     key = (architecture, layout, loss_type, parts, max_tokens)
                     results[key] = train_ours(trainer, loss_type, share, parts, max_tokens)
+                for per_generation in (1, 4):
+                    key = (architecture, layout, loss_type, "micro-steps per generation", per_generation)
+                    results[key] = train_ours(trainer, loss_type, share, 2, 200, per_generation)
             if world == 1:
                 results[architecture, layout] = score_ours(trainer)
         if world == 1:

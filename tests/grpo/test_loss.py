@@ -55,7 +55,7 @@ def test_loss_and_gradient_are_those_of_trl_on_one_padded_batch(
     trl_loss, trl_gradient, _ = losses[1][architecture, "trl", loss_type]
     assert trl_gradient.norm() > 1e-3
     splits = [key for key in losses[processes] if key[:3] == (architecture, layout, loss_type)]
-    assert len(splits) == 4
+    assert len(splits) == 6
     for split in splits:
         loss, gradient = losses[processes][split]
         assert abs(loss - trl_loss) <= 1e-5 * abs(trl_loss), split
