@@ -177,3 +177,21 @@ def test_a_reward_function_does_not_stand_in_for_a_failure(tiny_model: Path, tmp
     (entry,) = [entry for entry in load(tmp_path)["log"] if "polar/trained_tokens" in entry]
     assert entry["polar/rollouts_without_reward"] == 4
     assert entry["polar/sampled_tokens"] == 2 * entry["polar/trained_tokens"] > 0
+
+
+def test_groups_of_one_reward_are_replaced(tiny_model: Path, tmp_path: Path) -> None:
+    # agents that die earn 0, all of them: one of the two groups of each batch has no variance
+    settings = {"max_steps": 2, "resample_zero_variance": 3}
+    run_worker("train_worker.py", str(tiny_model), str(tmp_path), "die,ok,die,ok,ok,ok", json.dumps(settings))
+    by_id = {rollout.id: rollout for rollout in rollouts(tmp_path)}
+    trained = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    for entry, line in zip(steps(tmp_path), trained, strict=True):
+        assert entry["frac_reward_zero_std"] > 0  # of what was drawn first
+        assert entry["polar/resampled_groups"] >= 1
+        groups: dict[str, set[float]] = {}
+        for rollout_id in line["rollouts"]:
+            rollout = by_id[rollout_id]
+            groups.setdefault(rollout.group_id, set()).add(rollout.reward)
+        assert all(len(rewards) > 1 for rewards in groups.values())
+        assert len(line["rollouts"]) == 8  # both groups have a gradient after all
+        assert entry.get("polar/dropped/zero_variance", 0) == 0
