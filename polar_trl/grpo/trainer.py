@@ -128,23 +128,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self._num_batches = 0
         self._last_loaded_step: int  # TRL's: the step whose weights the engine has
         self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
-        renderer = load_renderer(
-            self._tokenizer,
-            self.model.name_or_path,
-            family=args.renderer,
-            thinking=args.thinking,
-            template_kwargs=args.chat_template_kwargs,
-        )
-        self.proxy = Proxy(
-            self.vllm_generation.engine,
-            renderer,
-            params=GenerationParams(
-                max_tokens=args.max_completion_length,
-                temperature=args.temperature,
-                stop_token_ids=tuple(sorted({*renderer.stop_token_ids, *self.eos_token_ids})),
-            ),
-            model=args.model_label,
-        )
+        self.proxy = self._build_proxy()
         self.proxy.start()
         self.runner = RolloutRunner(
             proxy=self.proxy,
@@ -161,7 +145,6 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 straggler_quantile=args.straggler_quantile,
             ),
         )
-        self._context_length: int = self.model.config.get_text_config().max_position_embeddings
         self.carry_over: CarryOver | None = None
         if args.max_policy_lag:
             self.carry_over = CarryOver(
@@ -170,12 +153,34 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 max_policy_lag=args.max_policy_lag,
                 num_generations=self.num_generations,
             )
-        pool = backend if isinstance(backend, WarmPool) else None
-        self.upcoming: UpcomingBatches | None = None
-        if pool is not None or self.carry_over is not None:
-            # sessions of a batch that is begun early order their own sandboxes
-            repeats = args.steps_per_generation * args.num_iterations
-            self.upcoming = UpcomingBatches(pool if self.carry_over is None else None, repeats=repeats)
+        self.upcoming = self._build_upcoming(backend)
+
+    def _build_proxy(self) -> Proxy:
+        args = self.args
+        renderer = load_renderer(
+            self._tokenizer,
+            self.model.name_or_path,
+            family=args.renderer,
+            thinking=args.thinking,
+            template_kwargs=args.chat_template_kwargs,
+        )
+        return Proxy(
+            self.vllm_generation.engine,
+            renderer,
+            params=GenerationParams(
+                max_tokens=args.max_completion_length,
+                temperature=args.temperature,
+                stop_token_ids=tuple(sorted({*renderer.stop_token_ids, *self.eos_token_ids})),
+            ),
+            model=args.model_label,
+        )
+
+    def _build_upcoming(self, backend: SandboxBackend) -> UpcomingBatches | None:
+        """What looks ahead in the data, if anything wants to know."""
+        repeats = self.args.steps_per_generation * self.num_iterations
+        if self.carry_over is not None:
+            return UpcomingBatches(None, repeats=repeats)  # sessions that begin early order their own sandboxes
+        return UpcomingBatches(backend, repeats=repeats) if isinstance(backend, WarmPool) else None
 
     def close(self) -> None:
         """Stop the proxy and the engine. The model, and what was saved, stay."""
@@ -296,10 +301,15 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             results.append((result, advantage))
         rows, others = build_rows(
             results,
-            max_tokens=self.args.max_trajectory_tokens or self._context_length,
+            max_tokens=self.args.max_trajectory_tokens or self._read_context_length(),
             oldest_version=self.vllm_generation.engine.policy_version - self.args.max_policy_lag,
         )
         return rows, dropped + others
+
+    def _read_context_length(self) -> int:
+        """Tokens that the trained model has positions for."""
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or self.vllm_generation.engine.max_model_len
 
     def _sync_engine(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since (a collective)."""

@@ -345,3 +345,29 @@ def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_mod
     done = subprocess.run([*command, *over], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("made all of its 3 steps; set max_steps higher to go on")
+
+
+def test_sessions_that_were_open_begin_anew(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {
+        "max_policy_lag": 1,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 1,
+        "max_steps": 4,
+        "save_steps": 1,
+        "max_agents": 8,
+    }
+    # in the second step: the first one began two batches of two groups and took two groups
+    kill_at(tiny_model, tmp_path, "training", 1, **settings)
+    saved = torch.load(tmp_path / "checkpoint-1" / "polar_rank0.pt", weights_only=True)
+    assert len(saved["open_rows"]) == 4
+    finish(tiny_model, tmp_path, **settings)
+    lines = read_lines(tmp_path / "trained.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    ids = [rollout_id for line in lines for rollout_id in line["rollouts"]]
+    assert len(ids) == len(set(ids)) == 16
+    tasks = {path.stem: read_record(path).rollout.task_id for path in tmp_path.glob("sessions/*/*/*.jsonl")}
+    for epoch in (lines[:2], lines[2:]):
+        # two batches of an epoch: four tasks, both rollouts of each, whichever step took them
+        trained = sorted(tasks[rollout_id] for line in epoch for rollout_id in line["rollouts"])
+        assert len(set(trained)) == 4
+        assert trained == sorted(2 * list(set(trained)))
