@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from polar_trl.grpo.balance import CostModel, plan_micro_batches
+from polar_trl.grpo.balance import CostModel, Plan, plan_micro_batches
 from polar_trl.grpo.batch import build_micro_batch, to_rows
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.forward import choose_layout, prepare_model, score
@@ -121,10 +121,12 @@ class PackedGRPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, None, None]:
         """The loss of an evaluation batch."""
         (window,) = self._plan_windows(self._collect_rows(inputs, "eval"), "eval")
+        loss = torch.zeros((), device=self.accelerator.device)
         with torch.no_grad(), self.compute_loss_context_manager():
-            losses = [self.compute_loss(model, micro_batch) for micro_batch in window]
+            for micro_batch in window:
+                loss += self.compute_loss(model, micro_batch)
         self._log_ratio_stats("eval")
-        return torch.stack(losses).sum().detach(), None, None
+        return loss, None, None
 
     # From rows to forward passes.
 
@@ -136,42 +138,29 @@ class PackedGRPOTrainer(GRPOTrainer):
             per_generation = self.args.steps_per_generation
             num_windows = per_generation // math.gcd(per_generation, self.args.gradient_accumulation_steps)
         weights = row_weights(rows, loss_type=self.loss_type)
-        num_trainable = sum(row.num_trainable for row in rows)
+        if self.loss_type in ROLLOUT_MEAN_LOSSES:
+            # the mean over a generation's rollouts is one over optimizer steps, each of which has its own part of them
+            weights = [weight * num_windows for weight in weights]
         windows, plans = [], []
         for part in self._deal_rollouts(rows, num_windows):
+            chosen = [rows[i] for i in part]
             plan = plan_micro_batches(
-                [rows[i].token_ids_T for i in part],
+                [row.token_ids_T for row in chosen],
                 num_ranks=self.accelerator.num_processes,
                 max_tokens=1 if self.layout_kind == "single" else self.args.max_tokens_per_device,
                 share_prefixes=self.layout_kind == "tree",
                 cost=self._cost,
             )
             plans.append(plan)
-            mine = plan.micro_batches[self.accelerator.process_index]
-            scale = num_windows * self.accelerator.num_processes * (len(mine) if mode == "train" else 1)
-            window = []
-            for number, members in enumerate(mine):
-                num_rows = max(1, *(len(theirs[number]) for theirs in plan.micro_batches))
-                # TRL's mean over the rows of a pass, of the passes and of the ranks becomes the sum that is meant
-                factor = scale * num_rows if self.loss_type in ROLLOUT_MEAN_LOSSES else 1.0
-                chosen = [part[i] for i in members]
-                micro_batch = build_micro_batch(
-                    [rows[i] for i in chosen],
-                    [weights[i] * factor for i in chosen],
-                    num_rows=num_rows,
-                    kind=self.layout_kind,
-                    device=self.accelerator.device,
-                )
-                micro_batch["rollouts"] = [(rows[i].rollout_id, rows[i].num_trainable) for i in chosen]
-                # TRL: divided by this, times passes per optimizer step, over micro-steps per generation
-                num_items = torch.tensor(float(num_trainable), device=self.accelerator.device)
-                if mode == "train":
-                    steps_per_window = self.args.steps_per_generation // num_windows
-                    num_items = num_items * steps_per_window / len(mine)
-                micro_batch["num_items_in_batch"] = num_items
-                window.append(micro_batch)
-            windows.append(window)
+            windows.append(self._build_window(chosen, [weights[i] for i in part], plan, mode))
+        num_trainable = sum(row.num_trainable for row in rows)
         for window in windows:
+            # TRL divides by this, times passes per optimizer step, over micro-steps per generation
+            num_items = float(num_trainable)
+            if mode == "train" and window:
+                num_items *= self.args.steps_per_generation / num_windows / len(window)
+            for micro_batch in window:
+                micro_batch["num_items_in_batch"] = torch.tensor(num_items, device=self.accelerator.device)
             self._add_reference_logps(window, mode)
         metrics = self._metrics[mode]
         metrics["polar/trained_tokens"].append(num_trainable)
@@ -180,6 +169,27 @@ class PackedGRPOTrainer(GRPOTrainer):
         metrics["polar/forward_passes"].append(sum(plan.num_micro_batches for plan in plans))
         metrics["polar/rank_imbalance"].append(max(_imbalance(plan.costs_R) for plan in plans))
         return windows
+
+    def _build_window(self, rows: Sequence[Row], weights: Sequence[float], plan: Plan, mode: str) -> list[MicroBatch]:
+        """This rank's passes over its share of the rows, whose losses weigh `weights`."""
+        mine = plan.micro_batches[self.accelerator.process_index]
+        window = []
+        for number, members in enumerate(mine):
+            num_rows = max(1, *(len(theirs[number]) for theirs in plan.micro_batches))
+            factor = 1.0
+            if self.loss_type in ROLLOUT_MEAN_LOSSES:
+                # TRL's mean over rows of a pass, over passes and over ranks becomes the sum that the weights mean
+                factor = float(num_rows * self.accelerator.num_processes * (len(mine) if mode == "train" else 1))
+            micro_batch = build_micro_batch(
+                [rows[i] for i in members],
+                [weights[i] * factor for i in members],
+                num_rows=num_rows,
+                kind=self.layout_kind,
+                device=self.accelerator.device,
+            )
+            micro_batch["rollouts"] = [(rows[i].rollout_id, rows[i].num_trainable) for i in members]
+            window.append(micro_batch)
+        return window
 
     def _deal_rollouts(self, rows: Sequence[Row], num_windows: int) -> list[list[int]]:
         """Indices of rows for each optimizer step; rollouts stay whole, and all ranks deal alike."""

@@ -166,6 +166,24 @@ def train_ours(
     return trainer.accelerator.reduce(loss, reduction="mean").item(), gradient.clone()
 
 
+def evaluate_ours(trainer: PresetRows, loss_type: str, numbers: range) -> float:
+    """Loss of an evaluation batch, as the mean over ranks that transformers logs."""
+    trainer.loss_type = loss_type
+    trainer.preset = build_rows(numbers, 2)
+    trainer.model.eval()
+    loss, _, _ = trainer.prediction_step(trainer.model, [{}], True)
+    return trainer.accelerator.reduce(loss, reduction="mean").item()
+
+
+def train_nothing(trainer: PresetRows) -> tuple[float, float]:
+    """Losses of a step and of an evaluation in which no rank has a row."""
+    trainer.preset, trainer._windows, trainer._step = [], None, 0
+    trainer.model.eval()
+    evaluated, _, _ = trainer.prediction_step(trainer.model, [{}], True)
+    trained = sum(trainer.training_step(trainer.model, [{}]) for _ in range(trainer.args.steps_per_generation))
+    return float(trained), evaluated.item()
+
+
 def score_ours(trainer: PresetRows) -> torch.Tensor:
     """[S] log-probabilities of all trained tokens, row by row."""
     rows = build_rows(range(NUM_ROLLOUTS), 1)
@@ -226,13 +244,16 @@ def main(out: Path) -> None:
             trainer.use_vllm = True  # the loss is to read the importance ratio
             rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
             share = range(rank * NUM_ROLLOUTS // world, (rank + 1) * NUM_ROLLOUTS // world)
-            for loss_type in LOSS_TYPES:
+            # one of each way to divide is enough for several processes, which are slow
+            for loss_type in LOSS_TYPES if world == 1 else LOSS_TYPES[:3]:
                 for parts, max_tokens in SPLITS:
                     key = (architecture, layout, loss_type, parts, max_tokens)
                     results[key] = train_ours(trainer, loss_type, share, parts, max_tokens)
+                results[architecture, layout, loss_type, "evaluation"] = evaluate_ours(trainer, loss_type, share)
                 for per_generation in (1, 4):
                     key = (architecture, layout, loss_type, "micro-steps per generation", per_generation)
                     results[key] = train_ours(trainer, loss_type, share, 2, 200, per_generation)
+            results[architecture, layout, "nothing"] = train_nothing(trainer)
             if world == 1:
                 results[architecture, layout] = score_ours(trainer)
         if world == 1:

@@ -45,8 +45,13 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     return {n: torch.load(out / f"losses-{n}.pt", weights_only=True) for n in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo"])
+@pytest.mark.parametrize(
+    ("processes", "loss_type"),
+    [
+        *((1, loss_type) for loss_type in ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo")),
+        *((processes, loss_type) for processes in (2, 4) for loss_type in ("dapo", "grpo", "dr_grpo")),
+    ],
+)
 @pytest.mark.parametrize("layout", ["tree", "packed", "single"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_5"])
 def test_loss_and_gradient_are_those_of_trl_on_one_padded_batch(
@@ -54,12 +59,20 @@ def test_loss_and_gradient_are_those_of_trl_on_one_padded_batch(
 ) -> None:
     trl_loss, trl_gradient, _ = losses[1][architecture, "trl", loss_type]
     assert trl_gradient.norm() > 1e-3
-    splits = [key for key in losses[processes] if key[:3] == (architecture, layout, loss_type)]
+    evaluated = losses[processes][architecture, layout, loss_type, "evaluation"]
+    assert abs(evaluated - trl_loss) <= 1e-5 * abs(trl_loss)
+    splits = [key for key in losses[processes] if key[:3] == (architecture, layout, loss_type) and len(key) > 4]
     assert len(splits) == 6
     for split in splits:
         loss, gradient = losses[processes][split]
         assert abs(loss - trl_loss) <= 1e-5 * abs(trl_loss), split
         assert (gradient - trl_gradient).norm() <= 1e-5 * trl_gradient.norm(), split
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_no_rows_at_all_are_no_loss(losses: dict[int, Any], processes: int) -> None:
+    found = [value for key, value in losses[processes].items() if key[-1] == "nothing"]
+    assert found == [(0.0, 0.0)] * 9
 
 
 @pytest.mark.parametrize("layout", ["tree", "packed", "single"])
