@@ -44,4 +44,6 @@ def choose_groups(
         chosen += ready[: max(0, num_needed)]
     ready = [place for _, place in finished if place not in chosen]
     num_left = num_groups - len(chosen)
-    return sorted(chosen + ready[:num_left]) if len(ready) >= num_left else None
+    if len(ready) < num_left:
+        return None
+    return sorted((chosen + ready[: max(0, num_left)])[:num_groups])

@@ -80,20 +80,23 @@ class RolloutRunner:
         self._groups: list[_Group] = []
         self._failure: BaseException | None = None
 
-    def run(self, jobs: Sequence[Job], *, show_progress: bool = False) -> list[Finished]:
+    def run(self, jobs: Sequence[Job], *, show_progress: bool = False, cut_stragglers: bool = True) -> list[Finished]:
         """Run all jobs and return their results in order. Groups that are open already stay so.
+
+        Args:
+            cut_stragglers: False where `straggler_quantile` is not to apply.
 
         Raises:
             LawError: a law is broken; every other session is stopped first.
             KeyboardInterrupt: every session is stopped and its sandbox removed first.
         """
-        groups, members = self._start(jobs)
+        groups, members = self._start(jobs, self.config.straggler_quantile if cut_stragglers else None)
         self._wait_for(lambda: groups if all(group.is_finished for group in groups) else None, show_progress)
         return [member.result() for member in members]
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin a batch of whole groups; `take` returns them. Raises `ValueError` for a group that is open already."""
-        self._start(jobs)
+        self._start(jobs, self.config.straggler_quantile)
 
     def take(self, num_groups: int, *, max_policy_lag: int = 0, show_progress: bool = False) -> list[list[Finished]]:
         """Wait for `num_groups` groups whose sessions have all ended and been graded; they are no longer open then.
@@ -140,9 +143,9 @@ class RolloutRunner:
                 member.session.cancel()
             alive[-1].thread.join(timeout=0.2)
 
-    def _start(self, jobs: Sequence[Job]) -> tuple[list["_Group"], list["_Member"]]:
+    def _start(self, jobs: Sequence[Job], straggler_quantile: float | None) -> tuple[list["_Group"], list["_Member"]]:
         """The groups, in the order of their first jobs, and the sessions in the order of the jobs."""
-        cut = StragglerCut(len(jobs), self.config.straggler_quantile)
+        cut = StragglerCut(len(jobs), straggler_quantile)
         around = self._build_surroundings()
         by_group: dict[str, list[_Member]] = defaultdict(list)
         with self._changed:

@@ -72,3 +72,9 @@ def test_no_token_grows_older_than_the_lag_and_no_step_finds_too_many_due(
             assert version - begun <= max_policy_lag
         oldest = [begun for place, begun in enumerate(oldest) if place not in chosen]
         finished = [end for place, end in enumerate(finished) if place not in chosen]
+
+
+def test_never_more_than_asked_for() -> None:
+    # more groups are due than the bound allows; the oldest rule must not hand out a batch that is too large
+    groups = [GroupState(oldest_version=0, finished_s=float(place)) for place in range(5)]
+    assert choose_groups(groups, 2, version=1, max_policy_lag=1) == [0, 1]

@@ -66,9 +66,9 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
             super()._init_vllm()
         self._asleep = set(_SLEEPING_PARTS) if self.enable_sleep_mode else set()
 
-    def sync_weights(self) -> None:
+    def sync_weights(self, *, new_policy: bool = True) -> None:
         """Push the trainer's weights while the engine stands still. A collective: every rank calls it."""
-        with self.engine.paused(new_policy=True):
+        with self.engine.paused(new_policy=new_policy):
             super().sync_weights()
         self._asleep.discard("weights")
 

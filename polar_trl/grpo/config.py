@@ -11,6 +11,9 @@ from trl import GRPOConfig
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES
 
+LOSS_TYPES = ROLLOUT_MEAN_LOSSES | {"dapo", "bnpo", "cispo", "vespo"}
+"""What TRL computes."""
+
 
 @dataclass
 class PackedGRPOConfig(GRPOConfig):
@@ -44,6 +47,7 @@ class PackedGRPOConfig(GRPOConfig):
         if self.loss_type == "per_rollout":
             # what TRL calls "grpo", which row_weights turns from a mean over rows into one over rollouts
             self.loss_type = "grpo"
+        self._require(self.loss_type in LOSS_TYPES, "loss_type", f"must be one of {', '.join(sorted(LOSS_TYPES))}")
         super().__post_init__()
         self._require(self.max_tokens_per_device >= 1, "max_tokens_per_device", "must be at least 1")
         self._require(
@@ -132,8 +136,8 @@ class PolarGRPOConfig(PackedGRPOConfig):
     max_policy_lag: int = field(
         default=0,
         metadata={
-            "help": "Optimizer steps that a session may stay open over. 0: every session of a batch ends before the "
-            "step; above, unfinished ones wait for the new weights and go on."
+            "help": "Changes of the engine's weights (one per generation batch) that a session may stay open over. 0: "
+            "every session of a batch ends before it is trained; above, unfinished ones wait for the new weights."
         },
     )
     max_trajectory_tokens: int | None = field(
@@ -182,7 +186,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
         quantile = self.straggler_quantile
         self._require(quantile is None or 0 < quantile < 1, "straggler_quantile", "must be between 0 and 1")
         for name in ("max_policy_lag", "resample_zero_variance"):
-            self._require(getattr(self, name) >= 0, name, "must be 0 or more")
+            value = getattr(self, name)
+            self._require(isinstance(value, int) and value >= 0, name, "must be 0 or more")
+        for name in ("engine_max_num_seqs", "max_session_tokens", "vllm_max_model_length"):
+            value = getattr(self, name)
+            self._require(value is None or value >= 1, name, "must be at least 1, or left out")
+        share = self.vllm_gpu_memory_utilization
+        self._require(0 < share <= 1, "vllm_gpu_memory_utilization", "must be above 0 and at most 1")
         per_process = self.per_device_train_batch_size * self.steps_per_generation
         for name in ("max_policy_lag", "resample_zero_variance"):
             self._require(

@@ -45,13 +45,11 @@ class PackedRows:
     """[S]: which row each scored token is in, and its position there."""
 
 
-def choose_layout(model: PreTrainedModel, wanted: str | None, *, balances_experts: bool) -> LayoutKind:
+def choose_layout(model: PreTrainedModel, wanted: str | None) -> LayoutKind:
     """How rows of this model are forwarded: as the setting says, or the best that the model allows.
 
     Args:
         wanted: `sequence_layout` of the config.
-        balances_experts: The loss has a term over the experts that each forwarded token is routed to; forwarding a
-            shared prefix once would change it.
 
     Raises:
         ConfigError: the model's layers would look across rows.
@@ -59,14 +57,12 @@ def choose_layout(model: PreTrainedModel, wanted: str | None, *, balances_expert
     problem = find_unsupported(model)
     if problem and wanted in ("tree", "packed"):
         raise ConfigError(f"sequence_layout {wanted!r} is not for this model: {problem}; set it to 'single'")
-    if balances_experts and wanted == "tree":
-        raise ConfigError("sequence_layout 'tree' would change the experts' balancing loss; set it to 'packed'")
     if wanted is not None:
         return cast("LayoutKind", wanted)
     if problem:
         logger.warning("rows are forwarded one at a time: %s", problem)
         return "single"
-    return "packed" if balances_experts else "tree"
+    return "tree"
 
 
 def prepare_model(model: PreTrainedModel, kind: LayoutKind) -> None:

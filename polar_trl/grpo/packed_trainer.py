@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from polar_trl.errors import ConfigError
 from polar_trl.grpo.balance import CostModel, Plan, plan_micro_batches
 from polar_trl.grpo.batch import build_micro_batch, to_rows
 from polar_trl.grpo.config import PackedGRPOConfig
@@ -45,8 +46,13 @@ class PackedGRPOTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.aux_loss_enabled:
+            raise ConfigError(
+                "the model's loss has a term that balances its experts, which is not computed on packed rows: set "
+                "router_aux_loss_coef: 0"
+            )
         policy = _find_causal_model(self.accelerator.unwrap_model(self.model))
-        self.layout_kind = choose_layout(policy, self.args.sequence_layout, balances_experts=self.aux_loss_enabled)
+        self.layout_kind = choose_layout(policy, self.args.sequence_layout)
         for model in (policy, self.ref_model):
             if model is not None:
                 prepare_model(_find_causal_model(model), self.layout_kind)
@@ -69,7 +75,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         per_generation = self.args.steps_per_generation
         if self._windows is None or self._step % (per_generation * self.num_iterations) == 0:
             self._windows = self._plan_windows(self._collect_rows(inputs, "train"), "train")
-        steps_per_window = math.gcd(per_generation, self.args.gradient_accumulation_steps)
+        steps_per_window = self._steps_per_window()
         loss = torch.zeros((), device=self.accelerator.device)
         if (self._step + 1) % steps_per_window == 0:
             window = self._windows[self._step // steps_per_window % len(self._windows)]
@@ -80,6 +86,10 @@ class PackedGRPOTrainer(GRPOTrainer):
             self._metrics["train"]["step_time"].append(self._current_train_step_time)
             self._current_train_step_time = 0.0
         return loss
+
+    def _steps_per_window(self) -> int:
+        """Micro-steps of a window: what a generation and an optimizer step can both be divided into."""
+        return math.gcd(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
 
     def _train_window(self, model: Any, window: list[MicroBatch], steps_per_window: int) -> Tensor:
         """Forward and backward of all passes; gradients are exchanged after the last one only."""
@@ -99,18 +109,16 @@ class PackedGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _no_gradient_exchange(self, model: Any) -> Iterator[None]:
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # accelerate has DeepSpeed step at every backward pass that synchronises
-            state = self.accelerator.gradient_state
-            before = state.sync_gradients
-            state._set_sync_gradients(False)
-            try:
+        # accelerate has DeepSpeed step at every pass that synchronises, and TRL adapts its entropy coefficient there
+        state = self.accelerator.gradient_state
+        before = state.sync_gradients
+        state._set_sync_gradients(False)
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        try:
+            with nullcontext() if is_deepspeed else self.accelerator.no_sync(model):
                 yield
-            finally:
-                state._set_sync_gradients(before)
-        else:
-            with self.accelerator.no_sync(model):
-                yield
+        finally:
+            state._set_sync_gradients(before)
 
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
         """transformers' loop asks for every pass; ours are ready."""
@@ -135,8 +143,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         rows: list[Row] = gather_object(local_rows)
         num_windows = 1
         if mode == "train":
-            per_generation = self.args.steps_per_generation
-            num_windows = per_generation // math.gcd(per_generation, self.args.gradient_accumulation_steps)
+            num_windows = self.args.steps_per_generation // self._steps_per_window()
         weights = row_weights(rows, loss_type=self.loss_type)
         if self.loss_type in ROLLOUT_MEAN_LOSSES:
             # the mean over a generation's rollouts is one over optimizer steps, each of which has its own part of them
@@ -173,6 +180,10 @@ class PackedGRPOTrainer(GRPOTrainer):
     def _build_window(self, rows: Sequence[Row], weights: Sequence[float], plan: Plan, mode: str) -> list[MicroBatch]:
         """This rank's passes over its share of the rows, whose losses weigh `weights`."""
         mine = plan.micro_batches[self.accelerator.process_index]
+        if not mine and mode == "train" and self.args.gradient_accumulation_steps > self._steps_per_window():
+            # others of this optimizer step may have rows, and gradients are exchanged in the last of them
+            empty = build_micro_batch([], [], num_rows=1, kind=self.layout_kind, device=self.accelerator.device)
+            return [{**empty, "rollouts": []}]
         window = []
         for number, members in enumerate(mine):
             num_rows = max(1, *(len(theirs[number]) for theirs in plan.micro_batches))

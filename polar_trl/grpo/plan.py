@@ -60,7 +60,7 @@ def read_setup(
     """
     gpu_bytes = parse_memory(gpu)
     sharding, in_file, precision = read_accelerate(accelerate) if accelerate else (None, None, "no")
-    num_gpus = gpus or in_file or 1
+    num_gpus = (in_file or 1) if gpus is None else gpus
     if num_gpus < 1:
         raise ConfigError(f"--gpus is {num_gpus}; it must be at least 1")
     parser = _PlanParser()

@@ -218,7 +218,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self._close_engine()
         if self.upcoming is not None and mode == "train":
             self.upcoming.finish_rollouts()
-        rows, dropped = self._build_rows(finished, advantages)
+        rows, dropped = self._build_rows(finished, advantages, mode)
         self._log_rollouts(finished, rows, dropped, advantages, mode)
         return rows
 
@@ -237,8 +237,11 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     def _roll_out(self, inputs: list[dict[str, Any]], mode: str) -> tuple[Sequence[dict[str, Any]], list[Finished]]:
         """As many rollouts as there are data rows, and the rows that they are of."""
         if mode == "eval" or self.carry_over is None:
-            return inputs, self.runner.run(self._build_jobs(inputs, mode), show_progress=self._shows_progress())
-        is_last = self.state.global_step + 1 >= self.state.max_steps
+            jobs, shows = self._build_jobs(inputs, mode), self._shows_progress()
+            # an evaluation that cuts agents would measure how quick the others were
+            return inputs, self.runner.run(jobs, show_progress=shows, cut_stragglers=mode == "train")
+        steps_per_batch = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
+        is_last = self.state.global_step + steps_per_batch >= self.state.max_steps
         next_rows = None if is_last or self.upcoming is None else self.upcoming.next_rows
         return self.carry_over.roll_out(inputs, next_rows, show_progress=self._shows_progress())
 
@@ -280,7 +283,9 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         first = self.accelerator.process_index * num_rows
         return [self.train_dataset[order[(first + index) % len(order)]] for index in range(num_rows)]
 
-    def _build_rows(self, finished: list[Finished], advantages: Advantages) -> tuple[list[Row], Counter[str]]:
+    def _build_rows(
+        self, finished: list[Finished], advantages: Advantages, mode: str
+    ) -> tuple[list[Row], Counter[str]]:
         """What of this rank's rollouts is trained, and sampled tokens that are not, by reason."""
         first = self.accelerator.process_index * len(finished)
         local = slice(first, first + len(finished))
@@ -294,7 +299,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         ):
             if not scored:
                 continue  # law 4: without a reward, no gradient
-            if zero_variance and self.args.drop_zero_variance:
+            if zero_variance and self.args.drop_zero_variance and mode == "train":
                 trajectories = result.reconstruction.trajectories
                 dropped["zero_variance"] += sum(sum(trajectory.trainable) for trajectory in trajectories)
                 continue
@@ -316,7 +321,8 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         generation = self.vllm_generation
         if self.state.global_step != self._last_loaded_step or generation._llm_weights_sleeping:
             started = time.monotonic()
-            generation.sync_weights()
+            # weights that were only asleep are no new policy
+            generation.sync_weights(new_policy=self.state.global_step != self._last_loaded_step)
             self._last_loaded_step = self.state.global_step
             self._log_phase(mode, "weight_sync", started)
 

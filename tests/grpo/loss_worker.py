@@ -264,4 +264,5 @@ def main(out: Path) -> None:
         torch.save(results, out / f"losses-{world}.pt")
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -72,3 +72,27 @@ def test_bad_rows(rows: list[dict[str, Any]], message: str) -> None:
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(TaskError, match="empty"):
         build_dataset([])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "foo"}, r"loss_type must be one of bnpo, cispo, .* \(it is 'foo'\)"),
+        ({"max_policy_lag": None}, "max_policy_lag must be 0 or more"),
+        ({"resample_zero_variance": -1}, "resample_zero_variance must be 0 or more"),
+        ({"straggler_quantile": 1.0}, "straggler_quantile must be between 0 and 1"),
+        ({"max_tokens_per_device": 0}, "max_tokens_per_device must be at least 1"),
+        ({"sequence_layout": "padded"}, "sequence_layout must be 'tree', 'packed', 'single'"),
+        ({"max_trajectory_tokens": 1}, "max_trajectory_tokens must be at least 2"),
+        ({"engine_max_num_seqs": -3}, "engine_max_num_seqs must be at least 1"),
+        ({"vllm_gpu_memory_utilization": 3.0}, "vllm_gpu_memory_utilization must be above 0 and at most 1"),
+    ],
+)
+def test_keys_of_training(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+
+
+def test_per_rollout_is_the_mean_of_grpo(tmp_path: Path) -> None:
+    args = PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, loss_type="per_rollout")
+    assert args.loss_type == "grpo"

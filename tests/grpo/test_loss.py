@@ -1,5 +1,6 @@
 """Law 5 on numbers: however rollouts are cut, laid out and spread over passes and ranks, the loss stays TRL's."""
 
+import json
 import os
 import subprocess
 import sys
@@ -67,6 +68,14 @@ def test_loss_and_gradient_are_those_of_trl_on_one_padded_batch(
         loss, gradient = losses[processes][split]
         assert abs(loss - trl_loss) <= 1e-5 * abs(trl_loss), split
         assert (gradient - trl_gradient).norm() <= 1e-5 * trl_gradient.norm(), split
+
+
+def test_ranks_stay_equal_where_the_last_generation_of_a_step_has_no_rows(tmp_path: Path) -> None:
+    run_worker("empty_window_worker.py", str(tmp_path), processes=2)
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks[0] == pytest.approx(ranks[1], rel=1e-12)
+    before, after = ranks[0]
+    assert abs(after - before) > 1e-4
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

@@ -18,6 +18,7 @@ trainer.train()
 moved = max((a - b).abs().max().item() for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 # The weights that the engine samples from, against the trainer's own, after the last step.
+trainer.vllm_generation.sync_weights(new_policy=False)  # the same weights once more are no new policy
 trainer.vllm_generation.sync_weights()
 trainer.vllm_generation.wake()
 prompt = tuple(trainer._tokenizer("The quick brown fox jumps over the lazy dog")["input_ids"])
