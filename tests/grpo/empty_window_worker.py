@@ -1,4 +1,4 @@
-"""One optimizer step fed by two generations, of which the last has no rows: `empty_window_worker.py OUT`, two processes.
+"""A step fed by two generations, of which the last has no rows: `empty_window_worker.py OUT`, under two processes.
 
 Writes OUT/rank-R.json: the sum of the weights before and after. Also checks that a loss over experts is refused.
 """
