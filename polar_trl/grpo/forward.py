@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.attention import ATTENTION, BLOCK_SIZE, register_attention
 from polar_trl.grpo.layout import Ids, Layout, build_layout
-from polar_trl.grpo.linear_attention import find_unsupported, wrap_linear_attention
+from polar_trl.grpo.linear_attention import wrap_linear_attention
+from polar_trl.grpo.supported import find_unsupported
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,10 @@
 
 Such a layer carries two states from token to token: the last inputs of a short causal convolution, and a matrix per
 head that the gated delta rule updates. `wrap_linear_attention` lets both follow the layout's segments, so that no row
-sees another and a shared prefix is computed once; gradients of all that continues a prefix add up in its state.
-`find_unsupported` names what no state can be carried for; a layer of an unknown kind counts as that.
+sees another and a shared prefix is computed once; gradients of all that continues a prefix add up in its state. It
+refuses a cache that has a past: rows begin at their beginning.
 """
 
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ def wrap_linear_attention(model: nn.Module) -> int:
     Returns:
         How many there are.
     """
-    nets = [module for module in model.modules() if _is_gated_delta_net(module)]
+    nets = [module for module in model.modules() if is_gated_delta_net(module)]
     for net in nets:
         if not hasattr(net, "forward_rows"):
             # bound methods, so that a deep copy of the model calls its own modules
@@ -42,7 +41,8 @@ def wrap_linear_attention(model: nn.Module) -> int:
     return len(nets)
 
 
-def _is_gated_delta_net(module: nn.Module) -> bool:
+def is_gated_delta_net(module: nn.Module) -> bool:
+    """Whether `wrap_linear_attention` knows this layer."""
     return type(module).__name__ in _GATED_DELTA_NETS
 
 
@@ -258,77 +258,3 @@ def _takes_offsets(
             use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
     return len(states) == 2
-
-
-_LAYER_TYPES = frozenset({"full_attention", "linear_attention"})
-_SETTINGS = {
-    "is_encoder_decoder": "an encoder",
-    "sliding_window": "attention with a sliding window",
-    "attention_chunk_size": "chunked attention",
-    "attn_logit_softcapping": "soft-capped attention scores",
-    "use_bidirectional_attention": "bidirectional attention",
-    "alibi": "positions as attention biases (ALiBi)",
-}
-"""Settings of a model's config that, if set, change what a token attends to or how -> what they stand for."""
-_TOKENWISE = ("norm", "mlp", "feed_forward", "moe", "dropout")
-"""Parts of names of a layer's modules that treat each token alone."""
-_IN_ATTENTION = ("Linear", "Norm", "Rotary", "Dropout")
-"""Parts of names of the classes that plain attention is made of, LoRA's among them."""
-
-
-def find_unsupported(model: nn.Module) -> str | None:
-    """What keeps a causal language model from being forwarded over a `Layout`; None: nothing.
-
-    Known are full causal attention through transformers' attention interface and the gated delta nets above. All else
-    is named, also what might work, since a layer that sees across rows would train on wrong gradients in silence.
-
-    Returns:
-        Half a sentence: "it has chunked attention (attention_chunk_size=8192)".
-    """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    config = base.config.get_text_config()
-    for name, meaning in _SETTINGS.items():
-        value = getattr(config, name, None)
-        if value:
-            return f"it has {meaning} ({name}={value})"
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
-        return f"it has layers of the types {', '.join(other)}"
-    layers = getattr(base.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not layers:
-        return f"{type(base).__name__} has no list of decoder layers under a known name"
-    for index, layer in enumerate(layers):
-        if problem := _find_in_layer(layer):
-            return f"its layer {index} has {problem}"
-    return None
-
-
-def _find_in_layer(layer: nn.Module) -> str | None:
-    num_mixers = 0
-    for name, module in layer.named_children():
-        if _is_gated_delta_net(module):
-            num_mixers += 1
-        elif getattr(module, "is_causal", False) is True:
-            num_mixers += 1
-            if problem := _find_in_attention(module):
-                return f"{name}, {problem}"
-        elif not any(part in name.lower() for part in _TOKENWISE) or any(
-            "conv" in type(part).__name__.lower() for part in module.modules()
-        ):
-            return f"{name}, a {type(module).__name__}, which is not known to treat each token alone"
-    if num_mixers != 1:
-        return f"{num_mixers} modules that mix tokens, not one"
-    return None
-
-
-def _find_in_attention(module: nn.Module) -> str | None:
-    kind = f"a {type(module).__name__}"
-    if "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
-        return f"{kind} that does not use transformers' attention interface"
-    if getattr(module, "sliding_window", None):
-        return f"{kind} with a sliding window"
-    if parameters := [name for name, _ in module.named_parameters(recurse=False)]:
-        return f"{kind} with parameters of its own ({', '.join(parameters)}), as attention sinks are"
-    for name, child in module.named_children():
-        if not any(part in type(child).__name__ for part in _IN_ATTENTION):
-            return f"{kind} with {name}, a {type(child).__name__}"
-    return None

@@ -14,7 +14,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from polar_trl.grpo import linear_attention
 from polar_trl.grpo.attention import ATTENTION, register_attention
 from polar_trl.grpo.layout import Layout, build_layout
-from polar_trl.grpo.linear_attention import find_unsupported, wrap_linear_attention
+from polar_trl.grpo.linear_attention import wrap_linear_attention
+from polar_trl.grpo.supported import find_unsupported
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
