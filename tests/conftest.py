@@ -1,6 +1,7 @@
 """What the tests share: the small pretrained model, a tiny random one, and one vLLM engine per session."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,5 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A shell starts what it puts in the background with interrupts ignored, which our own children would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
