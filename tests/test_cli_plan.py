@@ -8,6 +8,8 @@ import pytest
 from transformers import Qwen3Config
 
 from polar_trl.cli import main
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.plan import read_accelerate
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = str(ROOT / "configs" / "qwen3_4b_pi_pypi_1gpu.yaml")
@@ -98,3 +100,17 @@ def test_other_subcommands_still_refuse_what_they_do_not_know(capsys: pytest.Cap
         main(["replay", "x", "--bogus"])
     assert ended.value.code == 2
     assert "unrecognized arguments: --bogus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_processes: abc", "num_processes is 'abc'; it must be a number above 0"),
+        ("distributed_type: FSDP\nfsdp_config: yes", "fsdp_config is True; it must be a mapping"),
+    ],
+)
+def test_a_malformed_accelerate_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_accelerate(path)

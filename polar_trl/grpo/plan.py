@@ -112,6 +112,11 @@ def read_accelerate(path: Path) -> tuple[Sharding | None, int | None, str]:
     if not isinstance(found, dict) or "distributed_type" not in found:
         raise ConfigError(f"--accelerate {path} is no accelerate file: it names no distributed_type")
     kind, processes = str(found["distributed_type"]), found.get("num_processes")
+    if processes is not None and (not isinstance(processes, int) or processes < 1):
+        raise ConfigError(f"--accelerate {path}: num_processes is {processes!r}; it must be a number above 0")
+    for name in ("fsdp_config", "deepspeed_config"):
+        if not isinstance(found.get(name) or {}, dict):
+            raise ConfigError(f"--accelerate {path}: {name} is {found[name]!r}; it must be a mapping of settings")
     precision = str(found.get("mixed_precision", "no"))
     if kind in ("NO", "MULTI_GPU"):
         return None, processes, precision
