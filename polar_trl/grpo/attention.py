@@ -5,6 +5,7 @@ attention can be forwarded on a flat sequence of rows. Calls without a layout ar
 windows and attention sinks, which `find_unsupported` finds before a run starts.
 """
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -158,14 +159,8 @@ def _list_blocks(needed_QK: Tensor) -> tuple[Tensor, Tensor]:
     return counts[None, None], order[None, None].contiguous()
 
 
-_flex: Any = None
-
-
+@cache
 def _compiled_flex_attention() -> Any:
-    global _flex
-    if _flex is None:
-        from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-        # lengths differ at every micro-batch
-        _flex = torch.compile(flex_attention, dynamic=True)
-    return _flex
+    return torch.compile(flex_attention, dynamic=True)  # lengths differ at every micro-batch

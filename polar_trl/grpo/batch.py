@@ -78,9 +78,8 @@ def build_filler() -> Row:
 
 def to_rows(values_S: Tensor, batch: dict[str, Any]) -> Tensor:
     """[S] values of a micro-batch's scored tokens as [B, C], 0 elsewhere; differentiable."""
-    mask_BC = torch.zeros_like(batch["completion_ids"], dtype=torch.bool)
-    row_of_S = batch["packed"].row_of_S
-    counts_B = torch.bincount(row_of_S, minlength=len(mask_BC))
-    mask_BC |= torch.arange(mask_BC.shape[1], device=mask_BC.device)[None] < counts_B[:, None]
+    num_rows, num_columns = batch["completion_ids"].shape
+    counts_B = torch.bincount(batch["packed"].row_of_S, minlength=num_rows)
+    mask_BC = torch.arange(num_columns, device=counts_B.device)[None] < counts_B[:, None]
     # scored tokens come row by row and in order, as the mask's entries do
     return values_S.new_zeros(mask_BC.shape).masked_scatter(mask_BC, values_S)

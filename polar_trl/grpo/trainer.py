@@ -207,10 +207,11 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         started = time.monotonic()
         data_rows, finished = self._roll_out(inputs, mode)
         self._log_phase(mode, "rollouts", started)
-        rewards_RF = self._compute_rewards(data_rows, finished)
+        completions = [conversation_after_instruction(result.rollout) for result in finished]
+        rewards_RF = self._compute_rewards(data_rows, finished, completions)
         advantages = self._compute_advantages(rewards_RF, mode)
         self._require_reward(advantages, finished)
-        self._log_rewards(data_rows, finished, rewards_RF, advantages, mode)
+        self._log_rewards(data_rows, completions, rewards_RF, advantages, mode)
         if mode == "train" and self.args.resample_zero_variance:
             started = time.monotonic()
             finished, advantages = self._resample(finished, rewards_RF, advantages)
@@ -261,7 +262,8 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             num_resampled += num_new * num_ranks
             data_rows = [row for row in self._draw_rows(num_new, number) for _ in range(size)]
             results = self.runner.run(self._build_jobs(data_rows, "train"), show_progress=self._shows_progress())
-            new_rewards_RF = self._compute_rewards(data_rows, results)
+            completions = [conversation_after_instruction(result.rollout) for result in results]
+            new_rewards_RF = self._compute_rewards(data_rows, results, completions)
             usable = ~self._compute_advantages(new_rewards_RF, "train").zero_variance_R
             # every rank replaces alike in the rewards of all, and its own rollouts
             for owner in range(num_ranks):
@@ -367,10 +369,11 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             )
         return jobs
 
-    def _compute_rewards(self, data_rows: Sequence[dict[str, Any]], finished: list[Finished]) -> Tensor:
+    def _compute_rewards(
+        self, data_rows: Sequence[dict[str, Any]], finished: list[Finished], completions: list[Any]
+    ) -> Tensor:
         """[R, F] rewards of all ranks' rollouts, NaN where there is none (a collective)."""
         prompts = [row["prompt"] for row in data_rows]
-        completions = [conversation_after_instruction(result.rollout) for result in finished]
         completion_ids = [
             [i for call in result.rollout.calls for i in call.completion.token_ids] for result in finished
         ]
@@ -400,7 +403,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     def _log_rewards(
         self,
         data_rows: Sequence[dict[str, Any]],
-        finished: list[Finished],
+        completions: list[Any],
         rewards_RF: Tensor,
         advantages: Advantages,
         mode: str,
@@ -408,7 +411,6 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         """TRL's reward metrics, and its table of completions (one entry per rollout)."""
         metrics = self._metrics[mode]
         prompts = [row["prompt"] for row in data_rows]
-        completions = [conversation_after_instruction(result.rollout) for result in finished]
         for name, column in zip(self.reward_func_names, rewards_RF.T, strict=True):
             metrics[f"rewards/{name}/mean"].append(torch.nanmean(column).item())
             metrics[f"rewards/{name}/std"].append(nan_std(column))
