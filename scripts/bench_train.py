@@ -37,7 +37,13 @@ from rich.table import Table
 from session_lengths import SETS, build_rows, build_sessions
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl_padded import build_padded_batch, split_padded_batch
 
@@ -55,6 +61,20 @@ MODELS: dict[str, dict[str, int]] = {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 64,
+    },
+    # of Qwen3.5's architecture: three gated delta nets and one attention layer
+    "tiny_hybrid": {
+        "vocab_size": 8192,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
     },
     # the sizes of Qwen3-0.6B
     "0.6b": {
@@ -80,10 +100,12 @@ class PresetRows(PackedGRPOTrainer):
 
 def build_model(name: str, device: torch.device) -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(**MODELS[name], max_position_embeddings=1 << 18, tie_word_embeddings=True)
+    is_hybrid = "linear_num_key_heads" in MODELS[name]
+    make_config, make_model = (Qwen3_5TextConfig, Qwen3_5ForCausalLM) if is_hybrid else (Qwen3Config, Qwen3ForCausalLM)
+    config = make_config(**MODELS[name], max_position_embeddings=1 << 18, tie_word_embeddings=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.device(device):
-        return Qwen3ForCausalLM._from_config(config, dtype=dtype)
+        return make_model._from_config(config, dtype=dtype)
 
 
 def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> Any:
