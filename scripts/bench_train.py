@@ -270,7 +270,7 @@ def print_report(report: dict[str, Any], ways: Sequence[str]) -> None:
         "forwarded tokens",
         "seconds",
         "peak GB",
-        "against TRL",
+        "against the first",
     ):
         table.add_column(column, justify="left" if column in ("set", "way") else "right")
     for name, measured in report["sets"].items():
