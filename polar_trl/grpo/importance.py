@@ -1,5 +1,6 @@
 """Log-probabilities of trainer and engine on the same tokens -> importance ratios, and how far apart they are."""
 
+import math
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ class RatioStats:
     def summarise(self, accelerator: Any, *, clip_min: float | None, clip_max: float | None) -> dict[str, float]:
         """Figures over all ranks' tokens (a collective); none where no token was compared.
 
-        `sampling_logp_difference/mean` and `/max` are absolute, in nats. `importance_sampling_ratio/...` are of the
-        raw ratio: its mean, least and largest, the share outside the bounds, and the effective sample size as a share
+        `sampling_logp_difference/mean`, `/p99` and `/max` are absolute, in nats; p99 is the least difference that at
+        least 99% of the tokens do not exceed. `importance_sampling_ratio/...` are of the raw ratio: its mean, least and largest, the share outside the bounds, and the effective sample size as a share
         of the tokens, (sum r)^2 / (n sum r^2) (Kish 1965).
         """
         device = accelerator.device
@@ -67,6 +68,7 @@ class RatioStats:
             return {}
         return {
             "sampling_logp_difference/mean": total_gap / num,
+            "sampling_logp_difference/p99": _percentile_99(gap, int(num), accelerator),
             "sampling_logp_difference/max": largest_gap,
             "importance_sampling_ratio/mean": total / num,
             "importance_sampling_ratio/min": -negated_least,
@@ -74,3 +76,15 @@ class RatioStats:
             "importance_sampling_ratio/outside_bounds": num_outside / num,
             "importance_sampling_ratio/effective_share": total**2 / (num * squares),
         }
+
+
+def _percentile_99(values: Tensor, num: int, accelerator: Any) -> float:
+    """The nearest-rank 99th percentile of all ranks' values, `num` of them in all, exactly (a collective).
+
+    It is one of the largest 1% of all, which are among each rank's own largest: only those travel.
+    """
+    count = num - math.ceil(num * 99 / 100) + 1
+    largest = torch.full((count,), -torch.inf, dtype=values.dtype, device=values.device)
+    here = min(count, len(values))
+    largest[:here] = values.topk(here).values
+    return float(accelerator.gather(largest).topk(count).values[-1])

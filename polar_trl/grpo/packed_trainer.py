@@ -25,6 +25,7 @@ from polar_trl.grpo.batch import build_micro_batch, to_rows
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.forward import choose_layout, prepare_model, score
 from polar_trl.grpo.importance import RatioStats, importance_ratio
+from polar_trl.grpo.phases import PhaseClock
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES, Row, row_weights
 
 MicroBatch = dict[str, Any]
@@ -61,6 +62,8 @@ class PackedGRPOTrainer(GRPOTrainer):
         """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
         self._ratio_stats = RatioStats()
         self._loss_inputs: MicroBatch | None = None
+        self.phases = PhaseClock(self._metrics)
+        self.add_callback(self.phases)
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         """Rows of this rank for its data rows. A collective."""
@@ -74,12 +77,15 @@ class PackedGRPOTrainer(GRPOTrainer):
         model.train()
         per_generation = self.args.steps_per_generation
         if self._windows is None or self._step % (per_generation * self.num_iterations) == 0:
-            self._windows = self._plan_windows(self._collect_rows(inputs, "train"), "train")
+            rows = self._collect_rows(inputs, "train")
+            with self.phases.measure("train", "planning"):
+                self._windows = self._plan_windows(rows, "train")
         steps_per_window = self._steps_per_window()
         loss = torch.zeros((), device=self.accelerator.device)
         if (self._step + 1) % steps_per_window == 0:
             window = self._windows[self._step // steps_per_window % len(self._windows)]
-            loss = self._train_window(model, window, steps_per_window)
+            with self.phases.measure("train", "training"):
+                loss = self._train_window(model, window, steps_per_window)
         self._step += 1
         self._current_train_step_time += time.perf_counter() - started
         if self._step % self.current_gradient_accumulation_steps == 0:

@@ -39,14 +39,11 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
         "calls_per_rollout": mean("polar/calls_per_rollout"),
         "rollouts_without_reward": total("polar/rollouts_without_reward"),
         "logprob_gap_mean": mean("sampling/sampling_logp_difference/mean"),
-        "seconds_rollouts": sum(entry.get("polar/phase/rollouts_s") or 0 for entry in steps),
-        "seconds_weight_sync": sum(entry.get("polar/phase/weight_sync_s") or 0 for entry in steps),
-        "seconds_training": sum(
-            (entry.get("step_time") or 0)
-            - (entry.get("polar/phase/rollouts_s") or 0)
-            - (entry.get("polar/phase/weight_sync_s") or 0)
-            for entry in steps
-        ),
+        **{
+            f"seconds_{name}": sum(entry.get(f"polar/phase/{name}_s") or 0 for entry in steps)
+            for name in ("rollouts", "training", "optimizer", "weight_sync", "wake", "sleep", "planning")
+        },
+        "overhead_share": mean("polar/phase/overhead_share"),
     }
 
 

@@ -33,6 +33,7 @@ from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.forward import pack_rows, score
 from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
+from polar_trl.grpo.metrics_log import MetricsLog
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.resumable import ResumableTrainer
 from polar_trl.grpo.rows import Row, build_rows
@@ -124,6 +125,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self.args: PolarGRPOConfig
         self.data_collator: Callable[..., Any]
         self.vllm_generation: ColocatedVllm
+        self.add_callback(MetricsLog(Path(args.output_dir)))
         self._engine_checked = False
         self._num_batches = 0
         self._last_loaded_step: int  # TRL's: the step whose weights the engine has
@@ -204,19 +206,17 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         """Roll out and grade one generation batch of this rank (R local rollouts)."""
         self._open_engine(mode)
-        started = time.monotonic()
-        data_rows, finished = self._roll_out(inputs, mode)
-        self._log_phase(mode, "rollouts", started)
+        with self.phases.measure(mode, "rollouts"):
+            data_rows, finished = self._roll_out(inputs, mode)
         completions = [conversation_after_instruction(result.rollout) for result in finished]
         rewards_RF = self._compute_rewards(data_rows, finished, completions)
         advantages = self._compute_advantages(rewards_RF, mode)
         self._require_reward(advantages, finished)
         self._log_rewards(data_rows, completions, rewards_RF, advantages, mode)
         if mode == "train" and self.args.resample_zero_variance:
-            started = time.monotonic()
-            finished, advantages = self._resample(finished, rewards_RF, advantages)
-            self._log_phase(mode, "resampling", started)
-        self._close_engine()
+            with self.phases.measure(mode, "resampling"):
+                finished, advantages = self._resample(finished, rewards_RF, advantages)
+        self._close_engine(mode)
         if self.upcoming is not None and mode == "train":
             self.upcoming.finish_rollouts()
         rows, dropped = self._build_rows(finished, advantages, mode)
@@ -226,14 +226,16 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     def _open_engine(self, mode: str) -> None:
         """Weights and memory for the engine, and calls let through (a collective)."""
         self._sync_engine(mode)
-        self.vllm_generation.wake()
+        with self.phases.measure(mode, "wake"):
+            self.vllm_generation.wake()
         self._check_engine_once(mode)
         self.proxy.release()
 
-    def _close_engine(self) -> None:
+    def _close_engine(self, mode: str) -> None:
         """Calls of sessions that stay open wait from here on, and the engine's memory is the trainer's."""
-        self.proxy.hold()
-        self.vllm_generation.sleep()
+        with self.phases.measure(mode, "sleep"):
+            self.proxy.hold()
+            self.vllm_generation.sleep()
 
     def _roll_out(self, inputs: list[dict[str, Any]], mode: str) -> tuple[Sequence[dict[str, Any]], list[Finished]]:
         """As many rollouts as there are data rows, and the rows that they are of."""
@@ -322,11 +324,10 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         """Give the engine the trainer's weights if they have changed since (a collective)."""
         generation = self.vllm_generation
         if self.state.global_step != self._last_loaded_step or generation._llm_weights_sleeping:
-            started = time.monotonic()
-            # weights that were only asleep are no new policy
-            generation.sync_weights(new_policy=self.state.global_step != self._last_loaded_step)
+            with self.phases.measure(mode, "weight_sync"):
+                # weights that were only asleep are no new policy
+                generation.sync_weights(new_policy=self.state.global_step != self._last_loaded_step)
             self._last_loaded_step = self.state.global_step
-            self._log_phase(mode, "weight_sync", started)
 
     def _check_engine_once(self, mode: str) -> None:
         """Before the first rollout: does the engine compute what the trainer computes?"""
@@ -449,9 +450,6 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         if mode == "train":
             self.state.num_input_tokens_seen += sum(lengths)
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-
-    def _log_phase(self, mode: str, name: str, started: float) -> None:
-        self._metrics[mode][f"polar/phase/{name}_s"].append(time.monotonic() - started)
 
     def _shows_progress(self) -> bool:
         return self.args.show_rollout_progress and self.accelerator.is_main_process and not self.args.disable_tqdm

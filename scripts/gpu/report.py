@@ -1,6 +1,6 @@
-"""What an experiment measured -> a JSON file that grows with every figure, and a markdown table for docs/performance.md.
+"""What an experiment measured -> a JSON file that grows with each figure, and a table for docs/performance.md.
 
-It refuses to lose figures: the file is written again after each row, so that a run that is cut short keeps what it had.
+It refuses to lose figures: the file is written after every row, so that a run that is cut short keeps what it had.
 """
 
 import json
@@ -50,7 +50,8 @@ class Report:
     def add(self, **row: Any) -> None:
         """One more row; keys without a column go to the file only."""
         self.content["rows"].append(row)
-        self.say(", ".join(f"{key} {_render(value)}" for key, value in row.items()))
+        shown = (key for key in row if key in self._columns or key == "error")
+        self.say(", ".join(f"{key} {_render(row[key])}" for key in shown))
         self.save()
 
     def fail(self, error: BaseException, **row: Any) -> None:
@@ -70,8 +71,9 @@ class Report:
     def finish(self) -> None:
         """Print the table, last. Exits with 1 if a row failed."""
         print(render_table(self.content["rows"], self._columns))
-        packages = ", ".join(f"{name} {number}" for name, number in self.content["versions"].items())
-        print(f"\n{self.content['date']}, {self.content['machine']}, {packages}: `{self.content['command']}`", flush=True)
+        content = self.content
+        packages = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
+        print(f"\n{content['date']}, {content['machine']}, {packages}: `{content['command']}`", flush=True)
         if self.failed:
             sys.exit(1)
 
