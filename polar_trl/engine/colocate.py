@@ -13,6 +13,7 @@ import torch
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
+from polar_trl.engine.cuda_graphs import require_safe_graphs
 from polar_trl.engine.vllm import VllmEngine
 from polar_trl.errors import ConfigError, EngineError
 
@@ -64,6 +65,7 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         make_llm = vllm_generation.LLM
         with _replaced(vllm_generation, "LLM", lambda **kwargs: make_llm(**{**kwargs, **self._llm_kwargs})):
             super()._init_vllm()
+        self.cudagraph_mode = require_safe_graphs(self.llm.llm_engine.vllm_config)
         self._asleep = set(_SLEEPING_PARTS) if self.enable_sleep_mode else set()
 
     def sync_weights(self, *, new_policy: bool = True) -> None:

@@ -29,8 +29,9 @@ class _Request:
     """One call of `generate`, owned by the engine thread once it is in the inbox."""
 
     id: str
-    prompt_ids: TokenIds
-    params: GenerationParams
+    prompt_ids: list[int]
+    params: Any
+    """`vllm.SamplingParams`"""
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
     first_policy_version: int = 0
@@ -101,7 +102,11 @@ class VllmEngine:
         if self._failure is not None:
             raise self._failure
         loop = asyncio.get_running_loop()
-        request = _Request(f"polar-{next(self._ids)}", prompt_ids, params, loop, loop.create_future())
+        try:
+            sampling = build_sampling_params(params)  # here and not between two steps of the engine
+        except ValueError as error:
+            raise EngineError(f"the engine refused the request: {error}") from error
+        request = _Request(f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future())
         self._inbox.put(request)
         try:
             return await request.future
@@ -174,28 +179,9 @@ class VllmEngine:
                 item.resumed.wait()
 
     def _admit(self, request: _Request) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = request.params
         request.first_policy_version = self._policy_version
-        sampling = SamplingParams(
-            n=1,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            max_tokens=params.max_tokens,
-            stop_token_ids=list(params.stop_token_ids),
-            stop=list(params.stop) or None,
-            include_stop_str_in_output=True,
-            detokenize=bool(params.stop),
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         try:
-            self._core.add_request(request.id, {"prompt_token_ids": list(request.prompt_ids)}, sampling)
+            self._core.add_request(request.id, {"prompt_token_ids": request.prompt_ids}, request.params)
         except Exception as error:  # noqa: BLE001 - nothing was sampled yet: the request fails alone, whatever it was
             request.fail(EngineError(f"the engine refused the request: {error}"))
             return
@@ -217,7 +203,7 @@ class VllmEngine:
             request.resolve(
                 Completion(
                     token_ids=token_ids,
-                    logprobs=tuple(at[i].logprob for at, i in zip(sampled.logprobs, token_ids, strict=True)),
+                    logprobs=_take_logprobs(sampled.logprobs, token_ids),
                     finish_reason=sampled.finish_reason,
                     first_policy_version=request.first_policy_version,
                     last_policy_version=self._policy_version,
@@ -239,3 +225,34 @@ class VllmEngine:
                 return
             if isinstance(item, _Request):
                 item.fail(error)
+
+
+def build_sampling_params(params: GenerationParams) -> Any:
+    """`vllm.SamplingParams` for one completion: given whole, with the logprob of each sampled token and no other's."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=params.max_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        stop=list(params.stop) or None,
+        include_stop_str_in_output=True,
+        detokenize=bool(params.stop),
+        logprobs=0,
+        # plain lists, and not a dictionary and an object for every token, which the garbage collector would visit
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _take_logprobs(flat: Any, token_ids: TokenIds) -> tuple[float, ...]:
+    """[C] of vLLM's `FlatLogprobs`, which holds one entry per sampled token where no others were asked for."""
+    if tuple(flat.token_ids) != token_ids:
+        raise EngineError(f"logprobs of {len(flat.token_ids)} tokens that are not the {len(token_ids)} sampled ones")
+    return tuple(flat.logprobs)

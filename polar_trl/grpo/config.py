@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
+from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES
 
@@ -147,6 +148,14 @@ class PolarGRPOConfig(PackedGRPOConfig):
     engine_max_num_seqs: int | None = field(
         default=None, metadata={"help": "Requests the engine samples at once; None: four per agent, 256 at most."}
     )
+    engine_cuda_graphs: CudaGraphs = field(
+        default="default",
+        metadata={
+            "help": "CUDA graphs of the engine: 'default' is vLLM's own choice (FULL_AND_PIECEWISE with torch.compile, "
+            "slow to start), 'decode' is FULL_DECODE_ONLY without torch.compile (quick to start), 'none' is eager. "
+            "vLLM's mode FULL is refused: it gives wrong text. A CPU has none."
+        },
+    )
     vllm_sleep_level: int = field(
         default=2,
         metadata={
@@ -181,6 +190,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "trajectory_builder",
             "must be 'prefix_merging' or 'per_request'",
         )
+        check_cuda_graphs(self.engine_cuda_graphs)
         self._require(self.vllm_sleep_level in (1, 2), "vllm_sleep_level", "must be 1 or 2")
         self._require(self.thinking in ("keep", "template"), "thinking", "must be 'keep' or 'template'")
         quantile = self.straggler_quantile

@@ -45,9 +45,10 @@ class RatioStats:
     def summarise(self, accelerator: Any, *, clip_min: float | None, clip_max: float | None) -> dict[str, float]:
         """Figures over all ranks' tokens (a collective); none where no token was compared.
 
-        `sampling_logp_difference/mean`, `/p99` and `/max` are absolute, in nats; p99 is the least difference that at
-        least 99% of the tokens do not exceed. `importance_sampling_ratio/...` are of the raw ratio: its mean, least and largest, the share outside the bounds, and the effective sample size as a share
-        of the tokens, (sum r)^2 / (n sum r^2) (Kish 1965).
+        `sampling_logp_difference/mean`, `/p99` and `/max` are absolute, in nats; p99 is the least difference that 99%
+        of the tokens do not exceed. `importance_sampling_ratio/...` are of the raw ratio: its mean, least and largest,
+        the share outside the bounds, and the effective sample size as a share of the tokens, (sum r)^2 / (n sum r^2)
+        (Kish 1965).
         """
         device = accelerator.device
         log_ratio = torch.cat([torch.zeros(0, device=device), *self._log_ratios])

@@ -6,11 +6,11 @@ sees another and a shared prefix is computed once; gradients of all that continu
 refuses a cache that has a past: rows begin at their beginning.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polar_trl.grpo import fla_kernels
+from polar_trl.grpo.fla_kernels import FlaKernels, Offsets
 from polar_trl.grpo.layout import Layout
 
 _GATED_DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
@@ -67,13 +69,20 @@ def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
         hidden_states: [1, N, hidden].
     """
     plan = _plan(layout, net.conv_kernel_size - 1, hidden_states.device)
+    fla = fla_kernels.find_kernels(hidden_states.device) if net.activation == "silu" else None
     qkv_NC, z, b_NH, a_NH = (x[0] for x in _project(net, hidden_states))
     beta_NH = b_NH.sigmoid()
     decay_NH = -net.A_log.float().exp() * functional.softplus(a_NH.float() + net.dt_bias)
-    qkv_NC = _convolve(net, qkv_NC, plan)
-    out_NHV = _run_delta_rule(net, qkv_NC, decay_NH, beta_NH, plan)
-    gated = net.norm(out_NHV.flatten(0, 1), z.reshape(-1, net.head_v_dim))
-    output: Tensor = net.out_proj(gated.view(1, layout.num_tokens, -1))
+    z_NHV = z.reshape(layout.num_tokens, -1, net.head_v_dim)
+    if fla is None:
+        qkv_NC = _convolve(net, qkv_NC, plan)
+        out_NHV = _run_delta_rule(net, qkv_NC, decay_NH, beta_NH, plan)
+        gated = net.norm(out_NHV.flatten(0, 1), z_NHV.flatten(0, 1)).view(layout.num_tokens, -1)
+    else:
+        qkv_NC = fla_kernels.convolve(fla, net, qkv_NC, plan.offsets, _gather_context(qkv_NC, plan))
+        out_NHV = _run_generations(fla, net, (qkv_NC, decay_NH, beta_NH), plan)
+        gated = fla_kernels.gate(fla, net, out_NHV, z_NHV)
+    output: Tensor = net.out_proj(gated[None])
     return output
 
 
@@ -99,8 +108,16 @@ class _Plan:
     """[S]"""
     generations: list[list[int]]
     """Segments by the number of segments in their context: each generation needs only states of the one before."""
-    offsets: list[Tensor]
-    """Per generation: where its segments begin when put one after the other, and the end; int64."""
+    offsets: Offsets
+    """Of all segments in the layout's order."""
+    generation_offsets: list[Offsets]
+    """Per generation, its segments put one after the other."""
+    parent_places: list[Tensor | None]
+    """Per generation: which segments of the one before it its own go on from; None for the roots."""
+    context: Tensor | None
+    """[S, R]: of each segment, the R tokens before it in its rows; None where there is no shared prefix."""
+    context_missing: Tensor
+    """Bool, like `context`: there is no such token."""
     windows: Tensor
     """[(S - 1) * 2R]: of each segment but the first, the R tokens before it in its rows and its first R."""
     missing: Tensor
@@ -121,6 +138,7 @@ def _plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
 
 def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
     lengths, parents, generations, windows = [], [], list[list[int]](), list[int]()
+    contexts: list[list[int]] = []
     generation_of: list[int] = []
     tails: list[list[int]] = []  # per segment: the last tokens, at most R, of its rows up to its end
     for index, segment in enumerate(layout.segments):
@@ -135,22 +153,73 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
         lengths.append(len(span))
         parents.append(parent)
         tails.append([*context, *span[-reach:]][-reach:])
+        contexts.append([-1] * (reach - len(context)) + context)
         if index and reach:
             head = span[:reach]
-            windows += [-1] * (reach - len(context)) + context + [*head] + [-1] * (reach - len(head))
+            windows += contexts[-1] + [*head] + [-1] * (reach - len(head))
     windows_T = torch.tensor(windows, dtype=torch.int64)
     is_head = (torch.arange(len(windows)) % max(2 * reach, 1) >= reach) & (windows_T >= 0)
-    sizes = [[0] + [lengths[i] for i in generation] for generation in generations]
+    contexts_T = torch.tensor(contexts, dtype=torch.int64).view(len(contexts), reach)
+    has_context = reach > 0 and len(generations) > 1
     return _Plan(
         lengths=lengths,
         parents=parents,
         generations=generations,
-        offsets=[torch.tensor(size).cumsum(0).to(device) for size in sizes],
+        offsets=Offsets.of(lengths, device),
+        generation_offsets=[Offsets.of([lengths[i] for i in members], device) for members in generations],
+        parent_places=[None, *(_find_places(b, a, parents, device) for a, b in pairwise(generations))],
+        context=contexts_T.clamp(min=0).to(device) if has_context else None,
+        context_missing=(contexts_T < 0).to(device),
         windows=windows_T.clamp(min=0).to(device),
         missing=(windows_T < 0).to(device),
         heads=windows_T[is_head].to(device),
         heads_in_windows=is_head.nonzero()[:, 0].to(device),
     )
+
+
+def _find_places(members: list[int], earlier: list[int], parents: list[int | None], device: torch.device) -> Tensor:
+    place_of: dict[int | None, int] = {segment: place for place, segment in enumerate(earlier)}
+    return torch.tensor([place_of[parents[i]] for i in members]).to(device)
+
+
+# With the kernels of flash-linear-attention.
+
+
+def _gather_context(qkv_NC: Tensor, plan: _Plan) -> Tensor | None:
+    """[S, C, R + 1]: the inputs before each segment, after one column that the convolution does not read."""
+    if plan.context is None:
+        return None
+    inputs_SRC = qkv_NC.index_select(0, plan.context.flatten()).unflatten(0, plan.context.shape)
+    inputs_SRC = inputs_SRC.masked_fill(plan.context_missing[:, :, None], 0.0)
+    return functional.pad(inputs_SRC, (0, 0, 1, 0)).transpose(1, 2)
+
+
+def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan) -> Tensor:
+    """[N, H, V]: the gated delta rule, a call for each generation of segments.
+
+    Args:
+        inputs: Queries, keys and values [N, C], decay and beta [N, H].
+    """
+    if len(plan.generations) == 1:
+        return fla_kernels.run_rule(fla, net, *inputs, plan.offsets, initial_SHKV=None, with_final=False)[0]
+    # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
+    parts = [x.split(plan.lengths) for x in inputs]
+    outs: list[Tensor] = [inputs[0]] * len(plan.lengths)
+    states: Tensor | None = None
+    for number, (members, offsets, places) in enumerate(
+        zip(plan.generations, plan.generation_offsets, plan.parent_places, strict=True)
+    ):
+        out_NHV, states = fla_kernels.run_rule(
+            *(fla, net, *(torch.cat([part[i] for i in members]) for part in parts), offsets),
+            initial_SHKV=None if places is None or states is None else states.index_select(0, places),
+            with_final=number + 1 < len(plan.generations),
+        )
+        for index, piece in zip(members, out_NHV.split([plan.lengths[i] for i in members]), strict=True):
+            outs[index] = piece
+    return torch.cat(outs)
+
+
+# With transformers' functions.
 
 
 def _convolve(net: Any, qkv_NC: Tensor, plan: _Plan) -> Tensor:
@@ -164,7 +233,7 @@ def _convolve(net: Any, qkv_NC: Tensor, plan: _Plan) -> Tensor:
 
 
 def _convolve_rows(net: Any, rows_BTC: Tensor) -> Tensor:
-    convolve = _look_up(net, "causal_conv1d_fn")
+    convolve = _look_up(net, "causal_conv1d_fn", rows_BTC.device)
     weight = net.conv1d.weight.squeeze(1)
     out: Tensor = convolve(rows_BTC.transpose(1, 2), weight, net.conv1d.bias, activation=net.activation)
     return out.transpose(1, 2)
@@ -172,45 +241,39 @@ def _convolve_rows(net: Any, rows_BTC: Tensor) -> Tensor:
 
 def _run_delta_rule(net: Any, qkv_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor, plan: _Plan) -> Tensor:
     """[N, H, V]: the gated delta rule, one generation of segments after the other."""
-    rule = _look_up(net, "torch_chunk_gated_delta_rule")
-    is_varlen = _takes_offsets(rule, qkv_NC.device, qkv_NC.dtype, net.num_v_heads, net.head_k_dim, net.head_v_dim)
+    rule = _look_up(net, "torch_chunk_gated_delta_rule", qkv_NC.device)
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
     inputs = list(zip(*(x.split(plan.lengths) for x in (qkv_NC, decay_NH, beta_NH)), strict=True))
     outs: list[Tensor] = [qkv_NC] * len(inputs)
     states: dict[int, Tensor] = {}
     with_children = set(plan.parents)
-    for generation, offsets in zip(plan.generations, plan.offsets, strict=True):
+    for generation in plan.generations:
         earlier, states = states, {}
-        for group in [generation] if is_varlen else _group_by_length(generation, plan.lengths):
+        for group in _group_by_length(generation, plan.lengths):
             lengths = [plan.lengths[i] for i in group]
             starts = [earlier[parent] for i in group if (parent := plan.parents[i]) is not None]
             out, final = _apply_rule(
                 net,
                 rule,
-                *(_join(parts, lengths, is_varlen) for parts in zip(*(inputs[i] for i in group), strict=True)),
+                *(_fill_up(parts, max(lengths)) for parts in zip(*(inputs[i] for i in group), strict=True)),
                 initial_state=torch.stack(starts) if starts else None,
                 output_final_state=not with_children.isdisjoint(group),
-                cu_seqlens=offsets if is_varlen else None,
             )
-            pieces = out[0].split(lengths) if is_varlen else [x[:n] for x, n in zip(out, lengths, strict=True)]
             for place, index in enumerate(group):
-                outs[index] = pieces[place]
+                outs[index] = out[place, : lengths[place]]
             if final is not None:
                 rows = final.unbind()
                 states.update({i: rows[place] for place, i in enumerate(group) if i in with_children})
     return torch.cat(outs)
 
 
-def _join(parts: tuple[Tensor, ...], lengths: list[int], is_varlen: bool) -> Tensor:
-    """One after the other [1, T, ...], or as rows [B, L, ...] filled up with zeros.
+def _fill_up(parts: tuple[Tensor, ...], length: int) -> Tensor:
+    """[B, length, ...]: as rows, filled up with zeros.
 
     A token of zeros neither decays the state (the decay is a logarithm) nor adds to it (its key is zero): the state
     after a filled-up row is the state after the row.
     """
-    if is_varlen:
-        return torch.cat(parts)[None]
-    longest = max(lengths)
-    return torch.stack([functional.pad(x, (0, 0, 0, longest - len(x))) for x in parts])
+    return torch.stack([functional.pad(x, (0, 0, 0, length - len(x))) for x in parts])
 
 
 def _apply_rule(
@@ -236,25 +299,10 @@ def _group_by_length(segments: list[int], lengths: list[int]) -> list[list[int]]
     return [list(group) for _, group in groupby(sorted(segments, key=count_chunks), key=count_chunks)]
 
 
-def _look_up(net: nn.Module, name: str) -> Callable[..., Any]:
-    """A function by the name under which the module's own forward calls it: transformers puts the fastest there."""
+def _look_up(net: nn.Module, name: str, device: torch.device) -> Callable[..., Any]:
+    """A function by the name under which the module's own forward calls it: transformers puts the fastest there.
+
+    That is a GPU's kernel wherever its package is installed: on a CPU, what it stands for.
+    """
     function: Callable[..., Any] = getattr(sys.modules[type(net).__module__], name)
-    return function
-
-
-@cache
-def _takes_offsets(
-    rule: Callable[..., Any], device: torch.device, dtype: torch.dtype, heads: int, key_dim: int, value_dim: int
-) -> bool:
-    """Whether the rule that is installed heeds `cu_seqlens` (that of flash-linear-attention does; that in torch
-    ignores it and would run all as one sequence): asked of two sequences of one token."""
-    keys = torch.zeros(1, 2, heads, key_dim, device=device, dtype=dtype)
-    values = torch.zeros(1, 2, heads, value_dim, device=device, dtype=dtype)
-    gates = torch.zeros(1, 2, heads, device=device, dtype=dtype)
-    offsets = torch.tensor([0, 1, 2], device=device)
-    with torch.no_grad():
-        _, states = rule(
-            keys, keys, values, g=gates.float(), beta=gates, cu_seqlens=offsets, output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-    return len(states) == 2
+    return inspect.unwrap(function) if device.type == "cpu" else function

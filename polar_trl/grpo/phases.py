@@ -61,7 +61,9 @@ class PhaseClock(TrainerCallback):
 
     def _add(self, mode: str, name: str, seconds: float) -> None:
         self._metrics[mode][f"polar/phase/{name}_s"].append(seconds)
-        if mode == "train" and name in USEFUL:
+        if mode == "eval":  # not of the training step that it fell into
+            self._step_began = None if self._step_began is None else self._step_began + seconds
+        elif name in USEFUL:
             self._useful_s += seconds
 
 

@@ -49,13 +49,18 @@ def check_engine(
     for prompt, (token_ids, logprobs) in zip(prompts, asyncio.run(sample()), strict=True):
         gaps.append((score(prompt, token_ids).cpu().float() - torch.tensor(logprobs)).abs())
     gap = torch.cat(gaps)
-    tolerance, dtype = max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]), str(dtype)) for dtype in dtypes)
+    tolerance, dtype = find_tolerance(dtypes)
     logger.info("engine against trainer on %d tokens: mean gap %.2g nats", gap.numel(), gap.mean())
     if not gap.mean() <= tolerance:
         raise EngineError(
             f"the engine does not compute what the trainer computes: mean gap {gap.mean():.3g} nats on "
             f"{gap.numel()} tokens (at most {tolerance} is expected in {dtype}). Nothing was trained. Likely "
-            "causes: an attention kernel or graph mode that is wrong on this device (try enforce_eager), or weights "
-            "pushed under other names."
+            "causes: an attention kernel or graph mode that is wrong on this device (try engine_cuda_graphs='none'), "
+            "or weights pushed under other names."
         )
     return float(gap.mean())
+
+
+def find_tolerance(dtypes: Sequence[torch.dtype]) -> tuple[float, str]:
+    """The mean gap in nats that is allowed between computations in these dtypes, and the dtype that it is due to."""
+    return max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]), str(dtype)) for dtype in dtypes)

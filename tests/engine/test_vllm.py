@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,3 +217,75 @@ def test_a_failing_step_reaches_every_waiter(llm: Any) -> None:
         generate_all(engine, GenerationParams(max_tokens=4))
     engine.close()
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_the_engine_runs_without_full_graphs_of_mixed_batches(llm: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from polar_trl.engine.cuda_graphs import require_safe_graphs
+
+    config = llm.llm_engine.vllm_config
+    assert require_safe_graphs(config) == "NONE"
+    # what is looked at is what the runner reads
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    assert runner.compilation_config is config.compilation_config
+    verdicts = {}
+    for mode in (*CUDAGraphMode, None):
+        resolved = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        try:
+            verdicts[mode and mode.name] = require_safe_graphs(resolved)
+        except EngineError as error:
+            assert "resolved cudagraph_mode to FULL)" in str(error)
+            verdicts[mode and mode.name] = "refused"
+    assert verdicts == {
+        "NONE": "NONE",
+        "PIECEWISE": "PIECEWISE",
+        "FULL": "refused",
+        "FULL_DECODE_ONLY": "FULL_DECODE_ONLY",
+        "FULL_AND_PIECEWISE": "FULL_AND_PIECEWISE",
+        None: "NONE",
+    }
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("decode", "FULL_DECODE_ONLY"), ("none", "NONE"), ("default", "FULL_AND_PIECEWISE")]
+)
+def test_vllm_reads_the_setting(setting: str, expected: str, tiny_model: Path) -> None:
+    """The arguments as vLLM itself understands them, on a platform that has graphs."""
+    set_environment(cpu=True)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from polar_trl.engine.cuda_graphs import LLM_KWARGS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
+        args = EngineArgs(model=str(tiny_model), max_model_len=256, dtype="float32", **LLM_KWARGS[setting])
+        config = args.create_engine_config().compilation_config
+    assert config.cudagraph_mode.name == expected
+    assert int(config.mode) == (3 if setting == "default" else 0)
+
+
+def test_a_trainers_engine_with_full_graphs_is_refused(tiny_model: Path) -> None:
+    """However they got there: here vLLM answers with FULL to a setting that did not ask for it."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.generation import vllm_generation
+    from vllm.config import CUDAGraphMode
+
+    from polar_trl.engine.colocate import ColocatedVllm
+
+    resolved = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "0")  # TRL sets them; the patch takes them back
+            patch.delenv(name)
+        built = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=resolved))
+        patch.setattr(vllm_generation, "LLM", lambda **_: built)
+        with pytest.raises(EngineError, match="Set engine_cuda_graphs to 'decode' or 'none'"):
+            ColocatedVllm(
+                AutoModelForCausalLM.from_pretrained(tiny_model),
+                Accelerator(cpu=True),
+                AutoTokenizer.from_pretrained(tiny_model),
+                llm_kwargs={},
+            )

@@ -85,6 +85,10 @@ def test_an_empty_set_is_refused() -> None:
         ({"sequence_layout": "padded"}, "sequence_layout must be 'tree', 'packed', 'single'"),
         ({"max_trajectory_tokens": 1}, "max_trajectory_tokens must be at least 2"),
         ({"engine_max_num_seqs": -3}, "engine_max_num_seqs must be at least 1"),
+        ({"engine_cuda_graphs": "FULL"}, "engine_cuda_graphs must not be 'FULL': .* silently wrong text .* 'decode'"),
+        ({"engine_cuda_graphs": "full"}, "engine_cuda_graphs must not be 'full'"),
+        ({"engine_cuda_graphs": "PIECEWISE"}, r"must be 'default' .* or 'none' .* \(it is 'PIECEWISE'\)"),
+        ({"engine_cuda_graphs": None}, "engine_cuda_graphs must be 'default'"),
         ({"vllm_gpu_memory_utilization": 3.0}, "vllm_gpu_memory_utilization must be above 0 and at most 1"),
     ],
 )

@@ -1,7 +1,11 @@
 """Gated delta nets over a layout against each row alone, and which models are known to be forwarded so."""
 
 import copy
+import functools
+import inspect
+import sys
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,8 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from polar_trl.grpo import linear_attention
+from polar_trl.grpo import fla_kernels, linear_attention
 from polar_trl.grpo.attention import ATTENTION, register_attention
+from polar_trl.grpo.fla_kernels import FlaKernels
 from polar_trl.grpo.layout import Layout, build_layout
 from polar_trl.grpo.linear_attention import wrap_linear_attention
 from polar_trl.grpo.supported import find_unsupported
@@ -177,45 +182,169 @@ def test_bfloat16_is_as_near_as_its_digits_allow(share: bool) -> None:
     compare(net, *lay_out(CASES["group"], share=share), tolerance=0.05)
 
 
-@pytest.mark.parametrize("case", ["group", "chain", "two families", "no family"])
-@pytest.mark.parametrize("share", [False, True], ids=["packed", "tree"])
-def test_a_rule_that_takes_offsets_runs_each_generation_in_one_call(
-    monkeypatch: pytest.MonkeyPatch, case: str, share: bool
-) -> None:
-    """As that of flash-linear-attention does; here the one in torch is called once per sequence."""
-    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    calls: list[list[int]] = []
+class TorchFla:
+    """Functions with the signatures and conventions of flash-linear-attention, computed in torch, that keep a log.
 
-    def run_by_offsets(
-        *qkv: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None = None, **kwargs: Any
+    Sequences lie one after the other; heads of queries and keys may be fewer than of values; of a convolution's state
+    [S, C, W] the first column is never read, and its gradient is whatever was in memory.
+    """
+
+    def __init__(self) -> None:
+        self.rule_calls: list[list[int]] = []
+        self.conv_calls: list[list[int]] = []
+
+    @property
+    def kernels(self) -> FlaKernels:
+        return FlaKernels(rule=self.run_rule, convolve=self.convolve, norm=self.norm)
+
+    def run_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
+        assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
+        assert cu_seqlens_cpu.device.type == "cpu"
+        assert cu_seqlens_cpu[-1] == q.shape[1]
+        assert use_qk_l2norm_in_kernel
+        rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
         sizes = cu_seqlens.diff().tolist()
-        calls.append(sizes)
-        parts = zip(*(x.split(sizes, dim=1) for x in (*qkv, g, beta)), strict=True)
+        self.rule_calls.append(sizes)
+        repeats = v.shape[2] // k.shape[2]
+        q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
+        parts = zip(*(x.split(sizes, dim=1) for x in (q, k, v, g, beta)), strict=True)
         starts = [None] * len(sizes) if initial_state is None else initial_state.split(1)
         done = [
-            rule(q, k, v, g=a, beta=b, initial_state=start, **kwargs)
-            for (q, k, v, a, b), start in zip(parts, starts, strict=True)
+            rule(
+                *qkv,
+                g=a,
+                beta=b,
+                initial_state=start,
+                output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=True,
+            )
+            for (*qkv, a, b), start in zip(parts, starts, strict=True)
         ]
         outs, states = zip(*done, strict=True)
-        return torch.cat(outs, dim=1), torch.cat(states) if kwargs["output_final_state"] else None
+        return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        initial_state: Tensor | None,
+        activation: str,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor,
+    ) -> tuple[Tensor, None]:
+        assert activation == "silu"
+        sizes = cu_seqlens_cpu.diff().tolist()
+        self.conv_calls.append(sizes)
+        width = weight.shape[1]
+        if initial_state is None:
+            initial_state = torch.zeros(len(sizes), x.shape[2], width)
+        assert initial_state.shape == (len(sizes), x.shape[2], width)
+        first = torch.full_like(initial_state[..., :1], float("nan"))
+        state = torch.cat([first, initial_state[..., 1:]], dim=-1)
+        outs = []
+        for part, before in zip(x[0].split(sizes), state, strict=True):
+            inputs = torch.cat([before[:, 1:], part.T], dim=1)[None]
+            outs.append(torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=len(weight))[0].T)
+        return torch.nn.functional.silu(torch.cat(outs))[None], None
+
+    def norm(self, x: Tensor, gate: Tensor, weight: Tensor, bias: None, *, eps: float) -> Tensor:
+        normalised = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        return (normalised * weight.float() * torch.nn.functional.silu(gate.float())).to(x.dtype)
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> TorchFla:
+    """Layouts are computed as on a GPU with flash-linear-attention."""
+    found = TorchFla()
+    monkeypatch.setattr(fla_kernels, "find_kernels", lambda device: found.kernels)
+    return found
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["packed", "tree"])
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_over_many_sequences_give_outputs_and_gradients_of_each_row_alone(
+    net: Any, fla: TorchFla, case: str, share: bool
+) -> None:
+    rows, layout = lay_out(CASES[case], share=share)
+    compare(net, rows, layout)
+    lengths = [segment.end - segment.start for segment in layout.segments]
+    assert fla.conv_calls == [lengths]
+    assert sorted(chain(*fla.rule_calls)) == sorted(lengths)
+    depths = [len(layout.context_of(i)) for i in range(len(layout.segments))]
+    assert len(fla.rule_calls) == len(set(depths))
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 7])
+def test_kernels_take_any_reach_of_the_convolution(fla: TorchFla, kernel: int) -> None:
+    net = build_model("qwen3_5", linear_conv_kernel_dim=kernel).model.layers[0].linear_attn
+    compare(net, *lay_out(CASES["shorter than the kernel"], share=True))
+
+
+def test_another_activation_than_the_kernels_know_is_computed_in_torch(fla: TorchFla) -> None:
+    net = build_model("qwen3_5", hidden_act="gelu").model.layers[0].linear_attn
+    compare(net, *lay_out(CASES["group"], share=True))
+    assert fla.rule_calls == []
+
+
+def test_kernels_are_for_gpus() -> None:
+    assert fla_kernels.find_kernels(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ("0.5.1", "flash-linear-attention 0.5.1 is too old"),
+        (None, "slower than with flash-linear-attention: No module named 'fla'"),
+    ],
+)
+def test_kernels_that_cannot_be_used_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str | None, sentence: str
+) -> None:
+    for name in ("fla", "fla.ops.gated_delta_rule", "fla.modules.causal_conv1d", "fla.modules.norm.fused_norm_gate"):
+        if found is None:
+            monkeypatch.setitem(sys.modules, name, None)
+        else:
+            module = ModuleType(name)
+            module.__version__ = found  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, name, module)
+    if found is None:
+        monkeypatch.delitem(sys.modules, "fla")
+        monkeypatch.setattr(sys, "path", [])
+    fla_kernels._load.cache_clear()
+    with caplog.at_level("WARNING"):
+        assert fla_kernels.find_kernels(torch.device("cuda")) is None
+        assert fla_kernels.find_kernels(torch.device("cuda")) is None
+    fla_kernels._load.cache_clear()
+    assert [sentence in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_on_a_cpu_a_gpus_kernel_that_transformers_found_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    @functools.wraps(inspect.unwrap(rule))
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("0 active drivers")
 
     net = build_model("qwen3_5").model.layers[0].linear_attn
-    rows, layout = lay_out(CASES[case], share=share)
-    wanted = copy.deepcopy(net)
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", run_by_offsets)
     wrap_linear_attention(net)
-    hidden = torch.randn(1, layout.num_tokens, net.hidden_size)
-    found = net(hidden, layout=layout)
-    assert calls[0] == [1, 1]  # the question whether it takes them
-    assert sorted(chain(*calls[1:])) == sorted(segment.end - segment.start for segment in layout.segments)
-    depths = [len(layout.context_of(i)) for i in range(len(layout.segments))]
-    assert len(calls) == 1 + len(set(depths))
-
-    monkeypatch.undo()
-    for index in range(len(rows)):
-        positions = torch.from_numpy(layout.positions_of(index))
-        assert error(found[:, positions], wanted(hidden[:, positions])) < 1e-5
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", kernel)
+    out = net(torch.randn(1, 3, net.hidden_size), layout=build_layout([[1, 2, 3]], share_prefixes=False))
+    assert out.shape == (1, 3, net.hidden_size)
 
 
 def test_only_rows_of_equally_many_chunks_are_filled_up_to_one_length() -> None:

@@ -8,6 +8,7 @@ import pytest
 from test_loss import run_worker
 
 from polar_trl.cli import main as polar_trl
+from polar_trl.grpo.metrics_log import read_log
 from polar_trl.record import read_session
 
 
@@ -56,10 +57,20 @@ def test_every_step_is_logged(run: Path) -> None:
         assert entry["polar/calls_per_rollout"] == 3
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3
         assert 0 <= entry["frac_reward_zero_std"] <= 1
-        assert entry["polar/phase/rollouts_s"] > 0
+        parts = ("weight_sync", "wake", "rollouts", "sleep", "planning", "training", "optimizer")
+        seconds = {name: entry[f"polar/phase/{name}_s"] for name in parts}
+        assert seconds["rollouts"] > 0 and seconds["training"] > 0
+        assert sum(seconds.values()) <= entry["polar/phase/step_s"]
+        useful = seconds["rollouts"] + seconds["training"] + seconds["optimizer"]
+        assert entry["polar/phase/overhead_share"] == pytest.approx(1 - useful / entry["polar/phase/step_s"])
         assert entry["polar/seconds/agent"] > 0
         assert entry["rewards/grader/mean"] == entry["reward"]
         assert entry["polar/rollouts_without_reward"] == 0
+
+
+def test_the_log_is_on_the_disk_line_by_line(run: Path) -> None:
+    assert [line["step"] for line in read_log(run) if "reward" in line] == [1, 2, 3]
+    assert [line["reward"] for line in read_log(run) if "reward" in line] == [e["reward"] for e in steps(run)]
 
 
 def test_a_rewritten_history_forks_and_loses_nothing(run: Path) -> None:
