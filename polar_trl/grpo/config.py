@@ -151,7 +151,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
     engine_cuda_graphs: CudaGraphs = field(
         default="default",
         metadata={
-            "help": "CUDA graphs of the engine: 'default' is vLLM's own choice (FULL_AND_PIECEWISE with torch.compile, "
+            "help": "CUDA graphs of the engine: 'default' is vLLM's own choice (FULL_AND_PIECEWISE and torch.compile, "
             "slow to start), 'decode' is FULL_DECODE_ONLY without torch.compile (quick to start), 'none' is eager. "
             "vLLM's mode FULL is refused: it gives wrong text. A CPU has none."
         },

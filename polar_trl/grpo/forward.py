@@ -7,6 +7,7 @@ them it is as before. It refuses to pack rows for models whose layers it cannot 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -72,9 +73,24 @@ def prepare_model(model: PreTrainedModel, kind: LayoutKind) -> None:
         register_attention()
         model.set_attn_implementation(ATTENTION)
         wrap_linear_attention(model)
+    _keep_adapter_inputs(model)
     scored = _ScoredOnly()
     model.base_model.register_forward_pre_hook(scored.take, with_kwargs=True)
     model.base_model.register_forward_hook(scored.apply)
+
+
+def _keep_adapter_inputs(model: PreTrainedModel) -> None:
+    """Spare PEFT's adapters a detour: their weights are float32, so that each raises its input to float32, which
+    autocast lowers again before it multiplies. Both copies are as large as the layer's input."""
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "_cast_input_dtype"):
+            module._cast_input_dtype = MethodType(_cast_input, module)
+
+
+def _cast_input(layer: Any, x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+        return x
+    return type(layer)._cast_input_dtype(layer, x, dtype)
 
 
 class _ScoredOnly:
@@ -89,7 +105,7 @@ class _ScoredOnly:
 
     def apply(self, _module: Any, _args: Any, output: Any) -> Any:
         if self._positions is not None:
-            output.last_hidden_state = output.last_hidden_state[:, self._positions]
+            output.last_hidden_state = output.last_hidden_state.index_select(1, self._positions)
             self._positions = None
         return output
 

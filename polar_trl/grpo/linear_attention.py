@@ -8,7 +8,8 @@ refuses a cache that has a past: rows begin at their beginning.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from types import MethodType
@@ -24,6 +25,8 @@ from polar_trl.grpo.layout import Layout
 
 _GATED_DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Classes of transformers whose forward `_forward_layout` follows."""
+_RULE, _CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+"""Functions of the modules that those classes are in."""
 _CHUNK_SIZE = 64
 """Tokens that the delta rule works on at a time: a shorter sequence costs as much."""
 
@@ -46,6 +49,20 @@ def wrap_linear_attention(model: nn.Module) -> int:
 def is_gated_delta_net(module: nn.Module) -> bool:
     """Whether `wrap_linear_attention` knows this layer."""
     return type(module).__name__ in _GATED_DELTA_NETS
+
+
+@contextmanager
+def computed_in_torch(model: nn.Module) -> Iterator[None]:
+    """Forward passes without a layout call transformers' reference code, whichever kernels it has found."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules() if is_gated_delta_net(module)}
+    before = [(module, name, getattr(module, name)) for module in modules for name in (_RULE, _CONVOLUTION)]
+    for module, name, function in before:
+        setattr(module, name, inspect.unwrap(function))
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
 
 
 def _forward(net: Any, hidden_states: Tensor, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Tensor:
@@ -233,7 +250,7 @@ def _convolve(net: Any, qkv_NC: Tensor, plan: _Plan) -> Tensor:
 
 
 def _convolve_rows(net: Any, rows_BTC: Tensor) -> Tensor:
-    convolve = _look_up(net, "causal_conv1d_fn", rows_BTC.device)
+    convolve = _look_up(net, _CONVOLUTION, rows_BTC.device)
     weight = net.conv1d.weight.squeeze(1)
     out: Tensor = convolve(rows_BTC.transpose(1, 2), weight, net.conv1d.bias, activation=net.activation)
     return out.transpose(1, 2)
@@ -241,7 +258,7 @@ def _convolve_rows(net: Any, rows_BTC: Tensor) -> Tensor:
 
 def _run_delta_rule(net: Any, qkv_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor, plan: _Plan) -> Tensor:
     """[N, H, V]: the gated delta rule, one generation of segments after the other."""
-    rule = _look_up(net, "torch_chunk_gated_delta_rule", qkv_NC.device)
+    rule = _look_up(net, _RULE, qkv_NC.device)
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
     inputs = list(zip(*(x.split(plan.lengths) for x in (qkv_NC, decay_NH, beta_NH)), strict=True))
     outs: list[Tensor] = [qkv_NC] * len(inputs)

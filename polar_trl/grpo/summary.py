@@ -12,7 +12,8 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
     """Figures of a run from TRL's log history (`trainer.state.log_history`, one entry per logged step).
 
     `reward_first_quarter` and `reward_last_quarter` are means over the first and last quarter of the steps that
-    have a reward (at least one each); token counts are sums, the other figures means over all logged steps.
+    have a reward (at least one each); token counts are sums, `logprob_gap_max` is the largest of all steps, the other
+    figures means over all logged steps.
     """
     steps = [entry for entry in log_history if "polar/sampled_tokens" in entry]
     rewards = [entry["reward"] for entry in steps if entry.get("reward") is not None]
@@ -23,6 +24,9 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
     def mean(key: str) -> float | None:
         values = [entry[key] for entry in steps if entry.get(key) is not None]
         return sum(values) / len(values) if values else None
+
+    def largest(key: str) -> float | None:
+        return max((entry[key] for entry in steps if entry.get(key) is not None), default=None)
 
     def total(key: str) -> int:
         return int(sum(entry.get(key) or 0 for entry in steps))
@@ -39,6 +43,8 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
         "calls_per_rollout": mean("polar/calls_per_rollout"),
         "rollouts_without_reward": total("polar/rollouts_without_reward"),
         "logprob_gap_mean": mean("sampling/sampling_logp_difference/mean"),
+        "logprob_gap_p99": mean("sampling/sampling_logp_difference/p99"),
+        "logprob_gap_max": largest("sampling/sampling_logp_difference/max"),
         **{
             f"seconds_{name}": sum(entry.get(f"polar/phase/{name}_s") or 0 for entry in steps)
             for name in ("rollouts", "training", "optimizer", "weight_sync", "wake", "sleep", "planning")

@@ -19,8 +19,9 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from polar_trl.engine import cuda_graphs
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
 from polar_trl.errors import ConfigError
@@ -38,6 +39,7 @@ from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.resumable import ResumableTrainer
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
+from polar_trl.grpo.text_only import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
 from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
@@ -89,13 +91,12 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         sandbox: SandboxBackend | None = None,
         grader: Grader | None = None,
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         peft_config: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        if isinstance(model, str):
-            _require_model(model)
+        config = _read_model_config(model) if isinstance(model, str) else model.config
         train_rows = build_dataset(train_dataset) if train_dataset is not None else None
         eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
         backend = sandbox or LocalSandboxBackend()
@@ -108,9 +109,16 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
             )
         harness.install()
+        if is_multimodal(config):
+            exclude_unreached(peft_config, config)
+            if processing_class is None and isinstance(model, str):
+                processing_class = load_processing_class(model, trust_remote_code=args.trust_remote_code)
+            if args.ddp_find_unused_parameters is None:
+                args.ddp_find_unused_parameters = False  # what TRL fears for, the vision tower, is not trained here
         num_seqs = args.engine_max_num_seqs or min(256, 4 * args.max_agents)
         set_environment(cpu=args.device.type == "cpu")
-        with colocated_vllm(max_num_seqs=num_seqs, sleep_level=args.vllm_sleep_level):
+        graphs = cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs]
+        with colocated_vllm(max_num_seqs=num_seqs, sleep_level=args.vllm_sleep_level, **graphs):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
@@ -122,6 +130,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
+        freeze_unreached(self.model)
         self.args: PolarGRPOConfig
         self.data_collator: Callable[..., Any]
         self.vllm_generation: ColocatedVllm
@@ -465,10 +474,10 @@ grader_reward.__name__ = "grader"
 _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")
 
 
-def _require_model(model: str) -> None:
-    """Fail in one sentence, before anything is loaded, where `model` leads to no model."""
+def _read_model_config(model: str) -> Any:
+    """The model's configuration. Fails in one sentence, before anything is loaded, where `model` leads to none."""
     try:
-        AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         hint = "give a folder with config.json and weights, or a hub id that this machine can reach"
         raise ConfigError(f"no model at {model!r}: {hint} ({str(error).splitlines()[0]})") from error

@@ -1,4 +1,4 @@
-"""Lengths of agents' sessions -> such sessions over HTTP, from processes of their own, and when each call began and ended.
+"""Lengths of agents' sessions -> such sessions over HTTP, from other processes, and when each call began and ended.
 
 Every session is a connection that asks, gets its answer and asks again with that answer and a new message, as an agent
 does whose tools take no time. A slot that ends a session takes the next one, so that as many run at once until all
@@ -102,9 +102,7 @@ class _Slots:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 reply = await connection.post(session.api_key, body)
             ended_s = time.monotonic()
-            self.calls.append(
-                ClientCall(session=session.number, index=index, begun_s=begun_s, ended_s=ended_s)
-            )
+            self.calls.append(ClientCall(session=session.number, index=index, begun_s=begun_s, ended_s=ended_s))
             parts.append(_render_message("assistant", reply["choices"][0]["message"]["content"]))
             parts.append(_render_message("user", self._draw(own, num_observed)))
         connection.close()

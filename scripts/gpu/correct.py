@@ -27,6 +27,7 @@ from correct_sampling import Batch, Request, read_samples, run_sampling, write_b
 from correct_scoring import Fidelity, Judge
 from report import Report, render_table
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 COLUMNS = {
     "mode": "engine_cuda_graphs",
@@ -117,7 +118,7 @@ def build_batches(tokenizer: Any, args: argparse.Namespace) -> list[Batch]:
     def ask(question: str) -> list[int]:
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     short = [Request(prompt_ids=ask(question), max_tokens=args.greedy_tokens) for question in QUESTIONS]
     decoding = [
@@ -241,6 +242,7 @@ def main() -> None:
         samples = args.exchange / f"{args.sample}.jsonl"
         run_sampling(args.model, args.sample, args.exchange / "batches.json", samples, memory_share=args.memory)
         return
+    transformers_logging.disable_progress_bar()
     report = Report("correct", args.out, COLUMNS)
     report.note(engines={}, fidelity=[])
     if not torch.cuda.is_available():

@@ -99,17 +99,17 @@ class Judge:
     """Scores greedy batches by transformers in two precisions, and gives the verdict."""
 
     def __init__(
-        self, args: argparse.Namespace, tokenizer: Any, batches: Sequence[Batch], device: torch.device
+        self, model: str, tokenizer: Any, batches: Sequence[Batch], device: torch.device, *, max_text: int
     ) -> None:
         self._tokenizer = tokenizer
         self.references = {
-            str(dtype).removeprefix("torch."): Reference(args.model, dtype, device)
+            str(dtype).removeprefix("torch."): Reference(model, dtype, device)
             for dtype in (torch.float32, torch.bfloat16)
         }
         self.texts = {
             name: {
                 batch.name: [
-                    reference.generate(request.prompt_ids, min(request.max_tokens, args.greedy_tokens))
+                    reference.generate(request.prompt_ids, min(request.max_tokens, max_text))
                     for request in batch.requests
                 ]
                 for batch in batches
@@ -173,8 +173,8 @@ def count_overlaps(batch: Batch, samples: Sequence[Sample]) -> int:
 class Fidelity:
     """How far what was sampled is from the trainer's score of it."""
 
-    def __init__(self, args: argparse.Namespace, reference: Reference, device: torch.device) -> None:
-        self._trainer = TrainerScore(args.model, device)
+    def __init__(self, model: str, reference: Reference, device: torch.device) -> None:
+        self._trainer = TrainerScore(model, device)
         self._reference = reference
 
     def measure(self, batch: Batch, samples: Sequence[Sample]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class Run:
         command += ["scripts/train.py", "--config", args.config, "--output_dir", str(self.folder)]
         command += ["--model_name_or_path", args.model]
         command += [text for key, value in flags.items() for text in (f"--{key}", str(value))]
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(names[i] if names[0] else str(i) for i in self.gpus)}
         self.started = time.monotonic()
         with self.folder.with_suffix(".txt").open("wb") as log:
             self.process = subprocess.Popen(

@@ -1,50 +1,54 @@
-"""Tokens per second through the proxy and the engine, over those of offline vllm.LLM.generate, at 8, 64 and 256 sessions.
+"""Tokens per second through proxy and engine over those of offline vllm.LLM.generate, at 8, 64 and 256 sessions.
 
   bash scripts/gpu/run.sh throughput --model 135m --tokenizer .cache/models/SmolLM2-135M-Instruct
   bash scripts/gpu/run.sh throughput --model 4b --concurrency 64 --calls 6 --scale 0.5
-  bash scripts/gpu/run.sh throughput --model tiny --concurrency 2 4 --calls 3 --scale 0.02 --session-calls 5    # a CPU
+  bash scripts/gpu/run.sh throughput --model tiny --concurrency 2 4 --calls 3 --session-calls 5      # a CPU
 
 Both sides use one `LLM` in one process. "Proxy" is HTTP from other processes (OpenAI's Chat API), so many sessions at
 once, each asking again as soon as it has its answer, in lengths of agents' sessions (session_lengths.py, "5k/30"; one
-that ends is followed by the next). "Offline" is `LLM.generate` with exactly the prompt ids that the proxy's side gave to
-the engine, in that order, each with as many sampled tokens.
+that ends is followed by the next). "Offline" is `LLM.generate` with exactly the prompt ids that the proxy's side gave
+to the engine, in that order, each with as many sampled tokens.
 
 What makes offline a strong baseline: it has all prompts in one list, so that it never waits for a request, and its
-scheduler runs as many at a time as there were sessions: more would answer another question. The weights are random but
-for the embedding and the last layer, which make every word be followed by one certain other word: both sides then
-sample the same ids, and offline finds in its prefix cache what the proxy's side found in its own (real sampling would
-make it compute every earlier answer again). Words are no stop tokens: the requests' max_tokens end the calls.
+scheduler runs as many at a time as there were sessions (more would answer another question). The weights are random
+but for the embedding and the last layer, which make every word be followed by one certain other word: both sides then
+sample the same ids, and offline finds in its prefix cache what the proxy's side found in its own. Real sampling would
+make it compute every earlier answer again. Words are no stop tokens: the requests' max_tokens end the calls.
 
-Two ratios. "whole" is all tokens over all seconds of either side. Offline begins with admitting all prompts while the GPU
-stands still, and both sides end with fewer requests than slots; "steady" leaves out both: tokens of the engine's steps
-from the first one to the last moment at which every slot had work.
+Two ratios. "whole" is all tokens over all seconds of either side. Offline begins with admitting all prompts while the
+GPU stands still, and both sides end with fewer requests than slots; "steady" leaves out both: tokens of the engine's
+steps from the first one to the last moment at which every slot had work.
 
 "Added" is a call's time at its client without its time between `generate` and the step that ended it. "Hit" is the
 share of prompt tokens that came from the prefix cache. A separate session of 40 calls, at a quarter of the lengths,
-gives both at one session at once.
+gives both at one session at once. It refuses to compare answers of different lengths.
 """
 
 import argparse
 import gc
 import json
-import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from agent_clients import ClientCall, Clients, ClientSession
+from agent_clients import Clients, ClientSession
+from engine_watch import EngineWatch, Side, WatchedEngine, build_key
 from report import Report
-from session_lengths import build_sessions
+from session_lengths import TASK_TOKENS, SessionLengths, build_sessions
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import set_environment
+from polar_trl.engine.vllm import VllmEngine, build_sampling_params
 from polar_trl.errors import ConfigError
-from polar_trl.types import Call, Completion, TokenIds
+from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.record import SessionLog
+from polar_trl.types import Call
 
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 MODELS: dict[str, dict[str, Any]] = {
@@ -59,6 +63,7 @@ session begins on average at 8, 64 and 256 sessions and the factor of lengths: w
 CONCURRENCY = (8, 64, 256)
 MAX_MODEL_LEN = 32768
 NUM_WORDS = 4096
+DEFAULT_TOKENIZER = Path(".cache/models/SmolLM2-135M-Instruct")
 SESSION_SCALE = 0.25
 SESSIONS_PER_CLIENT = 64
 COLUMNS = {
@@ -81,112 +86,12 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One `LLMEngine.step`. Seconds of the monotonic clock and of the thread's own processor time."""
-
-    begun_s: float
-    ended_s: float
-    cpu_s: float
-    num_tokens: int
-    has_more: bool
-    """Whether requests were left when it ended."""
-
-
-class EngineWatch:
-    """What both sides' `LLMEngine` did since `clear`."""
-
-    def __init__(self, llm_engine: Any) -> None:
-        self._engine = llm_engine
-        self._run_step, llm_engine.step = llm_engine.step, self._step
-        core = llm_engine.engine_core
-        self._run_get_output, core.get_output = core.get_output, self._get_output
-        self.clear()
-
-    def clear(self) -> None:
-        self.steps: list[Step] = []
-        self.ended: dict[TokenIds, tuple[float, int]] = {}
-        """Key of a prompt -> when its answer was there, and how much of it had been cached."""
-        self._num_tokens = 0
-
-    def _get_output(self) -> Any:
-        outputs = self._run_get_output()
-        self._num_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
-        return outputs
-
-    def _step(self) -> list[Any]:
-        begun_s, cpu_s = time.monotonic(), time.thread_time()
-        outputs: list[Any] = self._run_step()
-        ended_s = time.monotonic()
-        for output in outputs:
-            if output.finished:
-                self.ended[build_key(output.prompt_token_ids)] = (ended_s, output.num_cached_tokens or 0)
-        has_more = self._engine.has_unfinished_requests()
-        self.steps.append(Step(begun_s, ended_s, time.thread_time() - cpu_s, self._num_tokens, has_more))
-        return outputs
-
-
-class WatchedEngine:
-    """The engine that the proxy is given: notes when each prompt came."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.max_model_len: int = engine.max_model_len
-        self.submitted: dict[TokenIds, float] = {}
-
-    @property
-    def policy_version(self) -> int:
-        return int(self._engine.policy_version)
-
-    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
-        self.submitted[build_key(prompt_ids)] = time.monotonic()
-        completion: Completion = await self._engine.generate(prompt_ids, params)
-        return completion
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One side's measurement."""
-
-    begun_s: float
-    ended_s: float
-    busy_until_s: float
-    """From here on, fewer requests ran than there were slots."""
-    process_cpu_s: float
-    steps: Sequence[Step]
-    num_cached_tokens: int
-
-    def describe(self, prefix: str) -> dict[str, float]:
-        seconds = self.ended_s - self.begun_s
-        steady = [step for step in self.steps if step.ended_s <= self.busy_until_s]
-        steady_s = self.busy_until_s - self.steps[0].begun_s
-        gaps = [(before, after.begun_s - before.ended_s) for before, after in zip(steady, steady[1:], strict=False)]
-        between_s = sum(gap for before, gap in gaps if before.has_more)
-        idle_s = sum(gap for before, gap in gaps if not before.has_more)
-        cpu_s = sum(step.cpu_s for step in self.steps)
-        figures = {
-            "tokens_per_s": sum(step.num_tokens for step in self.steps) / seconds,
-            "steady_tokens_per_s": sum(step.num_tokens for step in steady) / steady_s,
-            "seconds": seconds,
-            "steps": len(steady),
-            "step_ms": 1000 * sum(step.ended_s - step.begun_s for step in steady) / len(steady),
-            "step_cpu_ms": 1000 * sum(step.cpu_s for step in steady) / len(steady),
-            "between_share": between_s / steady_s,
-            "idle_share": idle_s / steady_s,
-            "waiting": (between_s + idle_s) / steady_s,
-            # of all other threads of this process, in processor seconds per second
-            "other_cpu_share": (self.process_cpu_s - cpu_s) / seconds,
-        }
-        return {f"{prefix}_{name}": value for name, value in figures.items()}
-
-
 class Bench:
     """One engine, one proxy, and what is measured on them."""
 
-    def __init__(self, llm: Any, renderer: Any, words: Sequence[str], folder: Path, device: torch.device | None) -> None:
-        from polar_trl.engine.vllm import VllmEngine
-        from polar_trl.proxy import Proxy
-
+    def __init__(
+        self, llm: Any, renderer: Any, words: Sequence[str], folder: Path, device: torch.device | None
+    ) -> None:
         self._llm = llm
         self._words = words
         self._folder = folder
@@ -201,12 +106,17 @@ class Bench:
         self._proxy.stop()
         self._engine.close()
 
+    def warm_up(self) -> None:
+        """Kernels, caches and imports of both sides, outside of the clock."""
+        calls, _ = self._run_proxy_side(build_lengths("5k/30", 8, 0.1), 4, 12, 0.1)
+        self._run_offline_side(calls, 4)
+
     def measure(self, num_slots: int, calls_per_slot: int, scale: float) -> dict[str, Any]:
         """One row: both sides with so many sessions at once."""
         num_calls = num_slots * calls_per_slot
         # sessions end after some 27 calls and are followed by others
-        lengths = build_lengths(num_slots * (calls_per_slot // 15 + 2), scale)
-        proxy, calls, row = self._run_proxy_side(lengths, num_slots, num_calls)
+        lengths = build_lengths("5k/30", num_slots * (calls_per_slot // 15 + 2), scale)
+        calls, row = self._run_proxy_side(lengths, num_slots, num_calls, scale)
         offline, num_same = self._run_offline_side(calls, num_slots)
         row |= offline.describe("offline") | {"same_ids_share": num_same / num_calls}
         row |= {
@@ -217,17 +127,17 @@ class Bench:
 
     def measure_session(self, num_calls: int, scale: float) -> dict[str, Any]:
         """One session on its own: hit rate and added time."""
-        _, calls, row = self._run_proxy_side(build_lengths(1, scale, num_calls), 1, num_calls)
+        calls, row = self._run_proxy_side(build_lengths("20k/40", 1, scale), 1, num_calls, scale)
         ordered = sorted(calls, key=lambda call: call.index)
         # what was computed before: the last call's prompt and answer, but for the last sampled token
         computed = sum(len(call.prompt_ids) + len(call.completion.token_ids) - 1 for call in ordered[:-1])
         return row | {"hit_of_what_was_computed": row["proxy_cached_tokens"] / computed}
 
     def _run_proxy_side(
-        self, lengths: Sequence[SessionLengths], num_slots: int, num_calls: int
-    ) -> tuple[Side, list[Call], dict[str, Any]]:
-        """The side, its calls in the order in which the engine got them, and the row's figures of them."""
-        sessions, logs = self._open_sessions(lengths)
+        self, lengths: Sequence[SessionLengths], num_slots: int, num_calls: int, scale: float
+    ) -> tuple[list[Call], dict[str, Any]]:
+        """Its calls in the order in which the engine got them, and the row's figures of them."""
+        sessions, logs = self._open_sessions(lengths, scale)
         with Clients(self._folder, self._words, max(1, min(4, num_slots // SESSIONS_PER_CLIENT))) as clients:
             self._prepare(num_slots)
             cpu_s = time.process_time()
@@ -264,7 +174,7 @@ class Bench:
             "prompts_rendered_anew": sum(call.parent is None and call.index > 0 for call in calls),
             "stopped_early": sum(call.completion.finish_reason != "length" for call in calls),
         }
-        return side, calls, row | side.describe("proxy")
+        return calls, row | side.describe("proxy")
 
     def _run_offline_side(self, calls: Sequence[Call], num_slots: int) -> tuple[Side, int]:
         """The side, and how many answers have the very ids of the proxy's."""
@@ -288,7 +198,7 @@ class Bench:
         return side, sum(tuple(output.outputs[0].token_ids) == call.completion.token_ids for output, call in pairs)
 
     def _open_sessions(
-        self, lengths: Sequence[SessionLengths]
+        self, lengths: Sequence[SessionLengths], scale: float
     ) -> tuple[list[ClientSession], dict[int, SessionLog]]:
         sessions, logs = [], {}
         for one in lengths:
@@ -298,7 +208,7 @@ class Bench:
             log = SessionLog(session_id=name, task_id="t", group_id="g", path=self._folder / f"{name}.jsonl")
             endpoint = self._proxy.open_session(log, SessionLimits(max_calls=1 << 30))
             logs[number] = log
-            sessions.append(build_client_session(one, number, endpoint.api_key))
+            sessions.append(build_client_session(one, number, endpoint.api_key, scale))
         return sessions, logs
 
     def _prepare(self, num_slots: int) -> None:
@@ -314,16 +224,222 @@ class Bench:
         self._watch.clear()
 
 
-def build_key(prompt_ids: Sequence[int]) -> TokenIds:
-    """What no two prompts of a measurement share: the length, and the last ids, random words among them."""
-    return (len(prompt_ids), *prompt_ids[-64:])
+def build_lengths(name: str, num_sessions: int, scale: float) -> list[SessionLengths]:
+    """Sessions with tasks of their own, each ending where the model's length does."""
+    fitting = []
+    for session in build_sessions(name, num_groups=num_sessions, group_size=1, scale=scale):
+        # the chat template adds a few tokens to every message
+        calls = [
+            (prompt, sampled)
+            for index, (prompt, sampled) in enumerate(session.calls)
+            if prompt + sampled + 20 * (index + 2) < MAX_MODEL_LEN
+        ]
+        fitting.append(replace(session, calls=tuple(calls)))
+    return fitting
 
 
-def build_lengths(num_sessions: int, scale: float, num_calls: int | None = None) -> list[SessionLengths]:
-    """Sessions of a first prompt of 5,000 tokens, each cut where the model's length ends. With `num_calls`, exactly so
-    many, or a `ConfigError`."""
-    if num_calls is not None and num_calls > SETS["5k/30"].mean_calls:
-        name = "20k/40"
-        prompt_scale = SETS["5k/30"].prompt_tokens / SETS[name].prompt_tokens
-    sessions = build_sessions("5k/30", num_groups=num_sessions, group_size=1, scale=scale)
-    return sessions
+def build_client_session(lengths: SessionLengths, number: int, api_key: str, scale: float) -> ClientSession:
+    task_words = max(1, round(TASK_TOKENS * scale))
+    prompts = [prompt for prompt, _ in lengths.calls]
+    followings = [*prompts[1:], sum(lengths.calls[-1]) + 1]
+    calls = [
+        (sampled, following - prompt - sampled)
+        for (prompt, sampled), following in zip(lengths.calls, followings, strict=True)
+    ]
+    return ClientSession(
+        number=number, api_key=api_key, shared_words=prompts[0] - task_words, task_words=task_words, calls=calls
+    )
+
+
+def build_offline_params(num_tokens: int) -> Any:
+    """What the engine would ask for so many tokens."""
+    params = build_sampling_params(GenerationParams(max_tokens=num_tokens))
+    params.ignore_eos = True
+    return params
+
+
+# The model
+
+
+def write_model(folder: Path, name: str, tokenizer_folder: Path, vocab_size: int) -> None:
+    """A configuration of the model's sizes and the tokenizer's files. Weights are made by `load_weights`."""
+    layers, hidden, feed_forward, heads, kv_heads, head_dim = MODELS[name]["sizes"]
+    kind = MODELS[name]["class"]
+    config = {
+        "architectures": [kind],
+        "model_type": "llama" if kind == LLAMA else "qwen3",
+        "vocab_size": vocab_size,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        # so that the last layer can be other than the embedding
+        "tie_word_embeddings": False,
+        "dtype": "float32" if name == "tiny" else "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for path in tokenizer_folder.iterdir():
+        if path.name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges", "added_tokens")):
+            shutil.copy(path, folder)
+
+
+def find_words(tokenizer: Any) -> dict[str, int]:
+    """Words that are one token in the midst of a text -> that token."""
+    words = {}
+    for token_id in range(len(tokenizer)):
+        text = tokenizer.decode([token_id])
+        word = text[1:]
+        if not (text[:1] == " " and len(word) > 2 and word.isascii() and word.isalpha()):
+            continue
+        if tokenizer.encode(text, add_special_tokens=False) == [token_id]:
+            words[word] = token_id
+        if len(words) == NUM_WORDS:
+            return words
+    raise ConfigError(f"--tokenizer: it has {len(words)} words of one token, and {NUM_WORDS} are needed")
+
+
+def chain_words(llm: Any, word_ids: Sequence[int], vocab_size: int, hidden: int) -> None:
+    """Weights with which each token is followed by one certain word.
+
+    The random layers are of no account beside the embedding E. With the last layer W[word i+1] = 8 E[word i] the
+    logit of the word after word i is 8 E[i]·E[i] / rms(E[i]), about 8 times the hidden size; others are far below.
+    Tokens that are no words have the embedding of one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(vocab_size, hidden, generator=generator)
+    words = torch.tensor(word_ids)
+    others = torch.ones(vocab_size, dtype=torch.bool)
+    others[words] = False
+    other_ids = others.nonzero()[:, 0]
+    embedding[other_ids] = embedding[words[other_ids * 7919 % len(words)]]
+    last_layer = torch.zeros(vocab_size, hidden)
+    last_layer[words.roll(-1)] = 8 * embedding[words]
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": last_layer,
+    }
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    parameter = next(model.parameters())
+    with torch.no_grad():
+        model.load_weights([(name, weight.to(parameter)) for name, weight in weights.items()])
+
+
+def build_llm(folder: Path, options: argparse.Namespace) -> Any:
+    """As the trainer builds it, but for the weights."""
+    on_gpu = torch.cuda.is_available()
+    kwargs: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
+    if not on_gpu:
+        from polar_trl.engine import vllm_cpu
+
+        vllm_cpu.keep_weights_loadable()
+        kwargs = dict(vllm_cpu.LLM_KWARGS)
+    if options.cudagraph_mode:
+        kwargs["compilation_config"] = {"cudagraph_mode": options.cudagraph_mode}
+    from vllm import LLM
+
+    return LLM(
+        model=str(folder),
+        load_format="dummy",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=max(options.concurrency),
+        max_num_batched_tokens=4096,
+        seed=0,
+        logprobs_mode="processed_logprobs",
+        **kwargs,
+    )
+
+
+def main() -> None:
+    options = read_options()
+    report = Report("throughput", options.out / options.model, COLUMNS)
+    set_environment(cpu=not torch.cuda.is_available())
+    from transformers import AutoTokenizer
+
+    from polar_trl.tokens.load import load_renderer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    words = find_words(tokenizer)
+    renderer = load_renderer(tokenizer, str(options.tokenizer), family="template")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, options.model, options.tokenizer, len(tokenizer))
+        llm = build_llm(folder, options)
+        chain_words(llm, list(words.values()), len(tokenizer), MODELS[options.model]["sizes"][1])
+        scheduler_config = llm.llm_engine.vllm_config.scheduler_config
+        report.note(
+            model=options.model,
+            async_scheduling=bool(scheduler_config.async_scheduling),
+            cudagraph_mode=str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
+            switch_interval_s=sys.getswitchinterval(),
+            scale=options.scale,
+        )
+        report.say("the engine stands")
+        bench = Bench(llm, renderer, list(words), folder, device)
+        try:
+            bench.warm_up()
+            report.say("warm")
+            run_rows(bench, report, options)
+        finally:
+            bench.close()
+    report.finish()
+
+
+def run_rows(bench: "Bench", report: Report, options: argparse.Namespace) -> None:
+    """Each row on its own: one that fails leaves the others."""
+    model = {"model": options.model}
+    try:
+        row = bench.measure_session(options.session_calls, SESSION_SCALE * options.scale)
+        report.add(**model, **row)
+    except Exception as error:  # noqa: BLE001 - reported, and the run ends with a failure
+        report.fail(error, **model, sessions=1)
+    for num_slots, calls_per_slot in zip(options.concurrency, options.calls, strict=True):
+        try:
+            row = bench.measure(num_slots, calls_per_slot, options.scale)
+            report.add(**model, **row)
+        except Exception as error:  # noqa: BLE001 - the same
+            report.fail(error, **model, sessions=num_slots)
+
+
+def read_options() -> argparse.Namespace:
+    description, examples = __doc__.split("\n", 1)
+    parser = argparse.ArgumentParser(
+        description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the figures (run.sh gives it)")
+    parser.add_argument("--model", choices=MODELS, default="135m", help="sizes of the random model (default 135m)")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=DEFAULT_TOKENIZER, help=f"folder (default {DEFAULT_TOKENIZER})"
+    )
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), help="sessions at once")
+    parser.add_argument("--calls", type=int, nargs="+", help="calls per session at each of them, at least 2")
+    parser.add_argument("--scale", type=float, help="factor of all lengths")
+    parser.add_argument("--session-calls", type=int, default=40, help="calls of the session on its own (default 40)")
+    parser.add_argument("--cudagraph-mode", help="vLLM's, such as FULL_DECODE_ONLY (default: vLLM's own)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    options = parser.parse_args()
+    model = MODELS[options.model]
+    options.calls = options.calls or list(model["calls"])
+    options.scale = options.scale or model["scale"]
+    if len(options.calls) == 1:
+        options.calls *= len(options.concurrency)
+    if len(options.calls) != len(options.concurrency):
+        parser.error(f"--calls: {len(options.calls)} numbers for the {len(options.concurrency)} of --concurrency")
+    if min(options.concurrency) < 1 or min(options.calls) < 2 or not 2 <= options.session_calls <= 40:
+        parser.error("--concurrency must be at least 1, --calls at least 2, --session-calls 2 to 40")
+    if options.cudagraph_mode == "FULL":
+        parser.error("--cudagraph-mode FULL samples wrong tokens; use FULL_DECODE_ONLY")
+    if not (options.tokenizer / "tokenizer_config.json").is_file():
+        parser.error(f"--tokenizer: {options.tokenizer} holds no tokenizer; scripts/get_model.py makes one")
+    return options
+
+
+if __name__ == "__main__":
+    main()

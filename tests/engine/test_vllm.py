@@ -232,11 +232,12 @@ def test_the_engine_runs_without_full_graphs_of_mixed_batches(llm: Any) -> None:
     verdicts = {}
     for mode in (*CUDAGraphMode, None):
         resolved = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        name = None if mode is None else mode.name
         try:
-            verdicts[mode and mode.name] = require_safe_graphs(resolved)
+            verdicts[name] = require_safe_graphs(resolved)
         except EngineError as error:
             assert "resolved cudagraph_mode to FULL)" in str(error)
-            verdicts[mode and mode.name] = "refused"
+            verdicts[name] = "refused"
     assert verdicts == {
         "NONE": "NONE",
         "PIECEWISE": "PIECEWISE",
@@ -247,9 +248,7 @@ def test_the_engine_runs_without_full_graphs_of_mixed_batches(llm: Any) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"), [("decode", "FULL_DECODE_ONLY"), ("none", "NONE"), ("default", "FULL_AND_PIECEWISE")]
-)
+@pytest.mark.parametrize(("setting", "expected"), [("decode", "FULL_DECODE_ONLY"), ("none", "NONE")])
 def test_vllm_reads_the_setting(setting: str, expected: str, tiny_model: Path) -> None:
     """The arguments as vLLM itself understands them, on a platform that has graphs."""
     set_environment(cpu=True)
@@ -262,8 +261,7 @@ def test_vllm_reads_the_setting(setting: str, expected: str, tiny_model: Path) -
         patch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
         args = EngineArgs(model=str(tiny_model), max_model_len=256, dtype="float32", **LLM_KWARGS[setting])
         config = args.create_engine_config().compilation_config
-    assert config.cudagraph_mode.name == expected
-    assert int(config.mode) == (3 if setting == "default" else 0)
+    assert (config.cudagraph_mode.name, config.mode.name) == (expected, "NONE")
 
 
 def test_a_trainers_engine_with_full_graphs_is_refused(tiny_model: Path) -> None:

@@ -343,8 +343,14 @@ def test_on_a_cpu_a_gpus_kernel_that_transformers_found_is_not_called(monkeypatc
     net = build_model("qwen3_5").model.layers[0].linear_attn
     wrap_linear_attention(net)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", kernel)
-    out = net(torch.randn(1, 3, net.hidden_size), layout=build_layout([[1, 2, 3]], share_prefixes=False))
-    assert out.shape == (1, 3, net.hidden_size)
+    hidden = torch.randn(1, 3, net.hidden_size)
+    out = net(hidden, layout=build_layout([[1, 2, 3]], share_prefixes=False))
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        net(hidden)
+    with linear_attention.computed_in_torch(net):
+        assert error(out, net(hidden)) < 1e-5
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        net(hidden)
 
 
 def test_only_rows_of_equally_many_chunks_are_filled_up_to_one_length() -> None:

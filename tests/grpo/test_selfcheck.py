@@ -79,6 +79,9 @@ def test_a_summary_of_a_log(tmp_path: Path) -> None:
     ]
     # a step in which nothing had a reward still cost its tokens
     log.insert(3, {"reward": None, "polar/sampled_tokens": 10, "polar/trained_tokens": 0})
+    gap = "sampling/sampling_logp_difference"
+    log[0] |= {f"{gap}/mean": 0.02, f"{gap}/p99": 0.1, f"{gap}/max": 0.7}
+    log[1] |= {f"{gap}/mean": 0.04, f"{gap}/p99": 0.3, f"{gap}/max": 0.5}
     log.append({"train_runtime": 3.0})
     summary = build_summary(log, seconds=12.34)
     assert (summary["steps"], summary["seconds"]) == (9, 12.3)
@@ -86,6 +89,8 @@ def test_a_summary_of_a_log(tmp_path: Path) -> None:
     assert summary["reward_last_quarter"] == pytest.approx(1.0)
     assert (summary["sampled_tokens"], summary["trained_tokens"]) == (90, 72)
     assert summary["trajectories_per_rollout"] == 1.5
+    gaps = [summary[f"logprob_gap_{name}"] for name in ("mean", "p99", "max")]
+    assert gaps == pytest.approx([0.03, 0.2, 0.7])
     write_summary(tmp_path, summary)
     assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="logged no reward"):

@@ -1,0 +1,122 @@
+"""A vLLM engine in this process -> when each of its steps ran, when each prompt came, and when its answer was there.
+
+It watches whoever steps the engine: our thread, or `LLM.generate`. It changes nothing of what is sampled, and does not
+tell apart two prompts of one length that end alike; see `build_key`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.types import Completion, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One `LLMEngine.step`. Seconds of the monotonic clock and of the thread's own processor time."""
+
+    begun_s: float
+    ended_s: float
+    cpu_s: float
+    num_tokens: int
+    has_more: bool
+    """Whether requests were left when it ended."""
+
+
+class EngineWatch:
+    """What both sides' `LLMEngine` did since `clear`."""
+
+    def __init__(self, llm_engine: Any) -> None:
+        self._engine = llm_engine
+        self._run_step, llm_engine.step = llm_engine.step, self._step
+        core = llm_engine.engine_core
+        self._run_get_output, core.get_output = core.get_output, self._get_output
+        self.clear()
+
+    def clear(self) -> None:
+        self.steps: list[Step] = []
+        self.ended: dict[TokenIds, tuple[float, int]] = {}
+        """Key of a prompt -> when its answer was there, and how much of it had been cached."""
+        self._num_tokens = 0
+
+    def _get_output(self) -> Any:
+        outputs = self._run_get_output()
+        self._num_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
+        return outputs
+
+    def _step(self) -> list[Any]:
+        begun_s, cpu_s = time.monotonic(), time.thread_time()
+        outputs: list[Any] = self._run_step()
+        ended_s = time.monotonic()
+        for output in outputs:
+            if output.finished:
+                self.ended[build_key(output.prompt_token_ids)] = (ended_s, output.num_cached_tokens or 0)
+        has_more = self._engine.has_unfinished_requests()
+        self.steps.append(Step(begun_s, ended_s, time.thread_time() - cpu_s, self._num_tokens, has_more))
+        return outputs
+
+
+class WatchedEngine:
+    """The engine that the proxy is given: notes when each prompt came."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.max_model_len: int = engine.max_model_len
+        self.submitted: dict[TokenIds, float] = {}
+
+    @property
+    def policy_version(self) -> int:
+        return int(self._engine.policy_version)
+
+    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
+        self.submitted[build_key(prompt_ids)] = time.monotonic()
+        completion: Completion = await self._engine.generate(prompt_ids, params)
+        return completion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One side's measurement."""
+
+    begun_s: float
+    ended_s: float
+    busy_until_s: float
+    """From here on, fewer requests ran than there were slots."""
+    process_cpu_s: float
+    steps: Sequence[Step]
+    num_cached_tokens: int
+    num_prompt_tokens: int
+
+    def describe(self, prefix: str) -> dict[str, float]:
+        """Figures of a row, each name behind `prefix`."""
+        seconds = self.ended_s - self.begun_s
+        steady = [step for step in self.steps if step.ended_s <= self.busy_until_s]
+        steady_s = self.busy_until_s - self.steps[0].begun_s
+        gaps = [(before, after.begun_s - before.ended_s) for before, after in pairwise(steady)]
+        between_s = sum(gap for before, gap in gaps if before.has_more)
+        idle_s = sum(gap for before, gap in gaps if not before.has_more)
+        cpu_s = sum(step.cpu_s for step in self.steps)
+        figures = {
+            "tokens_per_s": sum(step.num_tokens for step in self.steps) / seconds,
+            "steady_tokens_per_s": sum(step.num_tokens for step in steady) / steady_s,
+            "seconds": seconds,
+            "cached_tokens": self.num_cached_tokens,
+            "hit": self.num_cached_tokens / self.num_prompt_tokens,
+            "steps": len(steady),
+            "step_ms": 1000 * sum(step.ended_s - step.begun_s for step in steady) / len(steady),
+            "step_cpu_ms": 1000 * sum(step.cpu_s for step in steady) / len(steady),
+            "between_share": between_s / steady_s,
+            "idle_share": idle_s / steady_s,
+            "waiting": (between_s + idle_s) / steady_s,
+            # of all other threads of this process, in processor seconds per second
+            "other_cpu_share": (self.process_cpu_s - cpu_s) / seconds,
+        }
+        return {f"{prefix}_{name}": value for name, value in figures.items()}
+
+
+def build_key(prompt_ids: Sequence[int]) -> TokenIds:
+    """What no two prompts of a measurement share: the length, and the last ids, random words among them."""
+    return (len(prompt_ids), *prompt_ids[-64:])
