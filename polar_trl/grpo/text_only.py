@@ -121,4 +121,3 @@ def _list_unreached(module: nn.Module, reached: set[int], prefix: str) -> list[s
         elif not weights <= reached:
             names += _list_unreached(child, reached, f"{prefix}{name}.")
     return names
-

@@ -24,7 +24,11 @@ _APIS: dict[str, tuple[str, str]] = {
     "anthropic": ("anthropic-messages", ""),
     "google": ("google-generative-ai", "/v1beta"),
 }
+_TOOLS = ("read", "bash", "edit", "write", "grep", "find", "ls")
 _INSTRUCTION = ".polar/instruction.txt"
+_SYSTEM_PROMPT = ".pi/agent/SYSTEM.md"
+_EARLIER_SESSION = ".polar/earlier.jsonl"
+_SESSIONS = ".polar/sessions"
 _PROVIDER = "polar"
 # Pi's defaults, made for its default window; in a small one they would leave nothing to compact, or nothing to answer
 _DEFAULT_WINDOW = 128_000
@@ -33,6 +37,12 @@ _KEEP_RECENT_TOKENS = 20000
 _MARGIN_TOKENS = 4096
 """What Pi leaves free beside an answer: closer to the window, it asks for one token."""
 
+_NO_TOKENS = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
+# fixed, so that a launch is the same each time
+_EARLIER_ID = "00000000-0000-4000-8000-000000000000"
+_EARLIER = "2026-01-01T00:00:00.000Z"
+_EARLIER_MS = 1_767_225_600_000
+
 
 class PiHarness:
     """Runs `pi -p` once per session.
@@ -40,20 +50,34 @@ class PiHarness:
     Args:
         api: The provider API that it speaks to the policy.
         images: Tell it that the model reads images. Otherwise it describes an image file in words.
+        system_prompt: In place of Pi's own, which has 5 kB with its four tools. Pi writes the work folder after it.
+        tools: The names of Pi's tools that the policy may use; None leaves Pi's choice (read, bash, edit, write).
+        demonstrations: Turns that come before the instruction, as pairs of a request and the shell command that
+            answers it: a session that Pi continues. For models too small to use a tool that is only described.
         version: Of the npm package.
-
-    There is no shorter prompt to choose: Pi's own has 5 kB and four tools.
     """
 
     name = "pi"
     verified_version = VERIFIED_VERSION
     parallel_tool_calls = True
 
-    def __init__(self, *, api: PiAPI = "openai", images: bool = False, version: str = VERIFIED_VERSION) -> None:
+    def __init__(
+        self,
+        *,
+        api: PiAPI = "openai",
+        images: bool = False,
+        system_prompt: str | None = None,
+        tools: Sequence[str] | None = None,
+        demonstrations: Sequence[Sequence[str]] = (),
+        version: str = VERIFIED_VERSION,
+    ) -> None:
         if api not in _APIS:
             raise ConfigError(f"pi: api must be one of {', '.join(_APIS)}, not {api!r}")
-        self._api = api
+        self._api: PiAPI = api
         self._images = images
+        self._system_prompt = _check_system_prompt(system_prompt)
+        self._tools = _check_tools(tools)
+        self._demonstrations = _check_demonstrations(demonstrations, self._tools)
         self._package = NpmPackage(name="@earendil-works/pi-coding-agent", version=version, binary="pi")
 
     @property
@@ -71,21 +95,32 @@ class PiHarness:
         return self._package.find_version() if NODE.find_version() else None
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Pi with the instruction on stdin."""
+        """Pi with the instruction on stdin. Raises `ConfigError` where the window leaves no room for an answer."""
+        _check_window(endpoint)
         program = shlex.quote(str(self._package.program))
-        model = shlex.quote(endpoint.model)
+        files = {
+            ".pi/agent/models.json": json.dumps(self._build_models(endpoint)),
+            ".pi/agent/settings.json": json.dumps(_build_settings(endpoint)),
+            _INSTRUCTION: task.instruction,
+        }
+        options = [f"--provider {_PROVIDER} --model {shlex.quote(endpoint.model)}"]
+        if self._system_prompt is not None:
+            files[_SYSTEM_PROMPT] = self._system_prompt
+        if self._tools is not None:
+            options.append(f"--tools {','.join(self._tools)}")
+        if self._demonstrations:
+            # a copy is continued: a session is bound to its folder, and the folder is not known here
+            files[_EARLIER_SESSION] = self._build_earlier_session(endpoint)
+            options.append(f'--session-dir "$HOME/{_SESSIONS}" --fork "$HOME/{_EARLIER_SESSION}"')
+        else:
+            options.append("--no-session")
         return Launch(
             command=(
                 f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"\n'
-                f"exec {program} -p --no-session --provider {_PROVIDER} --model {model} "
-                f'<"$HOME/{_INSTRUCTION}"'
+                f'exec {program} -p {" ".join(options)} <"$HOME/{_INSTRUCTION}"'
             ),
             env={"POLAR_API_KEY": endpoint.api_key, "PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
-            files={
-                ".pi/agent/models.json": json.dumps(self._build_models(endpoint)),
-                ".pi/agent/settings.json": json.dumps(_build_settings(endpoint)),
-                _INSTRUCTION: task.instruction,
-            },
+            files=files,
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
@@ -122,6 +157,95 @@ class PiHarness:
             "models": [model],
         }
         return {"providers": {_PROVIDER: provider}}
+
+    def _build_earlier_session(self, endpoint: Endpoint) -> str:
+        """Version 3 of Pi's own session files: a header, then messages that each name the one before."""
+        answer = {
+            "role": "assistant",
+            "api": _APIS[self._api][0],
+            "provider": _PROVIDER,
+            "model": endpoint.model,
+            "usage": {**_NO_TOKENS, "totalTokens": 0, "cost": {**_NO_TOKENS, "total": 0}},
+        }
+        messages: list[dict[str, object]] = []
+        for position, (request, command) in enumerate(self._demonstrations):
+            call_id = f"demonstration{position}"
+            call = {"type": "toolCall", "id": call_id, "name": "bash", "arguments": {"command": command}}
+            messages += [
+                {"role": "user", "content": request},
+                {**answer, "content": [call], "stopReason": "toolUse"},
+                {
+                    "role": "toolResult",
+                    "toolCallId": call_id,
+                    "toolName": "bash",
+                    "content": [_build_text("(no output)")],
+                    "isError": False,
+                },
+                {**answer, "content": [_build_text("Done.")], "stopReason": "stop"},
+            ]
+        header = {"type": "session", "version": 3, "id": _EARLIER_ID, "timestamp": _EARLIER, "cwd": "/"}
+        entries = [
+            {
+                "type": "message",
+                "id": f"{position + 1:08x}",
+                "parentId": f"{position:08x}" if position else None,
+                "timestamp": _EARLIER,
+                "message": {**message, "timestamp": _EARLIER_MS + position},
+            }
+            for position, message in enumerate(messages)
+        ]
+        return "".join(f"{json.dumps(entry)}\n" for entry in (header, *entries))
+
+
+def _build_text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _check_system_prompt(text: object) -> str | None:
+    if text is None:
+        return None
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(
+            f"pi: system_prompt must be a text with words in it, not {text!r}; leave it out for Pi's own"
+        )
+    return text
+
+
+def _check_tools(names: object) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise ConfigError(f"pi: tools must be a list such as [bash], not {names!r}")
+    for name in names:
+        if name not in _TOOLS:
+            raise ConfigError(f"pi: tools names {name!r}; Pi has {', '.join(_TOOLS)}")
+    return tuple(names)
+
+
+def _check_demonstrations(pairs: object, tools: tuple[str, ...] | None) -> tuple[tuple[str, str], ...]:
+    checked: list[tuple[str, str]] = []
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        raise ConfigError(f"pi: demonstrations must be a list of pairs, not {pairs!r}")
+    for pair in pairs:
+        match pair:
+            case [str(request), str(command)] if request.strip() and command.strip():
+                checked.append((request, command))
+            case _:
+                raise ConfigError(
+                    f"pi: demonstrations has {pair!r}; each must be a request and a command, both with words in them"
+                )
+    if checked and tools is not None and "bash" not in tools:
+        raise ConfigError(f"pi: demonstrations call the tool bash, and tools are {', '.join(tools)}; add bash")
+    return tuple(checked)
+
+
+def _check_window(endpoint: Endpoint) -> None:
+    least = 2 * _MARGIN_TOKENS
+    if endpoint.max_model_len < least:
+        raise ConfigError(
+            f"pi: a context window of {endpoint.max_model_len} tokens is too small; Pi leaves {_MARGIN_TOKENS} free "
+            f"and asks for a single token beyond that. Set vllm_max_model_length to {least} or more"
+        )
 
 
 def _build_settings(endpoint: Endpoint) -> dict[str, object]:

@@ -229,7 +229,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or hub id of a causal language model with a chat template")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for correct.json and engines' logs")
-    parser.add_argument("--modes", nargs="+", choices=("decode", "none", "default", "full"), help="default: all")
+    parser.add_argument(
+        "--modes", nargs="+", choices=("decode", "none", "default", "full"), help="default: all; on a CPU none"
+    )
     parser.add_argument("--greedy-tokens", type=int, default=32)
     parser.add_argument("--num-sampled", type=int, default=64, help="prompts per temperature")
     parser.add_argument("--sampled-tokens", type=int, default=128)
@@ -246,9 +248,8 @@ def main() -> None:
     report = Report("correct", args.out, COLUMNS)
     report.note(engines={}, fidelity=[])
     if not torch.cuda.is_available():
-        args.modes = ["none"]
-        report.say("a CPU has no CUDA graphs: every mode would be 'none', and mode FULL cannot be shown to be wrong")
-    args.modes = args.modes or ["decode", "none", "default", "full"]
+        report.say("a CPU has no CUDA graphs: every mode is 'none' there, and mode FULL cannot be shown to be wrong")
+    args.modes = args.modes or (["decode", "none", "default", "full"] if torch.cuda.is_available() else ["none"])
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:

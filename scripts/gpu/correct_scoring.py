@@ -137,7 +137,9 @@ class Judge:
         comparable = sum(len(text) for text in self.texts["float32"][batch.name])
         tolerance, _ = find_tolerance([torch.float32, getattr(torch, dtype)])
         right = gaps["float32"]["mean"] <= tolerance and all(lead <= tolerance for lead in not_best)
-        answer = repr(self._tokenizer.decode(samples[0].token_ids))[1:-1].replace("|", "/")
+        answer = repr(self._tokenizer.decode(samples[0].token_ids, clean_up_tokenization_spaces=False))[1:-1].replace(
+            "|", "/"
+        )
         return {
             "batch": batch.name,
             "prompts": len(samples),

@@ -23,6 +23,7 @@ from test_three_turns import GRADER, build_replies, count_drifted
 from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError
+from polar_trl.harness import build_agent
 from polar_trl.harness.base import Launch
 from polar_trl.harness.pi import PiHarness
 from polar_trl.types import Endpoint, Task
@@ -164,6 +165,62 @@ def test_a_large_window_keeps_the_agents_own_figures() -> None:
     endpoint = Endpoint(origin="http://x", api_key="k", model="m", max_model_len=131072, max_tokens=16384)
     settings = json.loads(HARNESS.build_launch(Task(id="t", instruction="x"), endpoint).files[SETTINGS])
     assert settings["compaction"] == {"reserveTokens": 16384, "keepRecentTokens": 20000}
+
+
+DEMONSTRATIONS = [["Copy a.txt to b.txt", "cp a.txt b.txt"], ['Say "it\'s"', 'echo "it\'s"']]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_demonstrations_are_earlier_turns_with_a_prompt_and_tools_of_the_runs_own(api: str) -> None:
+    harness = PiHarness(api=api, system_prompt="You have a shell.", tools=["bash"], demonstrations=DEMONSTRATIONS)  # type: ignore[arg-type]
+    finished = run_session(
+        harness,
+        ScriptedEngine(answer_in_order([say("", WRITE), say("end")]), max_model_len=MAX_MODEL_LEN),
+        grader="test -f one.txt",
+    )
+    rollout = finished.rollout
+    assert (rollout.error, rollout.reward, rollout.stop_reason, len(rollout.calls)) == (None, 1.0, "completed", 2)
+    assert (count_drifted(rollout), len(finished.reconstruction.trajectories)) == (0, 1)
+    request = rollout.calls[0].request
+    assert [tool.name for tool in request.tools] == ["bash"]
+    system, *turns = request.messages
+    assert system.text.startswith("You have a shell.\n") and "coding" not in system.text
+    assert [turn.role for turn in turns] == [*("user", "assistant", "tool", "assistant") * 2, "user"]
+    assert [turn.text for turn in turns if turn.role == "user"] == [
+        DEMONSTRATIONS[0][0],
+        DEMONSTRATIONS[1][0],
+        "Do the work.",
+    ]
+    shown = [json.loads(call.arguments) for turn in turns for call in turn.tool_calls]
+    assert shown == [{"command": command} for _, command in DEMONSTRATIONS]
+    assert [turn.text for turn in turns if turn.role == "tool"] == ["(no output)"] * 2
+
+
+def test_a_window_in_which_it_would_ask_for_one_token_is_refused() -> None:
+    def launch(max_model_len: int) -> Launch:
+        endpoint = Endpoint(origin="http://x", api_key="k", model="m", max_model_len=max_model_len, max_tokens=64)
+        return HARNESS.build_launch(Task(id="t", instruction="x"), endpoint)
+
+    with pytest.raises(ConfigError, match=r"window of 8191 tokens is too small.*vllm_max_model_length to 8192"):
+        launch(8191)
+    assert '"contextWindow": 8192' in launch(8192).files[".pi/agent/models.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"system_prompt": " "}, "system_prompt must be a text with words"),
+        ({"system_prompt": 3}, "system_prompt must be a text with words in it, not 3"),
+        ({"tools": "bash"}, r"tools must be a list such as \[bash\], not 'bash'"),
+        ({"tools": ["shell"]}, "tools names 'shell'; Pi has read, bash, edit"),
+        ({"demonstrations": [["ls"]]}, r"demonstrations has \['ls'\]; each must be a request and a command"),
+        ({"demonstrations": "ls"}, "demonstrations must be a list of pairs"),
+        ({"demonstrations": [["Look", "ls"]], "tools": ["read"]}, "call the tool bash, and tools are read; add bash"),
+    ],
+)
+def test_options_that_it_cannot_use_are_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_agent("pi", options)
 
 
 def test_an_api_that_it_does_not_speak_is_refused() -> None:

@@ -1,0 +1,398 @@
+"""What a training step of a real model's sizes costs at 16k, 32k and 64k tokens: tokens per second, MFU, memory.
+
+  bash scripts/gpu/run.sh train_cost                                          all cases, at most 330 s
+  bash scripts/gpu/run.sh train_cost --cases qwen3.5-4b:lora:16384 --seconds 120
+  bash scripts/gpu/run.sh train_cost --tiny                                   a CPU: small sizes, short rows
+
+Weights are random, in bfloat16, made on the device. A step is `PackedGRPOTrainer.training_step` over rows that fill
+one pass (gradient checkpointing, 30% of the tokens trained, no prefix shared) and an AdamW step. The first compiles;
+the median of three more counts. MFU is what `train_flops.Flops.model` counts, which leaves out what gradient
+checkpointing computes again, per second, over the card's peak; "hardware %" has it in. `plan GB` is what `polar-trl
+plan` predicts for the same pass, beside the engine and what CUDA takes; `peak GB` is torch's own count.
+
+The first case is also profiled: what its GPU time goes to, by kernel. Where Liger's kernels are installed, 16k tokens
+of a 4B model are trained with them too (TRL's `use_liger_kernel`). Sizes: Qwen3-0.6B and Qwen3-4B as published
+(arXiv:2505.09388, table 1, and their model cards); Qwen3.5-4B's text model as on its model card. What that does not
+say is the default of transformers' `Qwen3_5TextConfig`: head_dim 256, delta net heads of 128, full attention in one
+layer of four. That makes 4.02, 0.60 and 4.21 billion weights.
+"""
+
+import argparse
+import gc
+import importlib.util
+import math
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_train import PresetRows, read_peak, reset_peak
+from datasets import Dataset
+from kernel_shares import profile_step
+from peft import LoraConfig
+from report import Report
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from train_flops import Flops, count_flops, find_peak
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.integrations.liger import apply_liger_kernel
+
+from polar_trl.grpo import fla_kernels
+from polar_trl.grpo.config import PackedGRPOConfig
+from polar_trl.grpo.linear_attention import is_gated_delta_net
+from polar_trl.grpo.memory import Setup, count_kept, count_training
+from polar_trl.grpo.rows import Row
+
+NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+MODELS = {
+    "qwen3.5-4b": (248320, 2560, 9216, 32, 16, 4, 256),
+    "qwen3-4b": (151936, 2560, 9728, 36, 32, 8, 128),
+    "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
+}
+TINY = (512, 64, 128, 4, 4, 2, 16)
+DELTA_NET = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+ROW_LENGTHS = (7168, 5120, 4096, 16384, 8192, 12288, 12288)
+"""Tokens per row: the first three are a pass of 16,384, the first four of 32,768, all of 65,536."""
+TOKENS = (16384, 32768, 65536)
+TURN, SAMPLED = 1000, 300
+"""Of each so many tokens of a row, the last so many are trained."""
+TINY_SCALE = 64
+CASES = tuple(
+    f"{name}:{tokens}"
+    for tokens in TOKENS
+    for name in ("qwen3.5-4b:lora", "qwen3-0.6b:full", "qwen3-4b:lora", "qwen3-0.6b:lora")
+)
+COLUMNS = {
+    "model": "model",
+    "tuning": "tuning",
+    "tokens": "tokens",
+    "attention": "attention",
+    "delta_rule": "linear attention",
+    "norms": "norms, MLP",
+    "step_s": "forward, backward s",
+    "optimizer_s": "optimizer s",
+    "tokens_per_s": "tokens/s",
+    "tflops": "model TFLOP/s",
+    "mfu": "MFU %",
+    "hardware": "hardware %",
+    "peak_gb": "peak GB",
+    "plan_gb": "plan GB",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    model: str
+    tuning: str
+    """"lora" or "full"."""
+    tokens: int
+    liger: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        model, tuning, tokens = text.split(":")
+        if model not in MODELS or tuning not in ("lora", "full") or int(tokens) not in TOKENS:
+            raise ValueError(text)
+        return cls(model=model, tuning=tuning, tokens=int(tokens))
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.tuning} {self.tokens}" + (" liger" if self.liger else "")
+
+
+def build_config(name: str, *, tiny: bool) -> Any:
+    sizes: dict[str, Any] = dict(zip(NAMES, TINY if tiny else MODELS[name], strict=True))
+    sizes |= {"max_position_embeddings": 1 << 18, "tie_word_embeddings": True}
+    if name != "qwen3.5-4b":
+        return Qwen3Config(**sizes)
+    heads = {key: value // 8 for key, value in DELTA_NET.items()} if tiny else DELTA_NET
+    dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 16} if tiny else {}
+    return Qwen3_5TextConfig(**sizes, **heads, **dims)
+
+
+def build_adapter(case: Case) -> LoraConfig | None:
+    if case.tuning == "full":
+        return None
+    return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def build_trainer(case: Case, out: str, *, tiny: bool) -> Any:
+    torch.manual_seed(0)
+    on_gpu = torch.cuda.is_available()
+    config = build_config(case.model, tiny=tiny)
+    make: Any = Qwen3_5ForCausalLM if case.model == "qwen3.5-4b" else Qwen3ForCausalLM
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = make._from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    args = PackedGRPOConfig(
+        output_dir=out,
+        per_device_train_batch_size=8,
+        num_generations=8,
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_liger_kernel=case.liger,
+        sequence_layout="packed",
+        max_tokens_per_device=case.tokens,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    words = Tokenizer(WordLevel({"0": 0, "1": 1}))
+    trainer = PresetRows(
+        model=model,
+        reward_funcs=lambda **_: [0.0],
+        args=args,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}),
+        peft_config=build_adapter(case),
+    )
+    trainer.model.train()
+    # transformers would do this in train()
+    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case.liger:
+        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)  # so would this
+    trainer.preset = build_rows(case.tokens, config.vocab_size, scale=TINY_SCALE if tiny else 1)
+    return trainer
+
+
+@contextmanager
+def own_module(case: Case) -> Iterator[None]:
+    """Liger replaces classes and functions of transformers' module: only as long as the case runs."""
+    module = vars(sys.modules[(Qwen3_5ForCausalLM if case.model == "qwen3.5-4b" else Qwen3ForCausalLM).__module__])
+    before = dict(module)
+    try:
+        yield
+    finally:
+        module.update(before)
+
+
+def build_rows(num_tokens: int, vocab_size: int, *, scale: int) -> list[Row]:
+    """Random rows that fill a pass of `num_tokens`, all `scale` times shorter."""
+    count = list(accumulate(ROW_LENGTHS)).index(num_tokens) + 1
+    rng = np.random.default_rng(0)
+    rows = []
+    for index, length in enumerate(n // scale for n in ROW_LENGTHS[:count]):
+        trainable = np.arange(length) * scale % TURN >= TURN - SAMPLED
+        rows.append(
+            Row(
+                rollout_id=f"r{index}",
+                advantage=float(rng.normal()),
+                token_ids_T=rng.integers(vocab_size, size=length),
+                trainable_T=trainable,
+                logprobs_T=np.where(trainable, -math.log(vocab_size), 0.0).astype(np.float32),
+                policy_versions_T=np.where(trainable, 0, -1),
+            )
+        )
+    return rows
+
+
+def run_case(case: Case, args: argparse.Namespace, report: Report, *, with_profile: bool) -> dict[str, Any]:
+    """Measure one case."""
+    with tempfile.TemporaryDirectory() as out:
+        trainer = build_trainer(case, out, tiny=args.tiny)
+    device = trainer.accelerator.device
+    report.say(f"{case.label}: model made")
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=device.type == "cuda")
+
+    def step() -> tuple[float, float]:
+        started = read_clock()
+        trainer._step, trainer.current_gradient_accumulation_steps, trainer._windows = 0, 1, None
+        trainer.training_step(trainer.model, [{}])
+        between = read_clock()
+        optimizer.step()
+        optimizer.zero_grad()
+        return between - started, read_clock() - between
+
+    limit_tuning(args.tune)
+    warm_up = sum(step())
+    report.say(f"{case.label}: the first step, with compiling, took {warm_up:.1f} s")
+    reset_peak(device)
+    steps = [step() for _ in range(args.repeat)]
+    peak_bytes = read_peak(device)
+    (num_passes,) = {int(count) for count in trainer._metrics["train"]["polar/forward_passes"]}
+    step_s, optimizer_s = (statistics.median(times) for times in zip(*steps, strict=True))
+    lengths = [len(row.token_ids_T) for row in trainer.preset]
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    num_scored = sum(row.num_trainable for row in trainer.preset)
+    flops = count_flops(policy, lengths, num_scored, checkpointing=True)
+    row = {
+        "tokens": sum(lengths),
+        **describe_kernels(case, policy, device),
+        "step_s": step_s,
+        "optimizer_s": optimizer_s,
+        "tokens_per_s": sum(lengths) / (step_s + optimizer_s),
+        **compare_with_peak(flops, step_s + optimizer_s),
+        "peak_gb": peak_bytes / 1e9,
+        "passes": num_passes,
+        "warm_up_s": warm_up,
+        "all_steps_s": [sum(times) for times in steps],
+        "flops": {name: getattr(flops, name) for name in Flops.__slots__},
+    }
+    if with_profile:
+        report.note(profile={"case": case.label, **profile_step(step, report.say)})
+    return row
+
+
+def compare_with_peak(flops: Flops, seconds: float) -> dict[str, float]:
+    found = {"tflops": flops.model / seconds / 1e12}
+    peak = find_peak()
+    if peak is not None:
+        found |= {"mfu": 100 * flops.model / seconds / peak, "hardware": 100 * flops.hardware / seconds / peak}
+    return found
+
+
+def describe_kernels(case: Case, model: Any, device: torch.device) -> dict[str, str]:
+    is_hybrid = any(is_gated_delta_net(module) for module in model.modules())
+    kernels = "flash-linear-attention" if fla_kernels.find_kernels(device) else "torch"
+    return {
+        "attention": "FlexAttention" if device.type == "cuda" else "SDPA by segment",
+        "delta_rule": kernels if is_hybrid else "none",
+        "norms": "Liger" if case.liger else "torch",
+    }
+
+
+def limit_tuning(count: int) -> None:
+    """Let each Triton kernel of flash-linear-attention try so many configurations, those of 4 warps and 3 stages
+    first; 0 leaves all. Each takes a second or more to compile, and there are over 200."""
+    from importlib import import_module
+
+    if not count or fla_kernels.find_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")) is None:
+        return
+    autotuner = import_module("triton.runtime.autotuner").Autotuner
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "fla"]
+    for value in (value for module in modules for value in list(vars(module).values())):
+        while value is not None and not isinstance(value, autotuner):
+            value = vars(value).get("fn") if hasattr(value, "__dict__") else None
+        if value is not None:
+            value.configs = sorted(value.configs, key=_unusualness)[:count]
+
+
+def _unusualness(config: Any) -> float:
+    return abs(math.log2(config.num_warps) - 2) + abs(config.num_stages - 3)
+
+
+def predict_bytes(case: Case, *, tiny: bool) -> int:
+    """What `polar-trl plan` counts for the training phase of such a run, without the engine and CUDA's own part."""
+    on_gpu = not tiny
+    setup = Setup(
+        model_config=build_config(case.model, tiny=tiny),
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        bf16=on_gpu,
+        optim="adamw_torch_fused",
+        gradient_checkpointing=True,
+        num_tokens=case.tokens // (TINY_SCALE if tiny else 1),
+        peft_config=build_adapter(case),
+        has_reference=False,
+        sharding="none",
+        num_gpus=1,
+        gpu_bytes=80 << 30,
+        engine_share=0.0,
+        engine_num_seqs=1,
+        sleep_level=2,
+        max_model_len=case.tokens,
+    )
+    return sum(count_kept(setup).values()) + sum(count_training(setup).values())
+
+
+def read_clock() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def list_cases(args: argparse.Namespace) -> Iterator[Case]:
+    has_liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+    for case in args.cases:
+        yield case
+        if has_liger and case.tokens == TOKENS[0] and case.model.endswith("-4b"):
+            yield Case(model=case.model, tuning=case.tuning, tokens=case.tokens, liger=True)
+
+
+def run(args: argparse.Namespace, report: Report, predict: Callable[[Case], Future[int]]) -> None:
+    started = time.monotonic()
+    cases = list(list_cases(args))
+    predicted = {case: predict(case) for case in cases if not case.liger}
+    done: list[tuple[Case, dict[str, Any]]] = []
+    for number, case in enumerate(cases):
+        names = {"model": case.model, "tuning": case.tuning, "tokens": case.tokens}
+        if time.monotonic() - started > args.seconds:
+            report.add(**names, error=f"not run: {args.seconds} s were over")
+            continue
+        try:
+            with own_module(case):
+                row = run_case(case, args, report, with_profile=args.profile and number == 0)
+            report.add(**(names | row))
+            done.append((case, report.content["rows"][-1]))
+        except Exception as error:  # noqa: BLE001 - the other cases go on
+            traceback.print_exc()
+            report.fail(error.with_traceback(None), **names)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    for case, row in done:
+        future = predicted.get(case)
+        try:
+            row["plan_gb"] = future.result(timeout=args.plan_seconds) / 1e9 if future else ""
+        except Exception as error:  # noqa: BLE001 - what was measured is printed all the same
+            report.say(f"{case.label}: no prediction: {type(error).__name__}: {error}")
+    report.save()
+
+
+def parse_case(text: str) -> Case:
+    try:
+        return Case.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no case; such as {', '.join(CASES[:3])}") from None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the figures")
+    parser.add_argument("--cases", nargs="+", type=parse_case, default=[Case.parse(text) for text in CASES])
+    parser.add_argument("--seconds", type=float, default=330, help="no case is begun after so many")
+    parser.add_argument("--plan_seconds", type=float, default=20, help="waited for predictions at the end")
+    parser.add_argument("--repeat", type=int, default=3, help="steps after the first; the median counts")
+    parser.add_argument(
+        "--profile", action=argparse.BooleanOptionalAction, default=True, help="profile the first case"
+    )
+    parser.add_argument("--tune", type=int, default=4, help="configurations tried per Triton kernel; 0: all")
+    parser.add_argument("--tiny", action="store_true", help="small sizes and short rows, for a CPU")
+    args = parser.parse_args()
+    report = Report("train_cost", args.out, COLUMNS)
+    # predictions take a processor's time, not the GPU's
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        run(args, report, lambda case: pool.submit(predict_bytes, case, tiny=args.tiny))
+        pool.shutdown(wait=False, cancel_futures=True)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
