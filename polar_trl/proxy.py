@@ -7,6 +7,7 @@ without a session's key, and sends no reply that is not on record.
 import asyncio
 import logging
 import math
+import os
 import secrets
 import socket
 import threading
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 HEADER_DELAY_S = 0.02
+NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
+"""Threads for large bodies. Tokenizers let go of the interpreter's lock while they encode."""
 
 
 class Proxy:
@@ -68,7 +71,7 @@ class Proxy:
         port: int = 0,
         ping_interval_s: float = 10.0,
     ) -> None:
-        workers = ThreadPoolExecutor(2, thread_name_prefix="polar-proxy-worker")
+        workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
         self._policy = Policy(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s

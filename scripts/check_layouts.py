@@ -3,21 +3,26 @@
 
   python scripts/check_layouts.py            # CPU or GPU, whichever there is
 
-Random small Qwen3 and Qwen3.5 models, rows that share prefixes: log-probabilities and gradients of "packed" and "tree"
-against the same model on each row alone with SDPA, in float32, and for Qwen3 in bfloat16 against float32 (where the
-row alone is as far off).
+Random small Qwen3 and Qwen3.5 models, rows of odd lengths that share prefixes: log-probabilities and gradients of
+"packed" and "tree" against the same model on each row alone with SDPA and, for its gated delta nets, transformers'
+code in torch. In float32, and in bfloat16 against float32 (where the row alone is as far off). On a GPU with
+flash-linear-attention its kernels are what is checked: they multiply float32 in TF32 (10 bits), hence their limit.
 """
 
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import torch
+from fla_tuning import limit_tuning
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from polar_trl.grpo import fla_kernels
 from polar_trl.grpo.forward import LayoutKind, pack_rows, prepare_model, score
+from polar_trl.grpo.linear_attention import computed_in_torch
 
 VOCAB = 1000
 SIZES: dict[str, Any] = {
@@ -37,7 +42,7 @@ def build_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     if name == "qwen3":
         model: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES))
     else:
-        sizes = {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        sizes = {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **HYBRID, **sizes))
     return model.to(device=device, dtype=dtype)
 
@@ -62,7 +67,8 @@ def train(model: Any, kind: LayoutKind | None, rows: list[Any], scored: list[Any
         parts = []
         for row, mask in zip(rows, scored, strict=True):
             ids = torch.from_numpy(row)[None].to(device)
-            logps = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+            with computed_in_torch(model):
+                logps = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
             at = torch.from_numpy(np.flatnonzero(mask)).to(device)
             parts.append(logps[at - 1].gather(-1, ids[0, at, None])[:, 0])
         logps = torch.cat(parts)
@@ -78,11 +84,15 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     rows, scored = build_rows()
     failed = False
-    print("model    dtype     layout   max |difference| of log-probabilities   gradient, relative   limit")
+    has_fla = fla_kernels.find_kernels(device) is not None
+    limit_tuning(1)
+    started = time.perf_counter()
+    print("model    dtype     layout   max |difference| of log-probabilities   gradient, relative   limit   seconds")
     for name, dtype, limit in (
         ("qwen3", torch.float32, 1e-4),
-        ("qwen3_5", torch.float32, 1e-4),
         ("qwen3", torch.bfloat16, 0.2),
+        ("qwen3_5", torch.float32, 2e-2 if has_fla else 1e-4),
+        ("qwen3_5", torch.bfloat16, 0.1),
     ):
         truth = train(build_model(name, device, torch.float32), None, rows, scored)
         model = build_model(name, device, dtype)
@@ -93,8 +103,13 @@ def main() -> None:
         for kind, (logps, gradient) in found.items():
             gap = (logps - truth[0]).abs().max().item()
             relative = ((gradient - truth[1]).norm() / truth[1].norm()).item()
+            seconds = time.perf_counter() - started
             failed |= not (gap <= limit and relative <= limit)
-            print(f"{name:8} {str(dtype)[6:]:9} {kind:8} {gap:38.2e} {relative:20.2e} {limit:7.0e}")
+            print(
+                f"{name:8} {str(dtype)[6:]:9} {kind:8} {gap:38.2e} {relative:20.2e} {limit:7.0e} {seconds:9.1f}",
+                flush=True,
+            )
+    print(f"gated delta nets: {'flash-linear-attention' if has_fla else 'torch'}")
     print(
         "FAILED"
         if failed

@@ -1,7 +1,8 @@
 """One session without HTTP: turns, budgets and closing, on an event loop of the test's own."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from polar_trl.errors import LawError, WireError
 from polar_trl.record import SessionLog
 from polar_trl.session import Policy, Session, SessionLimits, Turn
 from polar_trl.tokens.bytes import START, ByteRenderer
-from polar_trl.types import Message, TokenIds, ToolCall
+from polar_trl.types import Message, TokenIds, Tool, ToolCall
 from polar_trl.wire.base import Incoming
 from polar_trl.wire.openai_chat import OpenAIChat
 
@@ -115,6 +116,44 @@ def test_five_turns_of_a_rewritten_history_keep_their_tokens(workers: ThreadPool
         # the results answer the ids on record, not those that the agent made up
         assert after.request.messages[-1].tool_call_id == before.message.tool_calls[0].id
     assert bench.log.counters == {}
+
+
+class WhereRendered(ByteRenderer):
+    """Notes the thread on which each prompt is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[str] = []
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
+        self.threads.append(threading.current_thread().name)
+        return super().render(messages, tools)
+
+    def extend(
+        self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> TokenIds:
+        self.threads.append(threading.current_thread().name)
+        extended = super().extend(prompt_ids, completion_ids, new_messages, tools)
+        assert extended is not None
+        return extended
+
+
+def test_much_new_text_is_encoded_on_a_worker(workers: ThreadPoolExecutor) -> None:
+    """The first prompt of a session holds up no other; what a turn adds to it is encoded at once."""
+    first = {"role": "user", "content": "x" * 20_000}
+    answer = {"role": "assistant", "content": "done"}
+    renderer = WhereRendered()
+    engine = ScriptedEngine(lambda _: say("done"), max_model_len=1 << 20)
+
+    async def main() -> None:
+        bench = Bench(engine, workers, renderer=renderer)
+        for messages in ([first], [first, answer, HELLO], [first, answer, HELLO, answer, first]):
+            turn = await bench.begin(ask(*messages))
+            await turn.task
+
+    asyncio.run(main())
+    here = threading.current_thread().name
+    assert [name == here for name in renderer.threads if name] == [False, True, False]
 
 
 def test_a_retry_is_recognised_by_what_it_asks(workers: ThreadPoolExecutor) -> None:

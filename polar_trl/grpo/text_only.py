@@ -35,7 +35,7 @@ def load_processing_class(name_or_path: str, *, trust_remote_code: bool = False)
     try:
         return AutoProcessor.from_pretrained(name_or_path, **options)
     except ImportError as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        reason = next((line for line in str(error).splitlines() if line.strip()), "").split(". ")[0]
         logger.warning(
             "the processor of %s does not load; its tokenizer does for text, and saved models have no image "
             "processor's settings (%s)",

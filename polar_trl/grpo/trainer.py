@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
@@ -477,7 +478,11 @@ _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2
 def _read_model_config(model: str) -> Any:
     """The model's configuration. Fails in one sentence, before anything is loaded, where `model` leads to none."""
     try:
-        return AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        # vLLM, once it has built an engine, puts classes of its own in the place of some of transformers'
+        config_class = getattr(named, "config_class", None)
+        return config if config_class is None else config_class.from_pretrained(model)
     except (OSError, ValueError) as error:
         hint = "give a folder with config.json and weights, or a hub id that this machine can reach"
         raise ConfigError(f"no model at {model!r}: {hint} ({str(error).splitlines()[0]})") from error

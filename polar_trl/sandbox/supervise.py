@@ -2,9 +2,14 @@
 
     python -I -S supervise.py PARENT_PID TIMEOUT_S < command > report
 
-The process makes itself the subreaper of all that the command starts: a daemon that forks twice, calls setsid or
-clears its environment is still a descendant, because orphans come back here instead of going to init. When the
-command ends, its deadline passes, SIGTERM arrives or the parent dies (the kernel sends SIGTERM then), it stops all
+The command gets a process namespace of its own where the kernel allows it (for root, and for others where user
+namespaces are open to them): it sees and can signal nothing but what it started, so that a model which writes
+`kill -9 -1` ends its own session and not the trainer, and the kernel ends all of it with its init. Elsewhere it runs
+among the user's other processes.
+
+Either way the process makes itself the subreaper of all that the command starts: a daemon that forks twice, calls
+setsid or clears its environment is still a descendant, because orphans come back here instead of going to init. When
+the command ends, its deadline passes, SIGTERM arrives or the parent dies (the kernel sends SIGTERM then), it stops all
 descendants, so that none can fork on, and kills them.
 
 The report is a line "KIND CODE STDOUT_BYTES STDERR_BYTES", then the tails of both streams. KIND is "exit", "timeout",
@@ -25,6 +30,11 @@ TAIL_BYTES = 64 * 1024
 KILL_LIMIT_S = 30.0
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
+# Python ignores the first two, and an ignored signal stays ignored across exec: `yes | head` would misbehave.
+SHELL_DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Tail:
@@ -54,20 +64,11 @@ class Tail:
 
 
 class Command:
-    """The shell that runs the command, and how it ended."""
+    """The shell that runs the command, and how it ended. Raises `OSError` if the shell cannot be started."""
 
     def __init__(self, text: bytes, stdout: int, stderr: int) -> None:
-        actions = [
-            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, stdout, 1),
-            (os.POSIX_SPAWN_DUP2, stderr, 2),
-        ]
-        # Python ignores these two; an ignored signal stays ignored across exec, and `yes | head` would misbehave.
-        defaults = [signal.SIGPIPE, signal.SIGXFSZ]
         self.exit_code: int | None = None
-        self.pid = os.posix_spawnp(
-            "bash", [b"bash", b"-c", text], os.environb, file_actions=actions, setsigdef=defaults, setsid=True
-        )
+        self.pid = start_enclosed(text, stdout, stderr) or start_plain(text, stdout, stderr)
 
     def reap(self) -> bool:
         """Collect every child that has ended, adopted ones too; whether any is left."""
@@ -79,8 +80,112 @@ class Command:
             if pid == 0:
                 return True
             if pid == self.pid:
-                code = os.waitstatus_to_exitcode(status)
-                self.exit_code = code if code >= 0 else 128 - code
+                self.exit_code = to_exit_code(status)
+
+
+def start_plain(text: bytes, stdout: int, stderr: int) -> int:
+    """The shell, as one of the user's processes; its process id."""
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, stdout, 1),
+        (os.POSIX_SPAWN_DUP2, stderr, 2),
+    ]
+    return os.posix_spawnp(
+        "bash",
+        [b"bash", b"-c", text],
+        os.environb,
+        file_actions=actions,
+        setsigdef=SHELL_DEFAULTS,
+        setsid=True,
+    )
+
+
+def start_enclosed(text: bytes, stdout: int, stderr: int) -> int | None:
+    """The shell in a process namespace of its own; None where the kernel allows none.
+
+    Three processes: one that is to be waited for, whose exit code is the shell's; the namespace's init; the shell.
+
+    Returns:
+        Process id of the first.
+    """
+    ready, ready_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(ready)
+            run_outside(text, stdout, stderr, ready_end)
+        finally:
+            os._exit(127)
+    os.close(ready_end)
+    with open(ready, "rb") as file:
+        said = file.read()  # to its end: the shell's exec closes it
+    if said == b"ready":
+        return pid
+    os.waitpid(pid, 0)
+    if said:
+        number = int(said.removeprefix(b"ready"))
+        raise OSError(number, os.strerror(number))
+    return None
+
+
+def run_outside(text: bytes, stdout: int, stderr: int, ready: int) -> None:
+    """Open the namespace, have its init run the shell, and exit as that does."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWPID | CLONE_NEWNS) != 0:
+        if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS) != 0:
+            return
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(line)
+    init = os.fork()
+    if init == 0:
+        try:
+            run_init(text, stdout, stderr, ready)
+        finally:
+            os._exit(127)
+    for fd in (stdout, stderr, ready):
+        os.close(fd)
+    os._exit(to_exit_code(os.waitpid(init, 0)[1]))
+
+
+def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
+    """The first process of the namespace: a /proc of its own, the shell, and the end of all when the shell ends."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
+        return
+    if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None) != 0:
+        return
+    os.write(ready, b"ready")
+    shell = os.fork()
+    if shell == 0:
+        try:
+            os.setsid()
+            for number in SHELL_DEFAULTS:
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            os.execvpe("bash", [b"bash", b"-c", text], os.environb)
+        except OSError as error:
+            os.write(ready, b"%d" % (error.errno or 0))
+        finally:
+            os._exit(127)
+    for fd in (stdout, stderr, ready):
+        os.close(fd)
+    while True:
+        pid, status = os.wait()
+        if pid == shell:
+            os._exit(to_exit_code(status))
+
+
+def to_exit_code(status: int) -> int:
+    """Of a wait status; 128 + n after signal n, as shells have it."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
 
 
 def list_descendants() -> set[int]:
@@ -168,9 +273,8 @@ def listen_for_signals(parent: int) -> int:
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
     for option, value in ((PR_SET_CHILD_SUBREAPER, 1), (PR_SET_PDEATHSIG, signal.SIGTERM)):
-        if prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+        if libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
             raise OSError(ctypes.get_errno(), "prctl failed; the local sandbox needs Linux 3.4 or newer")
     if os.getppid() != parent:
         sys.exit("the parent died before the command was started")

@@ -64,7 +64,10 @@ OPENINGS = (
     "One, two, three, four, five, six, seven,",
     "Dear reader, this letter is about how bread is made. First,",
 )
-TOPICS = ("rivers", "sorting a list", "the moon", "bread", "git branches", "whales", "prime numbers", "old maps")
+TOPICS = (
+    *("rivers", "sorting a list", "the moon", "bread", "git branches", "whales", "prime numbers", "old maps"),
+    *("rain", "binary search", "the planet Mars", "cheese", "unit tests", "owls", "fractions", "lighthouses"),
+)
 TASKS = (
     "Explain {} to a child.",
     "Write a short poem about {}.",
@@ -150,7 +153,7 @@ def run_mode(
     report: Report, engine: Engine, batches: Sequence[Batch], judge: Judge, fidelity: Fidelity, *, timeout_s: float
 ) -> None:
     """All rows of one mode; what was sampled before a failure is scored too."""
-    shown = "FULL (refused; run here all the same)" if engine.mode == "full" else engine.mode
+    shown = "FULL" if engine.mode == "full" else engine.mode
     try:
         engine.run(timeout_s)
     except Exception as error:  # noqa: BLE001 - the other modes go on
@@ -164,6 +167,7 @@ def run_mode(
         report.add(
             mode="FULL", batch="trainer's engine", answer=f"EngineError: {header['refusal']}", verdict="refused"
         )
+        shown = "FULL, run all the same"
     for batch in batches:
         if batch.name not in samples:
             continue

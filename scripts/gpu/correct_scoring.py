@@ -140,8 +140,9 @@ class Judge:
         answer = repr(self._tokenizer.decode(samples[0].token_ids, clean_up_tokenization_spaces=False))[1:-1].replace(
             "|", "/"
         )
+        overlaps = count_overlaps(batch, samples)
         return {
-            "batch": batch.name,
+            "batch": f"{batch.name} ({overlaps} in time)" if overlaps else batch.name,
             "prompts": len(samples),
             "tokens": len(sampled),
             "answer": answer[:60] + ("..." if len(answer) > 60 else ""),
@@ -153,7 +154,7 @@ class Judge:
             "figures": gaps,
             "tolerance": tolerance,
             "token_ids": [sample.token_ids for sample in samples],
-            "arrived_while_decoding": count_overlaps(batch, samples),
+            "arrived_while_decoding": overlaps,
         }
 
     def judge_bfloat16(self, batch: Batch) -> dict[str, Any]:

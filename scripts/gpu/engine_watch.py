@@ -5,7 +5,7 @@ tell apart two prompts of one length that end alike; see `build_key`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -77,14 +77,20 @@ class WatchedEngine:
         return completion
 
 
+def find_busy(ended_s: Iterable[float], num_slots: int) -> tuple[float, float]:
+    """`Side.busy_s` of the times at which requests ended, of which there must be more than twice as many as slots."""
+    ordered = sorted(ended_s)
+    return ordered[num_slots - 1], ordered[len(ordered) - num_slots - 1]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
     """One side's measurement."""
 
     begun_s: float
     ended_s: float
-    busy_until_s: float
-    """From here on, fewer requests ran than there were slots."""
+    busy_s: tuple[float, float]
+    """From the end of the first requests, as many as there are slots, to the end of the last but so many."""
     process_cpu_s: float
     steps: Sequence[Step]
     num_cached_tokens: int
@@ -93,8 +99,8 @@ class Side:
     def describe(self, prefix: str) -> dict[str, float]:
         """Figures of a row, each name behind `prefix`."""
         seconds = self.ended_s - self.begun_s
-        steady = [step for step in self.steps if step.ended_s <= self.busy_until_s]
-        steady_s = self.busy_until_s - self.steps[0].begun_s
+        steady = [step for step in self.steps if self.busy_s[0] < step.ended_s <= self.busy_s[1]]
+        steady_s = self.busy_s[1] - self.busy_s[0]
         gaps = [(before, after.begun_s - before.ended_s) for before, after in pairwise(steady)]
         between_s = sum(gap for before, gap in gaps if before.has_more)
         idle_s = sum(gap for before, gap in gaps if not before.has_more)

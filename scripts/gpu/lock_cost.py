@@ -32,8 +32,6 @@ from polar_trl.proxy import Proxy, SessionLimits
 from polar_trl.record import SessionLog
 from polar_trl.tokens.load import load_renderer
 
-import os
-YIELD = float(os.environ.get("YIELD_S", "0"))
 COLUMNS = {
     "interval_ms": "switch interval (ms)",
     "calls_per_s": "calls/s",
@@ -85,8 +83,6 @@ class StandInCore:
         rest_s = (self._free_s if self._synchronous else waited_for_s) - time.perf_counter()
         if rest_s > 0:
             time.sleep(rest_s)
-        if YIELD:
-            time.sleep(YIELD)
         outputs = []
         for request_id, (total, left) in list(self._left.items()):
             if left > 1:

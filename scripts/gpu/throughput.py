@@ -15,11 +15,13 @@ but for the embedding and the last layer, which make every word be followed by o
 sample the same ids, and offline finds in its prefix cache what the proxy's side found in its own. Real sampling would
 make it compute every earlier answer again. Words are no stop tokens: the requests' max_tokens end the calls.
 
-Two ratios. "whole" is all tokens over all seconds of either side. Offline begins with admitting all prompts while the
-GPU stands still, and both sides end with fewer requests than slots; "steady" leaves out both: tokens of the engine's
-steps from the first one to the last moment at which every slot had work.
+Two ratios. "whole" is all tokens over all seconds of either side: offline begins with admitting all prompts while the
+GPU stands still, the sessions with all first prompts arriving in one moment, and both end with fewer requests than
+slots. "steady" leaves all of that out: tokens of the steps from the end of the first requests, as many as there are
+slots, to the end of the last but so many.
 
-"Added" is a call's time at its client without its time between `generate` and the step that ended it. "Hit" is the
+"Added" is a call's time at its client without its time between `generate` and the step that ended it; that of first
+calls, which arrive together and are encoded from scratch, stands beside it (p50). "Hit" is the
 share of prompt tokens that came from the prefix cache. A separate session of 40 calls, at a quarter of the lengths,
 gives both at one session at once. It refuses to compare answers of different lengths.
 """
@@ -27,23 +29,26 @@ gives both at one session at once. It refuses to compare answers of different le
 import argparse
 import gc
 import json
+import resource
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from agent_clients import Clients, ClientSession
-from engine_watch import EngineWatch, Side, WatchedEngine, build_key
+from engine_watch import EngineWatch, Side, WatchedEngine, build_key, find_busy
 from report import Report
 from session_lengths import TASK_TOKENS, SessionLengths, build_sessions
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import set_environment
+from polar_trl.engine.cuda_graphs import LLM_KWARGS, require_safe_graphs
 from polar_trl.engine.vllm import VllmEngine, build_sampling_params
 from polar_trl.errors import ConfigError
 from polar_trl.proxy import Proxy, SessionLimits
@@ -53,10 +58,10 @@ from polar_trl.types import Call
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 MODELS: dict[str, dict[str, Any]] = {
     # layers, hidden, feed-forward, heads, key-value heads, head size
-    "tiny": {"class": LLAMA, "sizes": (2, 64, 128, 2, 1, 32), "calls": (4, 3, 2), "scale": 0.02},
+    "tiny": {"class": LLAMA, "sizes": (2, 64, 128, 2, 1, 32), "calls": (4, 3, 3), "scale": 0.02},
     "135m": {"class": LLAMA, "sizes": (30, 576, 1536, 9, 3, 64), "calls": (16, 14, 6), "scale": 1.0},
-    "0.6b": {"class": QWEN3, "sizes": (28, 1024, 3072, 16, 8, 128), "calls": (12, 12, 4), "scale": 0.5},
-    "4b": {"class": QWEN3, "sizes": (36, 2560, 9728, 32, 8, 128), "calls": (6, 6, 2), "scale": 0.5},
+    "0.6b": {"class": QWEN3, "sizes": (28, 1024, 3072, 16, 8, 128), "calls": (12, 10, 3), "scale": 0.5},
+    "4b": {"class": QWEN3, "sizes": (36, 2560, 9728, 32, 8, 128), "calls": (6, 6, 3), "scale": 0.4},
 }
 """SmolLM2-135M's, Qwen3-0.6B's and Qwen3-4B's sizes, with the vocabulary of the tokenizer that is given. `calls` a
 session begins on average at 8, 64 and 256 sessions and the factor of lengths: what an H100 does in half a minute."""
@@ -78,11 +83,14 @@ COLUMNS = {
     "steady_ratio": "ratio, steady",
     "added_p50_ms": "added p50 ms",
     "added_p95_ms": "added p95 ms",
+    "first_added_p50_ms": "first calls",
     "proxy_hit": "hit, proxy",
     "offline_hit": "hit, offline",
+    "same_ids_share": "same ids",
     "proxy_step_ms": "step ms, proxy",
     "offline_step_ms": "step ms, offline",
     "proxy_waiting": "thread outside of steps, proxy",
+    "switch_interval_ms": "switch interval ms",
 }
 
 
@@ -153,17 +161,17 @@ class Bench:
         side = Side(
             begun_s=min(at.begun_s for at in times),
             ended_s=max(at.ended_s for at in times),
-            busy_until_s=sorted(at for at, _ in ended.values())[num_calls - num_slots - 1],
+            busy_s=find_busy((at for at, _ in ended.values()), num_slots),
             process_cpu_s=cpu_s,
             steps=self._watch.steps,
             num_cached_tokens=sum(cached for _, cached in ended.values()),
             num_prompt_tokens=sum(len(call.prompt_ids) for call in calls),
         )
-        added = []
+        added: dict[bool, list[float]] = {True: [], False: []}
         for call, at in pairs:
             key = build_key(call.prompt_ids)
-            added.append(1000 * (at.ended_s - at.begun_s - (ended[key][0] - submitted[key])))
-        p50, p95 = torch.tensor(added).quantile(torch.tensor([0.5, 0.95])).tolist()
+            added[call.index == 0].append(1000 * (at.ended_s - at.begun_s - (ended[key][0] - submitted[key])))
+        p50, p95 = torch.tensor(added[False]).quantile(torch.tensor([0.5, 0.95])).tolist()
         row = {
             "sessions": num_slots,
             "calls": num_calls,
@@ -171,6 +179,7 @@ class Bench:
             "sampled_tokens": sum(len(call.completion.token_ids) for call in calls),
             "added_p50_ms": p50,
             "added_p95_ms": p95,
+            "first_added_p50_ms": float(torch.tensor(added[True]).median()),
             "prompts_rendered_anew": sum(call.parent is None and call.index > 0 for call in calls),
             "stopped_early": sum(call.completion.finish_reason != "length" for call in calls),
         }
@@ -188,7 +197,7 @@ class Bench:
         side = Side(
             begun_s=begun_s,
             ended_s=ended_s,
-            busy_until_s=sorted(at for at, _ in self._watch.ended.values())[len(calls) - num_slots - 1],
+            busy_s=find_busy((at for at, _ in self._watch.ended.values()), num_slots),
             process_cpu_s=cpu_s,
             steps=self._watch.steps,
             num_cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
@@ -340,8 +349,7 @@ def build_llm(folder: Path, options: argparse.Namespace) -> Any:
 
         vllm_cpu.keep_weights_loadable()
         kwargs = dict(vllm_cpu.LLM_KWARGS)
-    if options.cudagraph_mode:
-        kwargs["compilation_config"] = {"cudagraph_mode": options.cudagraph_mode}
+    kwargs |= LLM_KWARGS[options.cuda_graphs]
     from vllm import LLM
 
     return LLM(
@@ -358,6 +366,9 @@ def build_llm(folder: Path, options: argparse.Namespace) -> Any:
 
 def main() -> None:
     options = read_options()
+    # every session has a connection and a record
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     report = Report("throughput", options.out / options.model, COLUMNS)
     set_environment(cpu=not torch.cuda.is_available())
     from transformers import AutoTokenizer
@@ -367,7 +378,6 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     words = find_words(tokenizer)
     renderer = load_renderer(tokenizer, str(options.tokenizer), family="template")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, options.model, options.tokenizer, len(tokenizer))
@@ -377,11 +387,11 @@ def main() -> None:
         report.note(
             model=options.model,
             async_scheduling=bool(scheduler_config.async_scheduling),
-            cudagraph_mode=str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
-            switch_interval_s=sys.getswitchinterval(),
+            cudagraph_mode=require_safe_graphs(llm.llm_engine.vllm_config),
             scale=options.scale,
         )
         report.say("the engine stands")
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         bench = Bench(llm, renderer, list(words), folder, device)
         try:
             bench.warm_up()
@@ -400,12 +410,15 @@ def run_rows(bench: "Bench", report: Report, options: argparse.Namespace) -> Non
         report.add(**model, **row)
     except Exception as error:  # noqa: BLE001 - reported, and the run ends with a failure
         report.fail(error, **model, sessions=1)
-    for num_slots, calls_per_slot in zip(options.concurrency, options.calls, strict=True):
+    sizes = zip(options.concurrency, options.calls, strict=True)
+    for (num_slots, calls_per_slot), interval_ms in product(sizes, options.switch_interval_ms):
+        setting = model | {"switch_interval_ms": interval_ms}
+        sys.setswitchinterval(interval_ms / 1000)
         try:
             row = bench.measure(num_slots, calls_per_slot, options.scale)
-            report.add(**model, **row)
+            report.add(**setting, **row)
         except Exception as error:  # noqa: BLE001 - the same
-            report.fail(error, **model, sessions=num_slots)
+            report.fail(error, **setting, sessions=num_slots)
 
 
 def read_options() -> argparse.Namespace:
@@ -419,10 +432,13 @@ def read_options() -> argparse.Namespace:
         "--tokenizer", type=Path, default=DEFAULT_TOKENIZER, help=f"folder (default {DEFAULT_TOKENIZER})"
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), help="sessions at once")
-    parser.add_argument("--calls", type=int, nargs="+", help="calls per session at each of them, at least 2")
+    parser.add_argument("--calls", type=int, nargs="+", help="calls per session at each of them, at least 3")
     parser.add_argument("--scale", type=float, help="factor of all lengths")
     parser.add_argument("--session-calls", type=int, default=40, help="calls of the session on its own (default 40)")
-    parser.add_argument("--cudagraph-mode", help="vLLM's, such as FULL_DECODE_ONLY (default: vLLM's own)")
+    parser.add_argument("--cuda-graphs", choices=LLM_KWARGS, default="default", help="as engine_cuda_graphs")
+    parser.add_argument(
+        "--switch-interval-ms", type=float, nargs="+", default=[5.0], help="a row for each (Python's 5)"
+    )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     options = parser.parse_args()
     model = MODELS[options.model]
@@ -432,10 +448,8 @@ def read_options() -> argparse.Namespace:
         options.calls *= len(options.concurrency)
     if len(options.calls) != len(options.concurrency):
         parser.error(f"--calls: {len(options.calls)} numbers for the {len(options.concurrency)} of --concurrency")
-    if min(options.concurrency) < 1 or min(options.calls) < 2 or not 2 <= options.session_calls <= 40:
-        parser.error("--concurrency must be at least 1, --calls at least 2, --session-calls 2 to 40")
-    if options.cudagraph_mode == "FULL":
-        parser.error("--cudagraph-mode FULL samples wrong tokens; use FULL_DECODE_ONLY")
+    if min(options.concurrency) < 1 or min(options.calls) < 3 or not 3 <= options.session_calls <= 40:
+        parser.error("--concurrency must be at least 1, --calls at least 3, --session-calls 3 to 40")
     if not (options.tokenizer / "tokenizer_config.json").is_file():
         parser.error(f"--tokenizer: {options.tokenizer} holds no tokenizer; scripts/get_model.py makes one")
     return options

@@ -37,8 +37,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 from bench_train import PresetRows, read_peak, reset_peak
 from datasets import Dataset
+from fla_tuning import limit_tuning
 from kernel_shares import profile_step
 from peft import LoraConfig
 from report import Report
@@ -279,26 +281,6 @@ def describe_kernels(case: Case, model: Any, device: torch.device) -> dict[str, 
     }
 
 
-def limit_tuning(count: int) -> None:
-    """Let each Triton kernel of flash-linear-attention try so many configurations, those of 4 warps and 3 stages
-    first; 0 leaves all. Each takes a second or more to compile, and there are over 200."""
-    from importlib import import_module
-
-    if not count or fla_kernels.find_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")) is None:
-        return
-    autotuner = import_module("triton.runtime.autotuner").Autotuner
-    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "fla"]
-    for value in (value for module in modules for value in list(vars(module).values())):
-        while value is not None and not isinstance(value, autotuner):
-            value = vars(value).get("fn") if hasattr(value, "__dict__") else None
-        if value is not None:
-            value.configs = sorted(value.configs, key=_unusualness)[:count]
-
-
-def _unusualness(config: Any) -> float:
-    return abs(math.log2(config.num_warps) - 2) + abs(config.num_stages - 3)
-
-
 def predict_bytes(case: Case, *, tiny: bool) -> int:
     """What `polar-trl plan` counts for the training phase of such a run, without the engine and CUDA's own part."""
     on_gpu = not tiny
@@ -386,6 +368,9 @@ def main() -> None:
     parser.add_argument("--tune", type=int, default=4, help="configurations tried per Triton kernel; 0: all")
     parser.add_argument("--tiny", action="store_true", help="small sizes and short rows, for a CPU")
     args = parser.parse_args()
+    # a training run has one model; here each brings shapes that FlexAttention is compiled for anew, and beyond 8 of
+    # them torch would fall back to uncompiled attention, with a matrix of all pairs of tokens
+    torch._dynamo.config.recompile_limit = 64
     report = Report("train_cost", args.out, COLUMNS)
     # predictions take a processor's time, not the GPU's
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -1,8 +1,10 @@
 """Pi as npm ships it: through each of its four APIs, and with answers that are wrong, cut, empty, late or too long."""
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 from sessions import (
     LOOKED_NOTHING_UP,
     BusyEngine,
@@ -26,7 +28,10 @@ from polar_trl.errors import ConfigError
 from polar_trl.harness import build_agent
 from polar_trl.harness.base import Launch
 from polar_trl.harness.pi import PiHarness
+from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Endpoint, Task
+
+ROOT = Path(__file__).parents[2]
 
 HARNESS = PiHarness()
 APIS = ("openai", "openai-responses", "anthropic", "google")
@@ -221,6 +226,20 @@ def test_a_window_in_which_it_would_ask_for_one_token_is_refused() -> None:
 def test_options_that_it_cannot_use_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build_agent("pi", options)
+
+
+def test_the_ladders_run_file_shows_each_kind_of_task_and_no_task_itself() -> None:
+    run = yaml.safe_load((ROOT / "configs" / "ladder_pi.yaml").read_text(encoding="utf-8"))
+    endpoint = Endpoint(
+        origin="http://x", api_key="k", model="m", max_model_len=run["vllm_max_model_length"], max_tokens=64
+    )
+    launch = build_agent(run["agent"], run["agent_options"]).build_launch(Task(id="t", instruction="x"), endpoint)
+    assert "--tools bash" in launch.command and len(launch.files[".polar/earlier.jsonl"].splitlines()) == 1 + 6 * 4
+    tasks = load_task_set(str(ROOT / run["tasks"]))
+    shown = dict(run["agent_options"]["demonstrations"])
+    assert {task.metadata["kind"] for task in tasks} == {"write_word", "copy_file", "count_lines"}
+    assert {text.split()[0] for text in shown} == {task.instruction.split()[0] for task in tasks}
+    assert not {task.metadata["gold"] for task in tasks} & set(shown.values())
 
 
 def test_an_api_that_it_does_not_speak_is_refused() -> None:

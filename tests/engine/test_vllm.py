@@ -180,6 +180,48 @@ def test_a_prompt_that_is_too_long_fails_alone(engine: Any) -> None:
     assert len(asyncio.run(main()).token_ids) >= 1
 
 
+def test_a_request_that_cannot_be_sampled_fails_alone(engine: Any) -> None:
+    async def main() -> Any:
+        good = asyncio.create_task(engine.generate(PROMPTS[0], GenerationParams(max_tokens=4)))
+        with pytest.raises(EngineError, match="refused.*max_tokens"):
+            await engine.generate(PROMPTS[1], GenerationParams(max_tokens=0))
+        return await good
+
+    assert len(asyncio.run(main()).token_ids) >= 1
+
+
+def test_flat_logprobs_are_the_values_that_vllm_gives_as_objects(engine: Any, llm: Any) -> None:
+    """What the engine asks for and what it reads, against vLLM's own dictionaries for the same sampled ids."""
+    from polar_trl.engine.vllm import build_sampling_params
+
+    params = GenerationParams(max_tokens=16, temperature=0.0)
+    completions = generate_all(engine, params)
+    plain = build_sampling_params(params)
+    plain.flat_logprobs = False
+    with engine.paused():
+        llm.reset_prefix_cache()
+        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], plain, use_tqdm=False)
+    for completion, output in zip(completions, outputs, strict=True):
+        sampled = output.outputs[0]
+        assert tuple(sampled.token_ids) == completion.token_ids
+        entries = [at[i].logprob for at, i in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+        assert [len(at) for at in sampled.logprobs] == [1] * len(entries)
+        assert completion.logprobs == pytest.approx(entries, abs=1e-6)
+
+
+def test_logprobs_of_other_tokens_than_the_sampled_ones_are_refused() -> None:
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    from polar_trl.engine.vllm import _take_logprobs
+
+    flat = FlatLogprobs()
+    flat.append({7: Logprob(logprob=-0.25, rank=1)})
+    flat.append({9: Logprob(logprob=-1.5, rank=3)})
+    assert _take_logprobs(flat, (7, 9)) == (-0.25, -1.5)
+    with pytest.raises(EngineError, match="2 tokens that are not the 2 sampled"):
+        _take_logprobs(flat, (7, 8))
+
+
 def test_closing_fails_who_waits_and_who_comes_later(llm: Any) -> None:
     from polar_trl.engine.vllm import VllmEngine
 

@@ -319,7 +319,8 @@ class SleepyLlm:
         self.asleep: set[str] = set()
         self.llm_engine = self
         self.model_executor = self.driver_worker = self.model_runner = self.model = self
-        self.model_config = self
+        self.model_config = self.vllm_config = self.compilation_config = self
+        self.cudagraph_mode = None
         self.max_model_len, self.dtype = 8, torch.float32
 
     def sleep(self, level: int) -> None:
@@ -356,6 +357,7 @@ def colocated(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name)
     policy = nn.Module()
     policy.w, policy.name_or_path = nn.Parameter(torch.tensor(1.0)), "policy"
+    policy.config = LlamaConfig()
     made = []
 
     def build(level: int) -> Any:
