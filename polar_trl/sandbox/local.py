@@ -1,11 +1,12 @@
 """A task becomes a temporary folder of this machine, and commands become processes of this user in it.
 
 This is no security boundary. The agent runs as the trainer's own user: it can read what the user can read, reach the
-network, fill the disk and the process table, and signal the trainer. What it gets is a folder of its own, an
-environment without the trainer's secrets, a deadline, and an end: after each `run` nothing that it started is left,
-however it was detached (see `supervise.py`; only an agent that sends SIGKILL to its own supervisor escapes). A fork
-bomb is ended at the deadline, but until then it starves the machine unless the user has a process limit (`ulimit -u`;
-it does not bind root). For agents and models that are not trusted use the bubblewrap or docker backend.
+network, and fill the disk and the process table. What it gets is a folder of its own, an environment without the
+trainer's secrets, a deadline, and an end: after each `run` nothing that it started is left, however it was detached.
+Where the kernel allows namespaces (see `supervise.py`), it can neither signal other processes nor change files outside
+of its folder and the scratch folders; without them it can do both, and one that sends SIGKILL to its own supervisor
+escapes. A fork bomb is ended at the deadline, but until then it starves the machine unless the user has a process
+limit (`ulimit -u`; it does not bind root). For agents and models that are not trusted use bubblewrap or docker.
 
 It refuses tasks that name a container image.
 """
@@ -172,7 +173,7 @@ class LocalSandbox:
                 for folder in (self.workdir, *folders.values()):
                     os.makedirs(folder, exist_ok=True)  # an agent that removed them is still graded
                 self._supervisor = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(timeout_s)],
+                    [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(timeout_s), str(self._base)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -1,11 +1,11 @@
 """Run as a script: a shell command on stdin becomes one report on stdout, and every process it started is gone.
 
-    python -I -S supervise.py PARENT_PID TIMEOUT_S < command > report
+    python -I -S supervise.py PARENT_PID TIMEOUT_S FOLDER < command > report
 
-The command gets a process namespace of its own where the kernel allows it (for root, and for others where user
-namespaces are open to them): it sees and can signal nothing but what it started, so that a model which writes
-`kill -9 -1` ends its own session and not the trainer, and the kernel ends all of it with its init. Elsewhere it runs
-among the user's other processes.
+Where the kernel allows it (to root, and to others where user namespaces are open to them) the command gets namespaces
+of its own. It sees and can signal nothing but what it started, and can change no file but those of FOLDER and of the
+machine's scratch folders: small models do write `kill -9 -1` and `rm /dev/null`. Elsewhere it runs among the user's
+other processes and files.
 
 Either way the process makes itself the subreaper of all that the command starts: a daemon that forks twice, calls
 setsid or clears its environment is still a descendant, because orphans come back here instead of going to init. When
@@ -31,7 +31,9 @@ KILL_LIMIT_S = 30.0
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 0x1  # Linux 5.12, all architectures
+SCRATCH = (b"/tmp", b"/var/tmp", b"/dev/shm")
 # Python ignores the first two, and an ignored signal stays ignored across exec: `yes | head` would misbehave.
 SHELL_DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD)
 libc = ctypes.CDLL(None, use_errno=True)
@@ -155,7 +157,7 @@ def run_outside(text: bytes, stdout: int, stderr: int, ready: int) -> None:
 def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
     """The first process of the namespace: a /proc of its own, the shell, and the end of all when the shell ends."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
+    if libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0 or not protect_files(os.fsencode(sys.argv[3])):
         return
     if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None) != 0:
         return
@@ -180,6 +182,28 @@ def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
         pid, status = os.wait()
         if pid == shell:
             os._exit(to_exit_code(status))
+
+
+def protect_files(folder: bytes) -> bool:
+    """Make everything read-only but this folder and the scratch folders; False where the kernel is too old for it."""
+    workdir = os.getcwdb()
+    writable = [path for path in SCRATCH if os.path.isdir(path)] + [folder]
+    for path in writable:
+        if libc.mount(path, path, None, MS_BIND | MS_REC, None) != 0:
+            return False
+    if not set_read_only(b"/", AT_RECURSIVE, is_on=True):
+        return False
+    for path in writable:
+        if not set_read_only(path, AT_RECURSIVE if path == folder else 0, is_on=False):
+            return False
+    os.chdir(workdir)  # through the new mounts
+    return True
+
+
+def set_read_only(path: bytes, flags: int, *, is_on: bool) -> bool:
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY if is_on else 0, 0 if is_on else MOUNT_ATTR_RDONLY, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    return libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, size) == 0
 
 
 def to_exit_code(status: int) -> int:

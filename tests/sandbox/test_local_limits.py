@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox import local
 from polar_trl.sandbox.local import LocalSandbox, LocalSandboxBackend
 from polar_trl.types import Task
 
@@ -150,13 +152,74 @@ def test_a_killed_run_keeps_its_output_and_spoils_nothing(sandbox: LocalSandbox)
     assert run(sandbox, "echo again") == "again\n"  # what is left is still graded
 
 
-def test_an_agent_that_kills_its_supervisor_does_not_hang_the_trainer(sandbox: LocalSandbox) -> None:
+def test_a_model_that_kills_everything_kills_its_own_session(sandbox: LocalSandbox) -> None:
+    assert run(sandbox, "echo $PPID") == "1\n", "without a process namespace the next line would end this test run"
+    bystander = subprocess.Popen(["sleep", "1000"])
+    try:
+        result = sandbox.run(
+            "sleep 1000 & kill -9 -1; kill -9 $PPID; pkill -9 .; killall5 -9; echo alive", env={}, timeout_s=60
+        )
+        assert result.stdout in ("alive\n", "")  # pkill may take the shell along
+        assert find_processes(str(Path(sandbox.workdir).parent)) == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+    assert run(sandbox, "ls /proc | grep -c '^[0-9]*$'") in ("3\n", "4\n")  # init, bash, ls, grep: nobody else's
+
+
+def test_a_model_that_removes_everything_removes_its_own_files(tmp_path: Path) -> None:
+    outside = Path.home() / f".polar-trl-test-{os.getpid()}"
+    outside.write_text("precious")
+    scratch = tmp_path / "scratch"
+    sandbox = LocalSandboxBackend(tmp_path / "state").create(Task(id="t", instruction="x", files={"a": "x"}), "s")
+    try:
+        command = (
+            f"rm -f a {outside}; echo spoiled > {outside}; rm -f /dev/null; echo x > /dev/null; "
+            f"touch /usr/planted /etc/planted; echo y > {scratch}; echo z > b; echo v > $HOME/c; echo w > $TMPDIR/d"
+        )
+        result = sandbox.run(command, env={}, timeout_s=60)
+        assert result.exit_code == 0
+        assert result.stderr.count("Read-only file system") == 5
+        assert outside.read_text() == "precious"
+        assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+        assert sandbox.get("a") is None and sandbox.get("b") == b"z\n"
+        assert scratch.read_text() == "y\n"
+    finally:
+        outside.unlink()
+        sandbox.destroy()
+
+
+@pytest.fixture
+def plain_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalSandbox]:
+    """As on a machine that forbids namespaces."""
+    entry = 'if __name__ == "__main__":'
+    source = local.SUPERVISOR.read_text().replace(entry, f"start_enclosed = lambda *_: None\n{entry}")
+    (tmp_path / "plain.py").write_text(source)
+    monkeypatch.setattr(local, "SUPERVISOR", tmp_path / "plain.py")
+    made = LocalSandboxBackend(tmp_path / "state").create(Task(id="t", instruction="x"), "s")
+    yield made
+    made.destroy()
+
+
+def test_without_namespaces_an_agent_that_kills_its_supervisor_does_not_hang_the_trainer(
+    plain_sandbox: LocalSandbox,
+) -> None:
     # TERM is what `kill` sends, and is answered by killing everything
-    result = sandbox.run("setsid sleep 1000 & kill $PPID; sleep 1000", env={}, timeout_s=600)
+    result = plain_sandbox.run("setsid sleep 1000 & kill $PPID; sleep 1000", env={}, timeout_s=60)
     assert (result.exit_code, result.timed_out) == (None, False)
-    assert find_processes(str(Path(sandbox.workdir).parent)) == []
-    result = sandbox.run("kill -9 $PPID", env={}, timeout_s=600)
+    assert find_processes(str(Path(plain_sandbox.workdir).parent)) == []
+    result = plain_sandbox.run("kill -9 $PPID", env={}, timeout_s=60)
     assert (result.exit_code, result.timed_out) == (None, False)
+
+
+@pytest.mark.parametrize("ends_by", ["exit", "deadline"])
+def test_without_namespaces_daemons_are_gone(plain_sandbox: LocalSandbox, ends_by: str) -> None:
+    command = f"{DAEMONS['double_fork']}\nuntil pgrep -f '^(/bin/)?{NAP}' >/dev/null; do sleep 0.02; done; echo up"
+    command += "; sleep 1000" if ends_by == "deadline" else ""
+    result = plain_sandbox.run(command, env={}, timeout_s=3 if ends_by == "deadline" else 60)
+    assert (result.stdout, result.timed_out) == ("up\n", ends_by == "deadline")
+    assert find_processes(str(Path(plain_sandbox.workdir).parent)) == []
 
 
 def test_a_flood_on_both_streams_keeps_the_tail_of_each(sandbox: LocalSandbox) -> None:
