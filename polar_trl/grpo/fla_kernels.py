@@ -2,7 +2,8 @@
 
 Three replace what transformers computes in torch: the short convolution, the gated delta rule (both over segments of
 any lengths in one call, each going on from a state), and the gated norm after it. It refuses versions whose rule does
-not take fewer heads of queries and keys than of values.
+not take fewer heads of queries and keys than of values, and a card on which the rule's gradients are wrong: some pairs
+of card and Triton compile it wrongly without an error, so it is compared with the plain recurrence once.
 """
 
 import importlib
@@ -14,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 
 OLDEST = (0, 6)
 """Of the package: as of this version it is known to take grouped heads and offsets kept on the host."""
+MAX_ERROR = 0.05
+"""Of the rule in bfloat16, relative; what is known of wrong ones is 0.5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +37,12 @@ class FlaKernels:
     """`rms_norm_gated`"""
 
 
-def find_kernels(device: torch.device) -> FlaKernels | None:
-    """The kernels for tensors of this device; None where transformers' functions have to do."""
-    return _load() if device.type == "cuda" else None
+def find_kernels(device: torch.device, key_dim: int = 128, value_dim: int = 128) -> FlaKernels | None:
+    """The kernels for tensors of this device and heads of these sizes; None: transformers' functions have to do."""
+    if device.type != "cuda":
+        return None
+    fla = _load()
+    return fla if fla is not None and _is_right(fla, device, key_dim, value_dim) else None
 
 
 @cache
@@ -59,6 +66,83 @@ def _load() -> FlaKernels | None:
         )
         return None
     return FlaKernels(rule=rule.chunk_gated_delta_rule, convolve=convolution.causal_conv1d, norm=norm.rms_norm_gated)
+
+
+@cache
+def _is_right(fla: FlaKernels, device: torch.device, key_dim: int, value_dim: int) -> bool:
+    """Whether outputs and gradients of the rule are those of the recurrence, in bfloat16, on this card."""
+    if key_dim >= 128:
+        # The package stops where Triton 3.4 to 3.7.0 compiles for Hopper, as tiles of 64 come out wrong there (its
+        # issue 640). Heads of 128 have tiles of 128. What follows would see it if they were wrong too.
+        chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+    try:
+        error = _measure_error(fla, device, key_dim, value_dim)
+    except RuntimeError as refusal:
+        logger.warning("gated delta nets run in torch, many times slower: %s", str(refusal).splitlines()[0])
+        return False
+    logger.info("flash-linear-attention against the recurrence: relative error %.2g", error)
+    if error > MAX_ERROR:
+        logger.warning(
+            "gated delta nets run in torch, many times slower: flash-linear-attention's kernels are wrong on this "
+            "card with this Triton (relative error %.2g in outputs or gradients)",
+            error,
+        )
+    return error <= MAX_ERROR
+
+
+def _measure_error(fla: FlaKernels, device: torch.device, key_dim: int, value_dim: int) -> float:
+    """Largest relative error (of norms) of the rule's outputs and five gradients; two sequences, grouped heads."""
+    lengths, num_heads, num_groups = [150, 70], 4, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(sum(lengths), *shape, generator=generator).to(device)
+
+    query, key = draw(num_groups, key_dim), draw(num_groups, key_dim)
+    value, weights = draw(num_heads, value_dim), draw(num_heads, value_dim)
+    decay, beta = -torch.rand(sum(lengths), num_heads, generator=generator).to(device), draw(num_heads).sigmoid()
+    inputs = [x.bfloat16() for x in (query, key, value)] + [decay, beta.bfloat16()]
+
+    def run(rule: Callable[..., Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            out = rule(*leaves)
+            (out.float() * weights).sum().backward()
+        return [out.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
+
+    def by_kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        offsets = Offsets.of(lengths, device)
+        out: Tensor = fla.rule(
+            *(q[None], k[None], v[None]),
+            g=g[None],
+            beta=b[None],
+            initial_state=None,
+            output_final_state=False,
+            use_qk_l2norm_in_kernel=True,
+            **offsets.arguments,
+        )[0][0]
+        return out
+
+    def by_recurrence(*whole: Tensor) -> Tensor:
+        return torch.cat([recur(*parts) for parts in zip(*(x.split(lengths) for x in whole), strict=True)])
+
+    pairs = zip(run(by_kernel, None), run(by_recurrence, torch.float32), strict=True)
+    return max(float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs)
+
+
+def recur(query_TGK: Tensor, key_TGK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
+    """[T, H, V]: the gated delta rule token by token (arXiv:2412.06464, eq. 10), on normalised queries and keys."""
+    repeats = value_THV.shape[1] // query_TGK.shape[1]
+    query, key = (functional.normalize(x, dim=-1).repeat_interleave(repeats, dim=1) for x in (query_TGK, key_TGK))
+    state_HKV = value_THV.new_zeros(value_THV.shape[1], query_TGK.shape[2], value_THV.shape[2])
+    outs = []
+    for q, k, v, g, b in zip(query, key, value_THV, decay_TH, beta_TH, strict=True):
+        state_HKV = state_HKV * g.exp()[:, None, None]
+        read = (state_HKV * k[:, :, None]).sum(dim=1)
+        state_HKV = state_HKV + k[:, :, None] * (b[:, None] * (v - read))[:, None, :]
+        outs.append((state_HKV * q[:, :, None]).sum(dim=1) * query_TGK.shape[2] ** -0.5)
+    return torch.stack(outs)
 
 
 def _parse_version(text: str) -> tuple[int, ...]:

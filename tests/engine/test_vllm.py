@@ -183,7 +183,7 @@ def test_a_prompt_that_is_too_long_fails_alone(engine: Any) -> None:
 def test_a_request_that_cannot_be_sampled_fails_alone(engine: Any) -> None:
     async def main() -> Any:
         good = asyncio.create_task(engine.generate(PROMPTS[0], GenerationParams(max_tokens=4)))
-        with pytest.raises(EngineError, match="refused.*max_tokens"):
+        with pytest.raises(EngineError, match=r"refused.*max_tokens"):
             await engine.generate(PROMPTS[1], GenerationParams(max_tokens=0))
         return await good
 

@@ -38,7 +38,7 @@ def load(folder: str | Path) -> Any:
 
 
 def main(model: str, out: Path, is_full: bool) -> None:
-    settings = {"max_steps": 2, "gradient_checkpointing": True, "learning_rate": 1e-2}
+    settings = {"max_steps": 2, "gradient_checkpointing": True, "learning_rate": 1e-2 if is_full else 5e-2}
     trainer = build_trainer(model, out, ["ok", "fork"] * 2, everything=not is_full, **settings)
     trainable = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     others = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}

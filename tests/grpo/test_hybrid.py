@@ -244,7 +244,7 @@ def test_two_steps_of_an_adapter_with_evaluation(checkpoint: Path, tmp_path: Pat
     assert any("in_proj_qkv" in name for name in result["trainable"])
     assert any("q_proj" in name for name in result["trainable"])
     assert result["gap_merged"] < 0.05
-    assert result["gap_first_weights"] > 5 * result["gap_merged"]
+    assert result["gap_first_weights"] > 3 * result["gap_merged"]
 
 
 def test_two_processes_without_a_search_for_unused_weights(checkpoint: Path, tmp_path: Path) -> None:

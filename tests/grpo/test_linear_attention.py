@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import sys
+from dataclasses import replace
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -271,7 +272,7 @@ class TorchFla:
 def fla(monkeypatch: pytest.MonkeyPatch) -> TorchFla:
     """Layouts are computed as on a GPU with flash-linear-attention."""
     found = TorchFla()
-    monkeypatch.setattr(fla_kernels, "find_kernels", lambda device: found.kernels)
+    monkeypatch.setattr(fla_kernels, "find_kernels", lambda *_: found.kernels)
     return found
 
 
@@ -299,6 +300,49 @@ def test_another_activation_than_the_kernels_know_is_computed_in_torch(fla: Torc
     net = build_model("qwen3_5", hidden_act="gelu").model.layers[0].linear_attn
     compare(net, *lay_out(CASES["group"], share=True))
     assert fla.rule_calls == []
+
+
+class _HalvedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+def test_the_recurrence_that_kernels_are_held_against_is_that_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(90, 2, 16, generator=generator) for _ in range(2))
+    value = torch.randn(90, 4, 8, generator=generator)
+    decay, beta = -torch.rand(90, 4, generator=generator), torch.rand(90, 4, generator=generator)
+    repeated = (x.repeat_interleave(2, dim=1)[None] for x in (query, key))
+    wanted, _ = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
+        *repeated, value[None], decay[None], beta[None], None, output_final_state=False, use_qk_l2norm_in_kernel=True
+    )
+    torch.testing.assert_close(fla_kernels.recur(query, key, value, decay, beta), wanted[0], rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_are_trusted_only_if_their_gradients_are_right(
+    fla: TorchFla, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu = torch.device("cpu")
+    assert 1e-4 < fla_kernels._measure_error(fla.kernels, cpu, 16, 8) < 0.03  # bfloat16's own
+    assert fla_kernels._is_right(fla.kernels, cpu, 16, 8)
+
+    def halve(query: Tensor, key: Tensor, *rest: Tensor, **kwargs: Any) -> Any:
+        return fla.kernels.rule(query, _HalvedGradient.apply(key), *rest, **kwargs)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("this Triton is not for this card\nand more")
+
+    with caplog.at_level("WARNING"):
+        assert not fla_kernels._is_right(replace(fla.kernels, rule=halve), cpu, 16, 8)
+        assert not fla_kernels._is_right(replace(fla.kernels, rule=refuse), cpu, 16, 8)
+    wrong, refused = (record.getMessage() for record in caplog.records)
+    assert "wrong on this card with this Triton (relative error 0.5" in wrong
+    assert refused.endswith("many times slower: this Triton is not for this card")
 
 
 def test_kernels_are_for_gpus() -> None:
