@@ -84,7 +84,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     rows, scored = build_rows()
     failed = False
-    has_fla = fla_kernels.find_kernels(device) is not None
+    has_fla = fla_kernels.load_kernels(device) is not None
     limit_tuning(1)
     started = time.perf_counter()
     print("model    dtype     layout   max |difference| of log-probabilities   gradient, relative   limit   seconds")

@@ -37,12 +37,18 @@ class FlaKernels:
     """`rms_norm_gated`"""
 
 
-def find_kernels(device: torch.device, key_dim: int = 128, value_dim: int = 128) -> FlaKernels | None:
-    """The kernels for tensors of this device and heads of these sizes; None: transformers' functions have to do."""
-    if device.type != "cuda":
+def find_kernels(net: Any, device: torch.device) -> FlaKernels | None:
+    """The kernels for a gated delta net of transformers; None where transformers' functions have to do."""
+    fla = load_kernels(device)
+    if fla is None or net.activation != "silu":
         return None
-    fla = _load()
-    return fla if fla is not None and _is_right(fla, device, key_dim, value_dim) else None
+    heads = Heads(groups=net.num_k_heads, heads=net.num_v_heads, key_dim=net.head_k_dim, value_dim=net.head_v_dim)
+    return fla if _is_right(fla, device, heads) else None
+
+
+def load_kernels(device: torch.device) -> FlaKernels | None:
+    """The kernels that are installed, if this device can run them."""
+    return _load() if device.type == "cuda" else None
 
 
 @cache
@@ -68,16 +74,28 @@ def _load() -> FlaKernels | None:
     return FlaKernels(rule=rule.chunk_gated_delta_rule, convolve=convolution.causal_conv1d, norm=norm.rms_norm_gated)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Sizes of a gated delta net. Kernels are tuned for them, so that a check of others would be tuned for nothing."""
+
+    groups: int
+    """Of queries and keys."""
+    heads: int
+    """Of values."""
+    key_dim: int
+    value_dim: int
+
+
 @cache
-def _is_right(fla: FlaKernels, device: torch.device, key_dim: int, value_dim: int) -> bool:
+def _is_right(fla: FlaKernels, device: torch.device, heads: Heads) -> bool:
     """Whether outputs and gradients of the rule are those of the recurrence, in bfloat16, on this card."""
-    if key_dim >= 128:
+    if heads.key_dim >= 128:
         # The package stops where Triton 3.4 to 3.7.0 compiles for Hopper, as tiles of 64 come out wrong there (its
         # issue 640). Heads of 128 have tiles of 128. What follows would see it if they were wrong too.
         chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
         chunk_o.TRITON_ABOVE_3_7_1 = True
     try:
-        error = _measure_error(fla, device, key_dim, value_dim)
+        error = _measure_error(fla, device, heads)
     except RuntimeError as refusal:
         logger.warning("gated delta nets run in torch, many times slower: %s", str(refusal).splitlines()[0])
         return False
@@ -91,17 +109,18 @@ def _is_right(fla: FlaKernels, device: torch.device, key_dim: int, value_dim: in
     return error <= MAX_ERROR
 
 
-def _measure_error(fla: FlaKernels, device: torch.device, key_dim: int, value_dim: int) -> float:
-    """Largest relative error (of norms) of the rule's outputs and five gradients; two sequences, grouped heads."""
-    lengths, num_heads, num_groups = [150, 70], 4, 2
+def _measure_error(fla: FlaKernels, device: torch.device, heads: Heads) -> float:
+    """Largest relative error (of norms) of the rule's outputs and five gradients; two sequences."""
+    lengths = [150, 70]
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(sum(lengths), *shape, generator=generator).to(device)
 
-    query, key = draw(num_groups, key_dim), draw(num_groups, key_dim)
-    value, weights = draw(num_heads, value_dim), draw(num_heads, value_dim)
-    decay, beta = -torch.rand(sum(lengths), num_heads, generator=generator).to(device), draw(num_heads).sigmoid()
+    query, key = draw(heads.groups, heads.key_dim), draw(heads.groups, heads.key_dim)
+    value, weights = draw(heads.heads, heads.value_dim), draw(heads.heads, heads.value_dim)
+    decay = -torch.rand(sum(lengths), heads.heads, generator=generator).to(device)
+    beta = draw(heads.heads).sigmoid()
     inputs = [x.bfloat16() for x in (query, key, value)] + [decay, beta.bfloat16()]
 
     def run(rule: Callable[..., Tensor], dtype: torch.dtype | None) -> list[Tensor]:

@@ -86,9 +86,7 @@ def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
         hidden_states: [1, N, hidden].
     """
     plan = _plan(layout, net.conv_kernel_size - 1, hidden_states.device)
-    fla = None
-    if net.activation == "silu":
-        fla = fla_kernels.find_kernels(hidden_states.device, net.head_k_dim, net.head_v_dim)
+    fla = fla_kernels.find_kernels(net, hidden_states.device)
     qkv_NC, z, b_NH, a_NH = (x[0] for x in _project(net, hidden_states))
     beta_NH = b_NH.sigmoid()
     decay_NH = -net.A_log.float().exp() * functional.softplus(a_NH.float() + net.dt_bias)

@@ -18,7 +18,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from polar_trl.grpo import fla_kernels, linear_attention
 from polar_trl.grpo.attention import ATTENTION, register_attention
-from polar_trl.grpo.fla_kernels import FlaKernels
+from polar_trl.grpo.fla_kernels import FlaKernels, Heads
 from polar_trl.grpo.layout import Layout, build_layout
 from polar_trl.grpo.linear_attention import wrap_linear_attention
 from polar_trl.grpo.supported import find_unsupported
@@ -272,7 +272,8 @@ class TorchFla:
 def fla(monkeypatch: pytest.MonkeyPatch) -> TorchFla:
     """Layouts are computed as on a GPU with flash-linear-attention."""
     found = TorchFla()
-    monkeypatch.setattr(fla_kernels, "find_kernels", lambda *_: found.kernels)
+    monkeypatch.setattr(fla_kernels, "load_kernels", lambda device: found.kernels)
+    monkeypatch.setattr(fla_kernels, "_is_right", lambda *_: True)
     return found
 
 
@@ -324,12 +325,11 @@ def test_the_recurrence_that_kernels_are_held_against_is_that_of_transformers() 
     torch.testing.assert_close(fla_kernels.recur(query, key, value, decay, beta), wanted[0], rtol=1e-5, atol=1e-5)
 
 
-def test_kernels_are_trusted_only_if_their_gradients_are_right(
-    fla: TorchFla, caplog: pytest.LogCaptureFixture
-) -> None:
-    cpu = torch.device("cpu")
-    assert 1e-4 < fla_kernels._measure_error(fla.kernels, cpu, 16, 8) < 0.03  # bfloat16's own
-    assert fla_kernels._is_right(fla.kernels, cpu, 16, 8)
+def test_kernels_are_trusted_only_if_their_gradients_are_right(caplog: pytest.LogCaptureFixture) -> None:
+    fla, cpu = TorchFla(), torch.device("cpu")
+    heads = Heads(groups=2, heads=4, key_dim=16, value_dim=8)
+    assert 1e-4 < fla_kernels._measure_error(fla.kernels, cpu, heads) < 0.03  # bfloat16's own
+    assert fla_kernels._is_right(fla.kernels, cpu, heads)
 
     def halve(query: Tensor, key: Tensor, *rest: Tensor, **kwargs: Any) -> Any:
         return fla.kernels.rule(query, _HalvedGradient.apply(key), *rest, **kwargs)
@@ -338,15 +338,15 @@ def test_kernels_are_trusted_only_if_their_gradients_are_right(
         raise RuntimeError("this Triton is not for this card\nand more")
 
     with caplog.at_level("WARNING"):
-        assert not fla_kernels._is_right(replace(fla.kernels, rule=halve), cpu, 16, 8)
-        assert not fla_kernels._is_right(replace(fla.kernels, rule=refuse), cpu, 16, 8)
+        assert not fla_kernels._is_right(replace(fla.kernels, rule=halve), cpu, heads)
+        assert not fla_kernels._is_right(replace(fla.kernels, rule=refuse), cpu, heads)
     wrong, refused = (record.getMessage() for record in caplog.records)
     assert "wrong on this card with this Triton (relative error 0.5" in wrong
     assert refused.endswith("many times slower: this Triton is not for this card")
 
 
 def test_kernels_are_for_gpus() -> None:
-    assert fla_kernels.find_kernels(torch.device("cpu")) is None
+    assert fla_kernels.load_kernels(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -371,8 +371,8 @@ def test_kernels_that_cannot_be_used_are_named_once(
         monkeypatch.setattr(sys, "path", [])
     fla_kernels._load.cache_clear()
     with caplog.at_level("WARNING"):
-        assert fla_kernels.find_kernels(torch.device("cuda")) is None
-        assert fla_kernels.find_kernels(torch.device("cuda")) is None
+        assert fla_kernels.load_kernels(torch.device("cuda")) is None
+        assert fla_kernels.load_kernels(torch.device("cuda")) is None
     fla_kernels._load.cache_clear()
     assert [sentence in record.getMessage() for record in caplog.records] == [True]
 
