@@ -272,11 +272,11 @@ def compare_with_peak(flops: Flops, seconds: float) -> dict[str, float]:
 
 
 def describe_kernels(case: Case, model: Any, device: torch.device) -> dict[str, str]:
-    is_hybrid = any(is_gated_delta_net(module) for module in model.modules())
-    kernels = "flash-linear-attention" if fla_kernels.load_kernels(device) else "torch"
+    net = next((module for module in model.modules() if is_gated_delta_net(module)), None)
+    kernels = "flash-linear-attention" if net is not None and fla_kernels.find_kernels(net, device) else "torch"
     return {
         "attention": "FlexAttention" if device.type == "cuda" else "SDPA by segment",
-        "delta_rule": kernels if is_hybrid else "none",
+        "delta_rule": "none" if net is None else kernels,
         "norms": "Liger" if case.liger else "torch",
     }
 
