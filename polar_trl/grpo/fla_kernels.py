@@ -9,6 +9,7 @@ of card and Triton compile it wrongly without an error, so it is compared with t
 import importlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -95,7 +96,10 @@ def _is_right(fla: FlaKernels, device: torch.device, heads: Heads) -> bool:
         chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
         chunk_o.TRITON_ABOVE_3_7_1 = True
     try:
-        error = _measure_error(fla, device, heads)
+        # on a thread of its own: this may be inside of a checkpointed forward pass, which counts what is saved for
+        # gradients, under autocast, or where gradients are off; all of these are of a thread
+        with ThreadPoolExecutor(1) as thread:
+            error = thread.submit(_measure_error, fla, device, heads).result()
     except RuntimeError as refusal:
         logger.warning("gated delta nets run in torch, many times slower: %s", str(refusal).splitlines()[0])
         return False
@@ -125,9 +129,8 @@ def _measure_error(fla: FlaKernels, device: torch.device, heads: Heads) -> float
 
     def run(rule: Callable[..., Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            out = rule(*leaves)
-            (out.float() * weights).sum().backward()
+        out = rule(*leaves)
+        (out.float() * weights).sum().backward()
         return [out.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
 
     def by_kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:

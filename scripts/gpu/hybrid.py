@@ -24,6 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from fla_tuning import limit_tuning
 from peft import LoraConfig
 from report import Report
 from tiny_hybrid import build_tiny_hybrid
@@ -122,6 +123,7 @@ def train(args: argparse.Namespace) -> None:
         peft_config=adapter,
         callbacks=[StepPrinter()],
     )
+    limit_tuning(1)  # minutes otherwise, in every process
     trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     if stray := [name for name in trained if "visual" in name]:
         raise RuntimeError(f"the vision tower would be trained: {stray[0]}")
