@@ -10,6 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -149,7 +150,8 @@ def _measure_error(fla: FlaKernels, device: torch.device, heads: Heads) -> float
     def by_recurrence(*whole: Tensor) -> Tensor:
         return torch.cat([recur(*parts) for parts in zip(*(x.split(lengths) for x in whole), strict=True)])
 
-    pairs = zip(run(by_kernel, None), run(by_recurrence, torch.float32), strict=True)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        pairs = zip(run(by_kernel, None), run(by_recurrence, torch.float32), strict=True)
     return max(float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs)
 
 
