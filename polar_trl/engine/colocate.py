@@ -6,6 +6,7 @@ all ranks of a tensor-parallel engine must see the same requests, and agents tal
 
 import importlib.util
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,9 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
                 vllm_cpu.prepare_qwen35()
                 defaults = vllm_cpu.QWEN35_LLM_KWARGS
             self._llm_kwargs = {**defaults, **self._llm_kwargs}
+        if self.accelerator.num_processes == 1:
+            # TRL would take the first of four ports that is free, and two runs that start together the same one
+            os.environ.setdefault("MASTER_PORT", str(_find_free_port()))
         make_llm = vllm_generation.LLM
         with _replaced(vllm_generation, "LLM", lambda **kwargs: make_llm(**{**kwargs, **self._llm_kwargs})):
             super()._init_vllm()
@@ -125,6 +129,12 @@ def build_model_kwargs(config: Any) -> dict[str, Any]:
 
 def _is_qwen35(config: Any) -> bool:
     return str(config.model_type).startswith("qwen3_5")
+
+
+def _find_free_port() -> int:
+    with socket.create_server(("localhost", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 @contextmanager

@@ -8,7 +8,7 @@ For each setting of `engine_cuda_graphs`, and for vLLM's mode FULL, which the tr
 process of its own, as the trainer builds it, and answers small batches from a cold prefix cache: where wrong graphs
 show. What it sampled is scored here by transformers in float32 and bfloat16. Then it samples at temperatures 0.7 and
 1.0, and the trainer's own pass scores that. A batch is right when its mean gap to float32 is within the tolerance of
-the trainer's start-up check, and wherever a token is not float32's own choice the two are a tie within that tolerance.
+the trainer's start-up check, and wherever a token is not float32's own choice the two are a tie within twice that.
 """
 
 import argparse

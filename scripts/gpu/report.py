@@ -1,5 +1,7 @@
 """What an experiment measured -> a JSON file that grows with each figure, and a table for docs/performance.md.
 
+  python scripts/gpu/report.py docs/results/gpu/*.json          prints the tables again
+
 It refuses to lose figures: the file is written after every row, so that a run that is cut short keeps what it had.
 """
 
@@ -40,6 +42,7 @@ class Report:
             "date": str(date.today()),
             "machine": describe_machine(),
             "versions": read_versions(),
+            "columns": dict(columns),
             "rows": [],
         }
 
@@ -70,12 +73,16 @@ class Report:
 
     def finish(self) -> None:
         """Print the table, last. Exits with 1 if a row failed."""
-        print(render_table(self.content["rows"], self._columns))
-        content = self.content
-        packages = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
-        print(f"\n{content['date']}, {content['machine']}, {packages}: `{content['command']}`", flush=True)
+        print(render_report(self.content), flush=True)
         if self.failed:
             sys.exit(1)
+
+
+def render_report(content: Mapping[str, Any]) -> str:
+    """Markdown of what an experiment left: its table, and when, where, with what and how it was measured."""
+    packages = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
+    measured = f"{content['date']}, {content['machine']}, {packages}: `{content['command']}`"
+    return f"{render_table(content['rows'], content['columns'])}\n\n{measured}"
 
 
 def render_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
@@ -120,3 +127,8 @@ def read_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(f"### {Path(name).stem}\n\n{render_report(json.loads(Path(name).read_text()))}\n")
