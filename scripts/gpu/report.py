@@ -1,6 +1,6 @@
 """What an experiment measured -> a JSON file that grows with each figure, and a table for docs/performance.md.
 
-  python scripts/gpu/report.py docs/results/gpu/*.json          prints the tables again
+  python scripts/gpu/report.py docs/results/*.json          prints the tables again
 
 It refuses to lose figures: the file is written after every row, so that a run that is cut short keeps what it had.
 """
