@@ -1,6 +1,8 @@
 """The parts of scripts/gpu/throughput.py: its clients are agents, its figures add up, its model says what it must."""
 
+import gc
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "gpu")]
 
 from agent_clients import Clients, ClientSession  # noqa: E402
-from engine_watch import Side, Step, build_key, find_busy  # noqa: E402
+from engine_watch import CollectorWatch, EngineWatch, Side, Step, build_key, find_busy  # noqa: E402
 from session_lengths import SessionLengths  # noqa: E402
 from throughput import build_client_session, build_lengths, chain_words, find_words  # noqa: E402
 
@@ -61,10 +63,10 @@ def test_a_call_that_fails_ends_the_measurement(tmp_path: Path, capfd: pytest.Ca
 
 def test_steady_figures_leave_out_both_ends() -> None:
     steps = [
-        Step(1.0, 1.5, 0.4, 10, True),
-        Step(1.6, 2.0, 0.2, 6, False),
-        Step(2.4, 3.0, 0.3, 8, True),
-        Step(3.0, 5.0, 0.1, 1, False),
+        Step(1.0, 1.5, 0.4, 10, True, 0.3, 9, True, 0.2, 3, 5),
+        Step(1.6, 2.0, 0.2, 6, False, 0.1, 6, True, 0.1, 2, 40),
+        Step(2.4, 3.0, 0.3, 8, True, 0.0, 8, False, 0.0, 4, 60),
+        Step(3.0, 5.0, 0.1, 1, False, 0.0, 1, False, 0.0, 1, 1),
     ]
     side = Side(
         begun_s=0.0,
@@ -83,6 +85,75 @@ def test_steady_figures_leave_out_both_ends() -> None:
     assert figures["x_idle_share"] == pytest.approx(0.4 / 1.5)
     assert figures["x_other_cpu_share"] == pytest.approx((2.0 - 1.0) / 5)
     assert figures["x_hit"] == 0.75
+    assert figures["x_gc_share"] == pytest.approx(0.1 / 0.5)
+    assert figures["x_gc_max_ms"] == pytest.approx(100)
+    assert figures["x_mixed_share"] == 0.5
+    assert figures["x_mixed_cpu_ms"] == pytest.approx(200)
+    assert figures["x_plain_cpu_ms"] == pytest.approx(300)
+    assert figures["x_step_requests"] == 7
+    assert figures["x_step_system_ms"] == pytest.approx(50)
+    assert figures["x_step_waits"] == 3
+    assert figures["x_step_faults"] == 50
+
+
+class FakeEngine:
+    """What `EngineWatch` takes hold of; a step schedules the next of `batches`, and may collect garbage."""
+
+    def __init__(self, batches: list[dict[str, int]], *, collects: bool) -> None:
+        self._batches, self._collects = iter(batches), collects
+        scheduler = SimpleNamespace(schedule=self._schedule)
+        self.engine_core = SimpleNamespace(
+            get_output=lambda: SimpleNamespace(outputs=[]), engine_core=SimpleNamespace(scheduler=scheduler)
+        )
+
+    def _schedule(self) -> SimpleNamespace:
+        batch = next(self._batches)
+        return SimpleNamespace(num_scheduled_tokens=batch, total_num_scheduled_tokens=sum(batch.values()))
+
+    def step(self) -> list[object]:
+        self.engine_core.engine_core.scheduler.schedule()
+        self.engine_core.get_output()
+        if self._collects:
+            gc.collect()
+        return []
+
+    def has_unfinished_requests(self) -> bool:
+        return True
+
+
+def test_steps_tell_prompts_and_the_collector() -> None:
+    gc.disable()  # so that no other collection falls into a step
+    try:
+        steps = []
+        for collects in (True, False):
+            engine = FakeEngine([{"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 40}, {"a": 1}], collects=collects)
+            watch = EngineWatch(engine)
+            for _ in range(3):
+                engine.step()
+            watch.close()
+            steps.append(watch.steps)
+    finally:
+        gc.enable()
+    for those in steps:
+        assert [(step.num_requests, step.is_mixed) for step in those] == [(2, False), (3, True), (1, False)]
+    assert all(0 < step.gc_s <= step.cpu_s for step in steps[0])
+    assert [step.gc_s for step in steps[1]] == [0, 0, 0]
+
+
+def test_collections_of_other_threads_do_not_count() -> None:
+    watch = CollectorWatch()
+    gc.disable()
+    try:
+        watch.begin()
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+        assert watch.seconds == 0
+        gc.collect()
+        assert watch.seconds > 0
+    finally:
+        gc.enable()
+        watch.close()
 
 
 def test_busy_is_between_the_first_and_the_last_of_the_slots() -> None:

@@ -4,6 +4,9 @@ It watches whoever steps the engine: our thread, or `LLM.generate`. It changes n
 tell apart two prompts of one length that end alike; see `build_key`.
 """
 
+import gc
+import resource
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +27,18 @@ class Step:
     num_tokens: int
     has_more: bool
     """Whether requests were left when it ended."""
+    gc_s: float
+    """Of `cpu_s`, what Python's garbage collector took on this thread, whoever made the garbage."""
+    num_requests: int
+    """In the batch that the step put together."""
+    is_mixed: bool
+    """Whether that batch computed prompts too: it cannot use the graphs of batches of one token per request."""
+    system_s: float
+    """Of `cpu_s`, what the operating system took: page faults, handing over the interpreter's lock."""
+    num_waits: int
+    """Times the thread gave up its processor to wait: for the interpreter's lock, or for the GPU."""
+    num_faults: int
+    """Page faults: memory that was given back to the system and asked for again."""
 
 
 class EngineWatch:
@@ -34,13 +49,26 @@ class EngineWatch:
         self._run_step, llm_engine.step = llm_engine.step, self._step
         core = llm_engine.engine_core
         self._run_get_output, core.get_output = core.get_output, self._get_output
+        scheduler = core.engine_core.scheduler
+        self._run_schedule, scheduler.schedule = scheduler.schedule, self._schedule
+        self._collector = CollectorWatch()
         self.clear()
+
+    def close(self) -> None:
+        self._collector.close()
 
     def clear(self) -> None:
         self.steps: list[Step] = []
         self.ended: dict[TokenIds, tuple[float, int]] = {}
         """Key of a prompt -> when its answer was there, and how much of it had been cached."""
         self._num_tokens = 0
+        self._num_requests, self._is_mixed = 0, False
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
+        batch = self._run_schedule(*args, **kwargs)
+        self._num_requests = len(batch.num_scheduled_tokens)
+        self._is_mixed |= batch.total_num_scheduled_tokens > self._num_requests
+        return batch
 
     def _get_output(self) -> Any:
         outputs = self._run_get_output()
@@ -48,15 +76,60 @@ class EngineWatch:
         return outputs
 
     def _step(self) -> list[Any]:
+        self._num_requests, self._is_mixed = 0, False
+        self._collector.begin()
+        before = resource.getrusage(resource.RUSAGE_THREAD)
         begun_s, cpu_s = time.monotonic(), time.thread_time()
         outputs: list[Any] = self._run_step()
-        ended_s = time.monotonic()
+        ended_s, cpu_s = time.monotonic(), time.thread_time() - cpu_s
+        after = resource.getrusage(resource.RUSAGE_THREAD)
         for output in outputs:
             if output.finished:
                 self.ended[build_key(output.prompt_token_ids)] = (ended_s, output.num_cached_tokens or 0)
         has_more = self._engine.has_unfinished_requests()
-        self.steps.append(Step(begun_s, ended_s, time.thread_time() - cpu_s, self._num_tokens, has_more))
+        self.steps.append(
+            Step(
+                begun_s=begun_s,
+                ended_s=ended_s,
+                cpu_s=cpu_s,
+                num_tokens=self._num_tokens,
+                has_more=has_more,
+                gc_s=self._collector.seconds,
+                num_requests=self._num_requests,
+                is_mixed=self._is_mixed,
+                system_s=after.ru_stime - before.ru_stime,
+                num_waits=after.ru_nvcsw - before.ru_nvcsw,
+                num_faults=after.ru_minflt - before.ru_minflt,
+            )
+        )
         return outputs
+
+
+class CollectorWatch:
+    """Processor seconds of Python's garbage collector on the thread that called `begin`, since it did.
+
+    A collection runs on whichever thread allocates the object that makes it due.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread = 0
+        self._begun_s = 0.0
+        gc.callbacks.append(self._notice)
+
+    def begin(self) -> None:
+        self.seconds, self._thread = 0.0, threading.get_ident()
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._notice)
+
+    def _notice(self, phase: str, info: dict[str, int]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._begun_s = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._begun_s
 
 
 class WatchedEngine:
@@ -105,6 +178,8 @@ class Side:
         between_s = sum(gap for before, gap in gaps if before.has_more)
         idle_s = sum(gap for before, gap in gaps if not before.has_more)
         cpu_s = sum(step.cpu_s for step in self.steps)
+        mixed = [step for step in steady if step.is_mixed]
+        plain = [step for step in steady if not step.is_mixed]
         figures = {
             "tokens_per_s": sum(step.num_tokens for step in self.steps) / seconds,
             "steady_tokens_per_s": sum(step.num_tokens for step in steady) / steady_s,
@@ -113,7 +188,16 @@ class Side:
             "hit": self.num_cached_tokens / self.num_prompt_tokens,
             "steps": len(steady),
             "step_ms": 1000 * sum(step.ended_s - step.begun_s for step in steady) / len(steady),
-            "step_cpu_ms": 1000 * sum(step.cpu_s for step in steady) / len(steady),
+            "step_cpu_ms": _find_cpu_ms(steady),
+            "mixed_share": len(mixed) / len(steady),
+            "mixed_cpu_ms": _find_cpu_ms(mixed),
+            "plain_cpu_ms": _find_cpu_ms(plain),
+            "step_requests": sum(step.num_requests for step in steady) / len(steady),
+            "gc_share": sum(step.gc_s for step in steady) / sum(step.cpu_s for step in steady),
+            "step_system_ms": 1000 * sum(step.system_s for step in steady) / len(steady),
+            "step_waits": sum(step.num_waits for step in steady) / len(steady),
+            "step_faults": sum(step.num_faults for step in steady) / len(steady),
+            "gc_max_ms": 1000 * max(step.gc_s for step in steady),
             "between_share": between_s / steady_s,
             "idle_share": idle_s / steady_s,
             "waiting": (between_s + idle_s) / steady_s,
@@ -121,6 +205,11 @@ class Side:
             "other_cpu_share": (self.process_cpu_s - cpu_s) / seconds,
         }
         return {f"{prefix}_{name}": value for name, value in figures.items()}
+
+
+def _find_cpu_ms(steps: Sequence[Step]) -> float:
+    """Mean of a step; 0 without steps."""
+    return 1000 * sum(step.cpu_s for step in steps) / max(1, len(steps))
 
 
 def build_key(prompt_ids: Sequence[int]) -> TokenIds:

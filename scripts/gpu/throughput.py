@@ -23,7 +23,9 @@ slots, to the end of the last but so many.
 "Added" is a call's time at its client without its time between `generate` and the step that ended it; that of first
 calls, which arrive together and are encoded from scratch, stands beside it (p50). "Hit" is the
 share of prompt tokens that came from the prefix cache. A separate session of 40 calls, at a quarter of the lengths,
-gives both at one session at once. It refuses to compare answers of different lengths.
+gives both at one session at once. "Mixed" steps compute prompts too; what the collector took is that of the engine's
+thread only. The file has more of the kind: waits and page faults per step, requests in its batch. It refuses
+to compare answers of different lengths.
 """
 
 import argparse
@@ -33,6 +35,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -90,6 +93,15 @@ COLUMNS = {
     "proxy_step_ms": "step ms, proxy",
     "offline_step_ms": "step ms, offline",
     "proxy_waiting": "thread outside of steps, proxy",
+    "proxy_mixed_share": "mixed steps, proxy",
+    "offline_mixed_share": "mixed steps, offline",
+    "proxy_plain_cpu_ms": "CPU ms of other steps, proxy",
+    "offline_plain_cpu_ms": "CPU ms of other steps, offline",
+    "proxy_gc_share": "collector's share, proxy",
+    "offline_gc_share": "collector's share, offline",
+    "proxy_step_system_ms": "system's CPU ms per step, proxy",
+    "offline_step_system_ms": "system's, offline",
+    "threaded_step_ms": "step ms, offline in a thread",
     "switch_interval_ms": "switch interval ms",
 }
 
@@ -113,14 +125,15 @@ class Bench:
     def close(self) -> None:
         self._proxy.stop()
         self._engine.close()
+        self._watch.close()
 
     def warm_up(self) -> None:
         """Kernels, caches and imports of both sides, outside of the clock."""
         calls, _ = self._run_proxy_side(build_lengths("5k/30", 8, 0.1), 4, 12, 0.1)
         self._run_offline_side(calls, 4)
 
-    def measure(self, num_slots: int, calls_per_slot: int, scale: float) -> dict[str, Any]:
-        """One row: both sides with so many sessions at once."""
+    def measure(self, num_slots: int, calls_per_slot: int, scale: float, *, threaded: bool) -> dict[str, Any]:
+        """One row: both sides with so many sessions at once, and offline once more in a thread of its own."""
         num_calls = num_slots * calls_per_slot
         # sessions end after some 27 calls and are followed by others
         lengths = build_lengths("5k/30", num_slots * (calls_per_slot // 15 + 2), scale)
@@ -131,6 +144,12 @@ class Bench:
             "whole_ratio": row["proxy_tokens_per_s"] / row["offline_tokens_per_s"],
             "steady_ratio": row["proxy_steady_tokens_per_s"] / row["offline_steady_tokens_per_s"],
         }
+        if threaded:
+            sides: list[Side] = []
+            thread = threading.Thread(target=lambda: sides.append(self._run_offline_side(calls, num_slots)[0]))
+            thread.start()
+            thread.join()
+            row |= sides[0].describe("threaded")
         return row
 
     def measure_session(self, num_calls: int, scale: float) -> dict[str, Any]:
@@ -415,7 +434,7 @@ def run_rows(bench: "Bench", report: Report, options: argparse.Namespace) -> Non
         setting = model | {"switch_interval_ms": interval_ms}
         sys.setswitchinterval(interval_ms / 1000)
         try:
-            row = bench.measure(num_slots, calls_per_slot, options.scale)
+            row = bench.measure(num_slots, calls_per_slot, options.scale, threaded=options.threaded)
             report.add(**setting, **row)
         except Exception as error:  # noqa: BLE001 - the same
             report.fail(error, **setting, sessions=num_slots)
@@ -438,6 +457,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--cuda-graphs", choices=LLM_KWARGS, default="default", help="as engine_cuda_graphs")
     parser.add_argument(
         "--switch-interval-ms", type=float, nargs="+", default=[5.0], help="a row for each (Python's 5)"
+    )
+    parser.add_argument(
+        "--threaded", action="store_true", help="run offline in a thread too: tells the thread's cost from the proxy's"
     )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     options = parser.parse_args()
