@@ -34,7 +34,7 @@ def main() -> None:
         text = ask(messages)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"go on, part {number}"}]
         if len(sys.argv) > 2 and os.path.exists(sys.argv[2]):
-            with open(f"{sys.argv[2]}-{os.getpid()}", "w"):
+            with open(f"{sys.argv[2]}-{os.urandom(8).hex()}", "w"):
                 time.sleep(600)
         if behaviour == "dawdle":
             time.sleep(2)
