@@ -29,6 +29,7 @@ from peft import LoraConfig
 from report import Report
 from tiny_hybrid import build_tiny_hybrid
 from torch import Tensor
+from training_runs import GAP, render_gap
 from transformers import Qwen3_5ForConditionalGeneration, TrainerCallback
 
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -37,7 +38,6 @@ from polar_trl.grpo.trainer import PolarGRPOTrainer
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.tasks.load import load_task_set
 
-GAP = "sampling/sampling_logp_difference"
 COLUMNS = {
     "run": "trained",
     "layout": "layout",
@@ -221,10 +221,6 @@ def describe(steps: Sequence[dict[str, Any]], control: dict[str, Any]) -> dict[s
     for name, value in control.items():
         row[name] = render_gap(value) if name.startswith("gap") else value
     return row
-
-
-def render_gap(line: dict[str, Any]) -> str:
-    return " / ".join(f"{line[f'{GAP}/{name}']:.2g}" for name in ("mean", "p99", "max"))
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ step. It refuses to hide a run that failed: its row has the error.
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from report import Report
+from training_runs import GAP, build_launch, render_gap
 
 from polar_trl.grpo.metrics_log import read_log
 from polar_trl.grpo.summary import plot_rewards
@@ -37,7 +37,6 @@ GPU_FLAGS = {
     "show_rollout_progress": "false",
     "disable_tqdm": "true",
 }
-GAP = "sampling/sampling_logp_difference"
 COLUMNS = {
     "seed": "seed",
     "processes": "processes",
@@ -73,11 +72,7 @@ class Run:
     def start(self, args: argparse.Namespace) -> None:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         flags = {**(GPU_FLAGS if torch.cuda.is_available() else {}), "seed": self.seed, "max_steps": args.steps}
-        command = [sys.executable]
-        if self.processes > 1:
-            command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
-            command += ["--num_processes", str(self.processes), "--main_process_port", "0", "--mixed_precision", "no"]
-            command += ["--dynamo_backend", "no"]
+        command = build_launch(self.processes)
         command += ["scripts/train.py", "--config", args.config, "--output_dir", str(self.folder)]
         command += ["--model_name_or_path", args.model]
         command += [text for key, value in flags.items() for text in (f"--{key}", str(value))]
@@ -165,10 +160,6 @@ def describe(steps: list[dict[str, Any]], run: Run) -> dict[str, Any]:
         "sampled_per_s": sum(line["polar/sampled_tokens"] for line in later) / total / run.processes,
         "seconds": run.ended - run.started,
     }
-
-
-def render_gap(line: dict[str, Any]) -> str:
-    return " / ".join(f"{line[f'{GAP}/{name}']:.2g}" for name in ("mean", "p99", "max"))
 
 
 def main() -> None:

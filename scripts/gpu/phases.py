@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from report import Report
+from training_runs import GAP, build_launch, render_gap
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 SIZES = {
@@ -171,8 +171,7 @@ def describe(result: dict[str, Any], args: argparse.Namespace, processes: int) -
     def share(*names: str) -> str:
         return f"{sum(line[f'polar/phase/{name}_s'] for line in later for name in names) / total:.1%}"
 
-    gap = "sampling/sampling_logp_difference"
-    last = [line for line in steps if f"{gap}/mean" in line][-1]
+    last = [line for line in steps if f"{GAP}/mean" in line][-1]
     return {
         "processes": processes,
         "sessions": args.sessions * processes,
@@ -183,7 +182,7 @@ def describe(result: dict[str, Any], args: argparse.Namespace, processes: int) -
         "overhead": f"{fmean(line['polar/phase/overhead_share'] for line in later):.1%}",
         **{f"{name}_s": value for name, value in result["alone"].items()},
         "planning_s": fmean(line["polar/phase/planning_s"] for line in later),
-        "gap": " / ".join(f"{last[f'{gap}/{name}']:.2g}" for name in ("mean", "p99", "max")),
+        "gap": render_gap(last),
         "sampled_per_s": sum(line["polar/sampled_tokens"] for line in later) / total / processes,
         "peak_gb": result.get("peak_gb", 0.0),
         "log": steps,
@@ -196,15 +195,11 @@ def run_ranks(args: argparse.Namespace, processes: int) -> dict[str, Any]:
     flags = ["--child", "--folder", str(args.folder)]
     for name in ("tokenizer", "sessions", "calls", "prompt", "sampled", "steps", "max_tokens"):
         flags += [f"--{name}", str(getattr(args, name))]
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
-        launch += [str(processes), "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
     log = args.out / f"{args.name}-x{processes}.txt"
     visible = ",".join(map(str, range(processes))) if torch.cuda.device_count() > processes else None
     with log.open("wb") as file:
         code = subprocess.call(
-            [*launch, __file__, *flags],
+            [*build_launch(processes), __file__, *flags],
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})},
