@@ -27,6 +27,7 @@ from polar_trl.grpo.forward import choose_layout, prepare_model, score
 from polar_trl.grpo.importance import RatioStats, importance_ratio
 from polar_trl.grpo.phases import PhaseClock
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES, Row, row_weights
+from polar_trl.grpo.supported import find_causal_model
 
 MicroBatch = dict[str, Any]
 
@@ -52,11 +53,11 @@ class PackedGRPOTrainer(GRPOTrainer):
                 "the model's loss has a term that balances its experts, which is not computed on packed rows: set "
                 "router_aux_loss_coef: 0"
             )
-        policy = _find_causal_model(self.accelerator.unwrap_model(self.model))
+        policy = find_causal_model(self.accelerator.unwrap_model(self.model))
         self.layout_kind = choose_layout(policy, self.args.sequence_layout)
         for model in (policy, self.ref_model):
             if model is not None:
-                prepare_model(_find_causal_model(model), self.layout_kind)
+                prepare_model(find_causal_model(model), self.layout_kind)
         self._cost = _build_cost_model(policy)
         self._windows: list[list[MicroBatch]] | None = None
         """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
@@ -287,11 +288,6 @@ class PackedGRPOTrainer(GRPOTrainer):
         )
         for name, value in figures.items():
             self._metrics[mode][f"sampling/{name}"].append(value)
-
-
-def _find_causal_model(model: Any) -> Any:
-    """The language model inside of PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _build_cost_model(model: Any) -> CostModel:

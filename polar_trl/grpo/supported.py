@@ -26,6 +26,11 @@ _IN_ATTENTION = ("Linear", "Norm", "Rotary", "Dropout")
 """Parts of names of the classes that plain attention is made of, LoRA's among them."""
 
 
+def find_causal_model(model: Any) -> Any:
+    """The language model inside of PEFT's wrapper, if it is in one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def find_unsupported(model: nn.Module) -> str | None:
     """What keeps a causal language model from being forwarded over a `Layout`; None: nothing.
 
@@ -35,7 +40,7 @@ def find_unsupported(model: nn.Module) -> str | None:
     Returns:
         Half a sentence: "it has chunked attention (attention_chunk_size=8192)".
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = find_causal_model(model)
     config = base.config.get_text_config()
     for name, meaning in _SETTINGS.items():
         value = getattr(config, name, None)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoProcessor, AutoTokenizer
 
 from polar_trl.grpo.activations import build_meta_model
+from polar_trl.grpo.supported import find_causal_model
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def load_processing_class(name_or_path: str, *, trust_remote_code: bool = False)
 
 def find_unreached(model: Any) -> list[str]:
     """Names of the topmost modules of a multimodal model whose weights text never meets; none of another model."""
-    base = _unwrap(model)
+    base = find_causal_model(model)
     if not is_multimodal(base.config):
         return []
     return _list_unreached(base, _reached_weights(base), "")
@@ -59,7 +60,7 @@ def freeze_unreached(model: Any) -> int:
     Returns:
         How many weights were trainable before, and are not any more.
     """
-    base = _unwrap(model)
+    base = find_causal_model(model)
     if not is_multimodal(base.config):
         return 0
     reached = _reached_weights(base)
@@ -101,10 +102,6 @@ def exclude_unreached(peft_config: Any, config: Any) -> None:
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in theirs]
     peft_config.exclude_modules = "|".join(f"({pattern})" for pattern in patterns)
     logger.warning("the adapter leaves out %s, which no text reaches", ", ".join(unreached))
-
-
-def _unwrap(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _reached_weights(base: Any) -> set[int]:
