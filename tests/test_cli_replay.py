@@ -125,7 +125,7 @@ def build_lossy(rollout: Rollout) -> Reconstruction:
 def test_a_broken_law_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polar_trl.cli.BUILDERS", {"prefix_merging": build_lossy})
+    monkeypatch.setattr("polar_trl.cli.replay.BUILDERS", {"prefix_merging": build_lossy})
     write(tmp_path / "a.jsonl")
     status, report, err = replay(capsys, tmp_path / "a.jsonl")
     assert (status, report["broken_laws"]) == (1, 1)

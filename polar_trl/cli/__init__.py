@@ -1,0 +1,48 @@
+"""The command line: `polar-trl SUBCOMMAND`, a module of this package each.
+
+Exit status: 0 all is well, 1 the answer is bad news, 2 the question was wrong. What is wrong is said in one sentence
+on standard error. A subcommand refuses to import what only another one needs.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from polar_trl.cli import check_tasks, clean, doctor, plan, replay
+from polar_trl.errors import ConfigError, PolarError
+
+SUBCOMMANDS = (doctor, replay, check_tasks, plan, clean)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit status."""
+    parser = _build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not hasattr(args, "overrides"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = rest
+    try:
+        status: int = args.run(args)
+    except ConfigError as error:
+        print(f"polar-trl: {error}", file=sys.stderr)
+        return 2
+    except PolarError as error:
+        print(f"polar-trl: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("polar-trl: stopped", file=sys.stderr)
+        return 130
+    return status
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="polar-trl",
+        description="GRPO for any unmodified coding agent: look at runs and check them.",
+        epilog="examples:\n  polar-trl doctor\n  polar-trl replay runs/first\n  polar-trl replay --help\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(metavar="SUBCOMMAND", required=True)
+    for subcommand in SUBCOMMANDS:
+        subcommand.add_parser(subparsers)
+    return parser

@@ -1,0 +1,7 @@
+"""`python -m polar_trl.cli`."""
+
+import sys
+
+from polar_trl.cli import main
+
+sys.exit(main())
