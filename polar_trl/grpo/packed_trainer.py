@@ -28,6 +28,7 @@ from polar_trl.grpo.importance import RatioStats, importance_ratio
 from polar_trl.grpo.phases import PhaseClock
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES, Row, row_weights
 from polar_trl.grpo.supported import find_causal_model
+from polar_trl.grpo.trained_rows import TrainedRows, describe_row
 
 MicroBatch = dict[str, Any]
 
@@ -63,6 +64,8 @@ class PackedGRPOTrainer(GRPOTrainer):
         """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
         self._ratio_stats = RatioStats()
         self._loss_inputs: MicroBatch | None = None
+        self.trained_rows: TrainedRows | None = None
+        """Where the trained tokens are written down."""
         self.phases = PhaseClock(self._metrics)
         self.add_callback(self.phases)
 
@@ -112,6 +115,8 @@ class PackedGRPOTrainer(GRPOTrainer):
         finally:
             self.current_gradient_accumulation_steps = num_micro_steps
         self._log_ratio_stats("train")
+        if self.trained_rows is not None:
+            self.trained_rows.write_rows(self.state.global_step + 1)
         return loss
 
     @contextmanager
@@ -190,7 +195,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         if not mine and mode == "train" and self.args.gradient_accumulation_steps > self._steps_per_window():
             # others of this optimizer step may have rows, and gradients are exchanged in the last of them
             empty = build_micro_batch([], [], num_rows=1, kind=self.layout_kind, device=self.accelerator.device)
-            return [{**empty, "rollouts": []}]
+            return [{**empty, "rows": []}]
         window = []
         for number, members in enumerate(mine):
             num_rows = max(1, *(len(theirs[number]) for theirs in plan.micro_batches))
@@ -205,7 +210,7 @@ class PackedGRPOTrainer(GRPOTrainer):
                 kind=self.layout_kind,
                 device=self.accelerator.device,
             )
-            micro_batch["rollouts"] = [(rows[i].rollout_id, rows[i].num_trainable) for i in members]
+            micro_batch["rows"] = [describe_row(rows[i]) for i in members]
             window.append(micro_batch)
         return window
 
@@ -276,6 +281,8 @@ class PackedGRPOTrainer(GRPOTrainer):
             clip_max=self.vllm_importance_sampling_clip_max,
         )
         self._ratio_stats.add(trainer_BC, inputs["sampling_per_token_logps"], mask_BC)
+        if self.trained_rows is not None and model.training:
+            self.trained_rows.note(inputs["rows"], trainer_BC)
         return logps_BC, entropies_BC, None
 
     def _log_ratio_stats(self, mode: str) -> None:

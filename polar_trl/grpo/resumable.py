@@ -38,8 +38,8 @@ class ResumableTrainer(GRPOTrainer):
     """A mixin in front of the trainer that rolls out.
 
     That trainer has `_num_batches` (rolled out so far), `_windows` (of the last generation batch), `upcoming`,
-    `carry_over`, `proxy` and `vllm_generation.engine`. A forward pass has the key "rollouts": the rollout and the
-    number of trained tokens of each of its rows.
+    `carry_over`, `proxy` and `vllm_generation.engine`. A forward pass has the key "rows": what `describe_row` says of
+    each of its rows.
     """
 
     _num_batches: int
@@ -129,7 +129,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _train_window(self, model: Any, window: list[dict[str, Any]], *args: Any) -> Any:
         loss = super()._train_window(model, window, *args)
-        rows = gather_object([row for passed in window for row in passed["rollouts"]])
+        rows = gather_object([(row["rollout"], row["num_trainable"]) for passed in window for row in passed["rows"]])
         self.trained.note((rollout_id for rollout_id, _ in rows), num_tokens=sum(count for _, count in rows))
         return loss
 

@@ -5,8 +5,9 @@ rollouts, however many trajectories a rollout was split into. What is left out i
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +34,17 @@ class Row:
     """Nats, under the policy that sampled; 0 where not trainable."""
     policy_versions_T: NDArray[np.int64]
     """-1 where not trainable."""
+    call_indices: tuple[int, ...] = ()
+    """The calls whose samples it trains."""
+    record: str = ""
+    """Path of its session's record in the run's folder; "" where there is none."""
 
     @property
     def num_trainable(self) -> int:
         return int(self.trainable_T.sum())
 
 
-def build_row(trajectory: Trajectory, advantage: float) -> Row:
+def build_row(trajectory: Trajectory, advantage: float, record: str = "") -> Row:
     """The trajectory as arrays."""
     return Row(
         rollout_id=trajectory.rollout_id,
@@ -48,11 +53,17 @@ def build_row(trajectory: Trajectory, advantage: float) -> Row:
         trainable_T=np.array(trajectory.trainable, dtype=np.bool_),
         logprobs_T=np.array(trajectory.logprobs, dtype=np.float32),
         policy_versions_T=np.array(trajectory.policy_versions, dtype=np.int64),
+        call_indices=trajectory.call_indices,
+        record=record,
     )
 
 
 def build_rows(
-    results: Iterable[tuple[Finished, float]], *, max_tokens: int, oldest_version: int
+    results: Iterable[tuple[Finished, float]],
+    *,
+    max_tokens: int,
+    oldest_version: int,
+    name_record: Callable[[Path | None], str] = lambda path: "",
 ) -> tuple[list[Row], Counter[str]]:
     """Rows of the rollouts that are trained.
 
@@ -60,6 +71,7 @@ def build_rows(
         results: Rollouts and their advantages.
         max_tokens: Trajectories that are longer are cut after the last call that fits.
         oldest_version: Tokens that an older policy sampled are context only.
+        name_record: What rows say of where their session is on disk.
 
     Returns:
         rows: One per trajectory, without those that nothing is left of to train.
@@ -74,7 +86,7 @@ def build_rows(
             dropped["too_long"] += sum(whole.trainable) - kept
             if trajectory is None:
                 continue
-            row = build_row(trajectory, advantage)
+            row = build_row(trajectory, advantage, name_record(result.record_path))
             is_fresh_T = row.policy_versions_T >= oldest_version
             dropped["stale"] += int((row.trainable_T & ~is_fresh_T).sum())
             row = replace(row, trainable_T=row.trainable_T & is_fresh_T)

@@ -41,6 +41,7 @@ from polar_trl.grpo.resumable import ResumableTrainer
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.grpo.text_only import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
+from polar_trl.grpo.trained_rows import TrainedRows, describe_rollout
 from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
@@ -135,11 +136,13 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self.args: PolarGRPOConfig
         self.data_collator: Callable[..., Any]
         self.vllm_generation: ColocatedVllm
-        self.add_callback(MetricsLog(Path(args.output_dir)))
+        settings = {"model": self.model.name_or_path, "agent": harness.name, "renderer": args.renderer}
+        self.add_callback(MetricsLog(Path(args.output_dir), settings))
         self._engine_checked = False
         self._num_batches = 0
         self._last_loaded_step: int  # TRL's: the step whose weights the engine has
         self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
+        self.trained_rows: TrainedRows = TrainedRows(Path(args.output_dir), self._attempt)
         self.proxy = self._build_proxy()
         self.proxy.start()
         self.runner = RolloutRunner(
@@ -303,25 +306,32 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         """What of this rank's rollouts is trained, and sampled tokens that are not, by reason."""
         first = self.accelerator.process_index * len(finished)
         local = slice(first, first + len(finished))
-        results, dropped = [], Counter[str]()
-        for result, advantage, scored, zero_variance in zip(
+        results, described, dropped = [], [], Counter[str]()
+        for result, reward, advantage, scored, zero_variance in zip(
             finished,
+            advantages.rewards_R[local].tolist(),
             advantages.advantages_R[local].tolist(),
             advantages.scored_R[local].tolist(),
             advantages.zero_variance_R[local].tolist(),
             strict=True,
         ):
+            reason = None
             if not scored:
-                continue  # law 4: without a reward, no gradient
-            if zero_variance and self.args.drop_zero_variance and mode == "train":
+                reason = "no_reward"  # law 4: without a reward, no gradient
+            elif zero_variance and self.args.drop_zero_variance and mode == "train":
+                reason = "zero_variance"
                 trajectories = result.reconstruction.trajectories
                 dropped["zero_variance"] += sum(sum(trajectory.trainable) for trajectory in trajectories)
-                continue
-            results.append((result, advantage))
+            else:
+                results.append((result, advantage))
+            record = self.trained_rows.name_record(result.record_path)
+            described.append(describe_rollout(result.rollout, record, reward, advantage, dropped=reason))
+        self.trained_rows.write_rollouts(mode, self.state.global_step + 1, described)
         rows, others = build_rows(
             results,
             max_tokens=self.args.max_trajectory_tokens or self._read_context_length(),
             oldest_version=self.vllm_generation.engine.policy_version - self.args.max_policy_lag,
+            name_record=self.trained_rows.name_record,
         )
         return rows, dropped + others
 

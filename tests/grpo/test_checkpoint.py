@@ -63,7 +63,8 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
     scored = [np.array([False, True, False, True]), np.array([False, False, True])]
     packed = pack_rows(rows, scored, kind="tree", device=CPU)
     assert packed.layout.subtree_ends_N.tolist() == [5, 5, 4, 4, 5]  # a cache, which is not written
-    passed = {"advantages": torch.tensor([0.1, -0.3]), "packed": packed, "rollouts": [("train-0", 2), ("train-1", 1)]}
+    rows = [{"rollout": "train-0", "calls": [0, 1], "trained": [(3, 5)], "num_trainable": 2, "advantage": 0.1}]
+    passed = {"advantages": torch.tensor([0.1, -0.3]), "packed": packed, "rows": rows}
     folder = tmp_path / "checkpoint-3"
     begin_checkpoint(folder)
     save_rank_state(folder, 0, RankState(windows=[[passed], []], open_rows=[{"task": "{}"}]))
@@ -74,7 +75,7 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
     assert rank_state.open_rows == [{"task": "{}"}]
     ((read,), nothing) = rank_state.windows
     assert nothing == []
-    assert read["rollouts"] == passed["rollouts"]
+    assert read["rows"] == passed["rows"]
     assert torch.equal(read["advantages"], passed["advantages"])
     assert "subtree_ends_N" not in vars(read["packed"].layout)
     assert [read["packed"].layout.positions_of(row).tolist() for row in (0, 1)] == [[0, 1, 2, 3], [0, 1, 4]]

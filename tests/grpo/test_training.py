@@ -9,6 +9,7 @@ from test_loss import run_worker
 
 from polar_trl.cli import main as polar_trl
 from polar_trl.grpo.metrics_log import read_log
+from polar_trl.reconstruct import build_prefix_merged
 from polar_trl.record import read_session
 
 
@@ -71,6 +72,35 @@ def test_every_step_is_logged(run: Path) -> None:
 def test_the_log_is_on_the_disk_line_by_line(run: Path) -> None:
     assert [line["step"] for line in read_log(run) if "reward" in line] == [1, 2, 3]
     assert [line["reward"] for line in read_log(run) if "reward" in line] == [e["reward"] for e in steps(run)]
+
+
+def test_what_was_trained_is_written_down_token_by_token(run: Path) -> None:
+    lines = [json.loads(line) for path in run.glob("rows/*/train_*.jsonl") for line in path.read_text().splitlines()]
+    described = {line["rollout"]: line for line in lines if line["type"] == "rollout"}
+    rows = [line for line in lines if line["type"] == "row"]
+    assert {line["rollout"] for line in rows} == {name for name, line in described.items() if line["dropped"] is None}
+    gaps = []
+    for row in rows:
+        rollout = read_session(run / row["record"])
+        assert rollout.id == row["rollout"] and described[rollout.id]["task"] == rollout.task_id
+        assert described[rollout.id]["reward"] == pytest.approx(rollout.reward)
+        assert described[rollout.id]["advantage"] == row["advantage"]
+        (trajectory,) = (t for t in build_prefix_merged(rollout).trajectories if list(t.call_indices) == row["calls"])
+        trained = [place for start, end in row["trained"] for place in range(start, end)]
+        assert trained == [place for place, is_trained in enumerate(trajectory.trainable) if is_trained]
+        assert row["num_tokens"] == len(trajectory.token_ids) and row["num_trainable"] == len(row["logprobs"])
+        gaps += [row["logprobs"][i] - trajectory.logprobs[place] for i, place in enumerate(trained)]
+    by_step = {step: [row for row in rows if row["step"] == step] for step in (1, 2, 3)}
+    for step, entry in enumerate(steps(run), start=1):
+        assert sum(row["num_trainable"] for row in by_step[step]) == entry["polar/trained_tokens"]
+    largest = max(entry["sampling/sampling_logp_difference/max"] for entry in steps(run))
+    assert max(map(abs, gaps)) == pytest.approx(largest, abs=1e-5)
+
+
+def test_the_settings_are_on_the_disk(run: Path) -> None:
+    settings = json.loads((run / "settings.json").read_text())
+    assert (settings["agent"], settings["max_steps"]) == ("shell", 3)
+    assert (Path(settings["model"]) / "config.json").exists()
 
 
 def test_a_rewritten_history_forks_and_loses_nothing(run: Path) -> None:
