@@ -27,7 +27,7 @@ from polar_trl.grade.base import FreshSandboxGrader, Grader
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, digest
+from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, digest, summarise
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.session import SessionLimits
@@ -59,6 +59,8 @@ class Finished:
 
     rollout: Rollout
     reconstruction: Reconstruction
+    record_path: Path | None = None
+    """Where the session is on disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,18 +144,20 @@ class SessionRun:
         )
         if error is not None:
             logger.warning("rollout %s has no reward: %s", rollout.id, error)
-        return Finished(rollout=rollout, reconstruction=self._reconstruct(rollout))
+        return Finished(rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path)
 
     def _reconstruct(self, rollout: Rollout) -> Reconstruction:
         """Rebuild the trajectories, check the laws, and close the record with what is needed to check them again."""
         around = self._around
         trained = count_as_policy(rollout) if around.train_auxiliary else rollout
         reconstruction = BUILDERS[around.builder](trained)
-        check_laws(trained, reconstruction)
+        if not around.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
+            check_laws(trained, reconstruction)
         extra = {
             "trajectory_digest": digest(reconstruction.trajectories),
             "builder": around.builder,
             "train_auxiliary": around.train_auxiliary,
+            "summary": summarise(rollout, reconstruction),
         }
         self._log.close(rollout, extra)
         return reconstruction
@@ -205,10 +209,9 @@ class SessionRun:
             self._log.count("agent_out_of_memory")
         if result.disk_full:
             self._log.count("agent_disk_full")
-        sampled = sum(len(call.completion.token_ids) for call in self._log.calls)
         if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
             return "agent_failed", f"{faults} model calls failed on our side; the agent's result says nothing"
-        if sampled == 0:
+        if not any(call.is_answered for call in self._log.calls):
             counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
             why = counts or _describe_exit(result, is_stopped=clock.stopped_as is not None)
             return "no_calls", f"the agent got no answer of the model ({why})"
