@@ -25,6 +25,7 @@ from starlette.routing import Match
 from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
+from polar_trl.chat_server import ChatServer
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.gate import Visits
 from polar_trl.errors import ConfigError, LawError, WireError
@@ -51,7 +52,7 @@ class Proxy:
     """Serves every dialect to any number of sessions, each under a random key of its own.
 
     Args:
-        engine: Samples; awaited on the proxy's event loop.
+        engine: Samples; awaited on the proxy's event loop. Or a `ChatServer`, its own renderer, for text alone.
         renderer: The policy's chat format.
         params: How to sample. An agent's request can lower `max_tokens` and add to `stop`, nothing else.
         model: The name that agents are told.
@@ -62,7 +63,7 @@ class Proxy:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | ChatServer,
         renderer: Renderer,
         *,
         params: GenerationParams,
@@ -73,6 +74,7 @@ class Proxy:
     ) -> None:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
         self._policy = Policy(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
+        self.is_text_only = isinstance(engine, ChatServer)  # nothing of what is recorded can be trained then
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
         self._sessions: dict[str, Session] = {}
@@ -172,8 +174,7 @@ class Proxy:
         session = self._sessions.pop(api_key, None)
         if session is None:
             return
-        listener = self._listeners.pop(api_key, None)
-        if listener is not None:
+        if (listener := self._listeners.pop(api_key, None)) is not None:
             self._loop.call_soon_threadsafe(listener.close)
         asyncio.run_coroutine_threadsafe(session.close(), self._loop).result()
         if session.broken_law is not None:

@@ -202,6 +202,8 @@ def _render_call(call: Call, earlier: Sequence[Call]) -> dict[str, Any]:
     line = {"type": "call"} | _render_value(call)
     request = line["request"] = _render_value(line.pop("request"))
     del line["session_id"]
+    if not call.text_only:
+        del line["text_only"]
     known_ids, known_messages, known_tools = _get_known(call.parent, earlier)
     for name, fields_of, known in (("prompt_ids", line, known_ids), ("messages", request, known_messages)):
         whole = fields_of.pop(name)
@@ -281,6 +283,7 @@ def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) 
         ),
         message=_parse_message(line["message"]),
         stop_text=line.get("stop_text"),  # records of the first format lack it
+        text_only=line.get("text_only", False),
         **scalars,
     )
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from polar_trl.chat_server import ChatServer, TextReply
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.gate import Gate, Visits
 from polar_trl.errors import (
@@ -42,6 +43,9 @@ INLINE_BODY_BYTES = 64 << 10
 """Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
 ENCODING_WEIGHT = 8
 """Bytes that are new to a session are encoded, at some 3 MB/s: so many times the work of those that are only read."""
+BYTES_PER_TOKEN = 4
+"""Of a request, about."""
+NO_TOKENS = Completion(token_ids=(), logprobs=(), finish_reason="stop")
 BUDGET_TEXT = "The budget of this session is used up. Stop here: no further work will be counted."
 
 
@@ -62,13 +66,17 @@ class SessionLimits:
 class Policy:
     """What all sessions share."""
 
-    engine: Engine
+    engine: Engine | ChatServer
     renderer: Renderer
     params: GenerationParams
     model: str
     workers: ThreadPoolExecutor
     gate: Gate = field(default_factory=Gate)
     """What every call passes on its way to the engine."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.engine, ChatServer) and self.renderer is not self.engine:
+            raise ValueError("a ChatServer is its own renderer: another one would record ids that no engine saw")
 
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
@@ -176,7 +184,7 @@ class Session:
                     num_body_bytes=num_bytes,
                 )
                 answer = partial(self._answer, prompt, settings)
-                turn = self._start(answer, question, len(prompt.ids))
+                turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
             turn.num_waiting += 1
         return turn, parsed
 
@@ -186,7 +194,7 @@ class Session:
         parsed, _ = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
             prompt = await self._work_out_prompt(parsed.request, num_bytes)
-        return len(prompt.ids)
+        return _count_tokens(prompt, num_bytes)
 
     def leave(self, turn: Turn) -> None:
         """A connection has its answer, or has hung up. The last one to hang up aborts the generation."""
@@ -294,7 +302,11 @@ class Session:
             async with self._policy.gate.passing(visits):
                 if visits.first_policy_version is None:
                     visits.first_policy_version = engine.policy_version
-                completion = await engine.generate(prompt.ids, settings.params)
+                sampled: Completion | TextReply
+                if isinstance(engine, ChatServer):
+                    sampled = await engine.answer(prompt.request, settings.params)
+                else:
+                    sampled = await engine.generate(prompt.ids, settings.params)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error
@@ -304,17 +316,29 @@ class Session:
         turn.sampled = True
         async with self._lock:
             return await self._policy.work(
-                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, completion)
+                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, sampled)
             )
 
-    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, completion: Completion) -> Call:
-        message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
-        message, stop_text = _cut_at_stop(message, settings.params.stop)
+    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, sampled: Completion | TextReply) -> Call:
+        if isinstance(sampled, TextReply):
+            completion, stop_text = replace(NO_TOKENS, finish_reason=sampled.finish_reason), None
+            message, num_sampled = sampled.message, sampled.num_sampled_tokens
+        else:
+            completion, num_sampled = sampled, len(sampled.token_ids)
+            message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
+            message, stop_text = _cut_at_stop(message, settings.params.stop)
         call = self._record(
-            turn, settings.dialect_name, prompt, completion, message, purpose=settings.purpose, stop_text=stop_text
+            turn,
+            settings.dialect_name,
+            prompt,
+            completion,
+            message,
+            purpose=settings.purpose,
+            stop_text=stop_text,
+            text_only=isinstance(sampled, TextReply),
         )
         self._continuations.add(call)
-        self._num_sampled += len(completion.token_ids)
+        self._num_sampled += num_sampled
         return call
 
     async def _answer_over_budget(self, dialect_name: str, request: ChatRequest, turn: Turn) -> Call:
@@ -322,9 +346,8 @@ class Session:
         # an agent that never stops asking must not fill the disk with its history
         request = replace(request, messages=request.messages[-1:], tools=())
         prompt = Prompt(ids=(), parent=None, forked=False, request=request)
-        completion = Completion(token_ids=(), logprobs=(), finish_reason="stop")
         async with self._lock:
-            return self._record(turn, dialect_name, prompt, completion, Message(role="assistant", text=BUDGET_TEXT))
+            return self._record(turn, dialect_name, prompt, NO_TOKENS, Message(role="assistant", text=BUDGET_TEXT))
 
     def _record(
         self,
@@ -336,6 +359,7 @@ class Session:
         *,
         purpose: Purpose = "policy",
         stop_text: str | None = None,
+        text_only: bool = False,
     ) -> Call:
         index = len(self._log.calls)
         # a renderer knows no session: tool calls that the model gave no id get one that is unique in it
@@ -354,6 +378,7 @@ class Session:
             stop_text=stop_text,
             parent=prompt.parent,
             purpose=purpose,
+            text_only=text_only,
             started_s=turn.started_s,
             duration_s=time.time() - turn.started_s,
         )
@@ -379,6 +404,11 @@ def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[Parsed
         raise WireError(f"tools: {error}; nest the parameters less deeply") from error
     # whether it streams is no part of the question: agents whose stream broke ask again without
     return parsed, (dialect.name, replace(parsed.request, stream=False, tools=()), tools)
+
+
+def _count_tokens(prompt: Prompt, num_bytes: int) -> int:
+    """Length of a prompt; about that, by the size of the request, where its tokens are another server's."""
+    return len(prompt.ids) or num_bytes // BYTES_PER_TOKEN
 
 
 def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> tuple[Message, str | None]:

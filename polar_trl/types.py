@@ -188,9 +188,17 @@ class Call:
     parent: int | None = None
     """Index of the call whose prompt and sampled ids begin this prompt; None where it was rendered anew."""
     purpose: Purpose = "policy"
+    text_only: bool = False
+    """The reply came as text from a server that gives no token ids: `prompt_ids` and `completion` hold none, and the
+    laws refuse to train on it."""
     started_s: float = 0.0
     """Seconds since the epoch."""
     duration_s: float = 0.0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the model said something; a budget message is the proxy's own."""
+        return bool(self.completion.token_ids) or self.text_only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

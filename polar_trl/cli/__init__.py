@@ -8,10 +8,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from polar_trl.cli import check_tasks, clean, doctor, plan, replay
+from polar_trl.cli import check_tasks, clean, collect, doctor, eval, inspect, lint_template, plan, replay
 from polar_trl.errors import ConfigError, PolarError
 
-SUBCOMMANDS = (doctor, replay, check_tasks, plan, clean)
+SUBCOMMANDS = (doctor, inspect, replay, eval, collect, check_tasks, plan, lint_template, clean)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

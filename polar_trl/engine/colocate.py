@@ -59,16 +59,8 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
                 f"vllm_tensor_parallel_size must be 1, not {self.tensor_parallel_size}: agents talk to one rank, and "
                 "a tensor-parallel engine needs the same requests on all of them"
             )
-        self._llm_kwargs = {**build_model_kwargs(self.model.config), **self._llm_kwargs}
-        if self.accelerator.device.type == "cpu":
-            from polar_trl.engine import vllm_cpu
-
-            vllm_cpu.keep_weights_loadable()
-            defaults = vllm_cpu.LLM_KWARGS
-            if _is_qwen35(self.model.config):
-                vllm_cpu.prepare_qwen35()
-                defaults = vllm_cpu.QWEN35_LLM_KWARGS
-            self._llm_kwargs = {**defaults, **self._llm_kwargs}
+        on_cpu = self.accelerator.device.type == "cpu"
+        self._llm_kwargs = {**prepare_vllm(self.model.config, cpu=on_cpu), **self._llm_kwargs}
         if self.accelerator.num_processes == 1:
             # TRL would take the first of four ports that is free, and two runs that start together the same one
             os.environ.setdefault("MASTER_PORT", str(_find_free_port()))
@@ -107,6 +99,25 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         self._asleep |= _SLEEPING_PARTS
         # TRL's own flag: whether the weights are gone. At level 1 they come back with `wake`.
         self._llm_weights_sleeping = self._sleep_level == 2
+
+
+def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
+    """Make vLLM fit for a model, before it is built; what `vllm.LLM` has to be told about it.
+
+    Args:
+        config: Its transformers configuration.
+        cpu: On a CPU, modules of vLLM are changed; see `vllm_cpu`.
+    """
+    if not cpu:
+        return build_model_kwargs(config)
+    from polar_trl.engine import vllm_cpu
+
+    vllm_cpu.keep_weights_loadable()
+    defaults = vllm_cpu.LLM_KWARGS
+    if _is_qwen35(config):
+        vllm_cpu.prepare_qwen35()
+        defaults = vllm_cpu.QWEN35_LLM_KWARGS
+    return {**defaults, **build_model_kwargs(config)}
 
 
 def build_model_kwargs(config: Any) -> dict[str, Any]:

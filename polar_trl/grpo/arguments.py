@@ -17,22 +17,32 @@ from polar_trl.run_setup import RunArguments
 
 
 class RunParser(TrlParser):  # type: ignore[misc]
-    """TRL's parser of the three groups of settings."""
+    """TRL's parser of the three groups of settings of a run, and of what another command adds to them.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__((RunArguments, PolarGRPOConfig, ModelConfig), **kwargs)
+    Args:
+        more: Dataclasses of settings.
+    """
+
+    def __init__(self, *more: type, **kwargs: Any) -> None:
+        super().__init__((RunArguments, PolarGRPOConfig, ModelConfig, *more), **kwargs)
 
 
 def parse_run(
     parser: RunParser, arguments: Sequence[str] | None = None
 ) -> tuple[RunArguments, PolarGRPOConfig, ModelConfig]:
-    """Settings from `--config FILE` and flags, which win; None reads the command line.
+    """Settings from `--config FILE` and flags, which win; None reads the command line. Raises as `parse_groups`."""
+    run, args, model = parse_groups(parser, arguments)
+    return run, args, model
+
+
+def parse_groups(parser: RunParser, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """The same, with what the parser reads `more`: one object of each dataclass.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value cannot work.
     """
     try:
-        run, args, model = parser.parse_args_and_config(None if arguments is None else list(arguments))
+        return tuple(parser.parse_args_and_config(None if arguments is None else list(arguments)))
     except (OSError, YAMLError) as error:
         raise ConfigError(str(error)) from error
     except ConfigError:
@@ -42,7 +52,6 @@ def parse_run(
         words = [word.strip("-'\"[],.=") for word in str(error).split()]
         near = [m for word in words for m in difflib.get_close_matches(word, known, 1, 0.8) if m != word]
         raise ConfigError(f"{error}" + (f" Did you mean {near[0]!r}?" if near else "")) from error
-    return run, args, model
 
 
 def refuse_unread(model_config: ModelConfig) -> None:

@@ -48,11 +48,12 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     A line that a kill has torn is left out. Empty where there is no log.
     """
     path = folder / LOG_FILE
-    latest: dict[tuple[int, bool], dict[str, Any]] = {}
+    latest: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
-        latest[line["step"], "reward" in line] = line
+        is_evaluation = any(name.startswith("eval_") for name in line)  # else the summary of the end would replace it
+        latest[line["step"], "reward" in line, is_evaluation] = line
     return [latest[key] for key in sorted(latest)]

@@ -35,10 +35,19 @@ class Advice:
     """The run does, with this change alone."""
 
 
-class _PlanParser(RunParser):
-    """The parser of a run, on a machine that need not have its GPU."""
+class PlanParser(RunParser):
+    """The parser of a run of so many processes, on a machine that need not have their GPUs."""
 
     uses_cpu = False
+
+    def __init__(self, num_processes: int) -> None:
+        super().__init__()
+
+        class OfAllProcesses(PolarGRPOConfig):
+            # TRL asks whether the batch of all processes holds whole groups; here there is one process
+            world_size = property(lambda _self: num_processes)
+
+        self.dataclass_types = [OfAllProcesses if t is PolarGRPOConfig else t for t in self.dataclass_types]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; `bf16` on a machine without a GPU is accepted by transformers only beside `use_cpu`."""
@@ -63,7 +72,7 @@ def read_setup(
     num_gpus = (in_file or 1) if gpus is None else gpus
     if num_gpus < 1:
         raise ConfigError(f"--gpus is {num_gpus}; it must be at least 1")
-    parser = _PlanParser()
+    parser = PlanParser(num_gpus)
     _, args, model = parse_run(parser, ["--config", str(config), *overrides])
     if parser.uses_cpu:
         raise ConfigError("use_cpu is true: this run uses no GPU; add --use_cpu false to plan it for one")

@@ -30,6 +30,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.advantage import Advantages, compute_advantages
 from polar_trl.grpo.carry_over import CarryOver
+from polar_trl.grpo.completions_table import CompletionsTable
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
@@ -143,6 +144,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self._last_loaded_step: int  # TRL's: the step whose weights the engine has
         self._attempt = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self.accelerator.process_index}"
         self.trained_rows: TrainedRows = TrainedRows(Path(args.output_dir), self._attempt)
+        self.completions_table = self._build_completions_table()
         self.proxy = self._build_proxy()
         self.proxy.start()
         self.runner = RolloutRunner(
@@ -169,6 +171,21 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 num_generations=self.num_generations,
             )
         self.upcoming = self._build_upcoming(backend)
+
+    def _build_completions_table(self) -> CompletionsTable | None:
+        """Ours in the place of TRL's, where `log_completions` asks for one."""
+        self.log_completions: bool = False
+        if not self.args.log_completions:
+            return None
+        table = CompletionsTable(
+            Path(self.args.output_dir),
+            self.trained_rows.name_record,
+            lambda: self.callback_handler.callbacks,
+            num_printed=self.num_completions_to_print,
+            unique_prompts=self.log_unique_prompts,
+        )
+        self.add_callback(table)
+        return table
 
     def _build_proxy(self) -> Proxy:
         args = self.args
@@ -225,7 +242,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         rewards_RF = self._compute_rewards(data_rows, finished, completions)
         advantages = self._compute_advantages(rewards_RF, mode)
         self._require_reward(advantages, finished)
-        self._log_rewards(data_rows, completions, rewards_RF, advantages, mode)
+        self._log_rewards(rewards_RF, advantages, mode)
         if mode == "train" and self.args.resample_zero_variance:
             with self.phases.measure(mode, "resampling"):
                 finished, advantages = self._resample(finished, rewards_RF, advantages)
@@ -234,6 +251,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             self.upcoming.finish_rollouts()
         rows, dropped = self._build_rows(finished, advantages, mode)
         self._log_rollouts(finished, rows, dropped, advantages, mode)
+        self._log_completions(finished, rewards_RF, advantages, mode)
         return rows
 
     def _open_engine(self, mode: str) -> None:
@@ -403,6 +421,9 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         # Law 4: where the infrastructure failed or the grader could not decide, no reward function may do so instead.
         failed = torch.tensor([result.rollout.error is not None for result in finished], device=rewards_RF.device)
         rewards_RF[self.accelerator.gather(failed)] = torch.nan
+        if self.completions_table is not None:
+            self.completions_table.note(prompts, finished, completions, self._pending_extra_logs)
+        self._pending_extra_logs.clear()
         return rewards_RF
 
     def _compute_advantages(self, rewards_RF: Tensor, mode: str) -> Advantages:
@@ -421,39 +442,37 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
 
     # Logging.
 
-    def _log_rewards(
-        self,
-        data_rows: Sequence[dict[str, Any]],
-        completions: list[Any],
-        rewards_RF: Tensor,
-        advantages: Advantages,
-        mode: str,
-    ) -> None:
-        """TRL's reward metrics, and its table of completions (one entry per rollout)."""
+    def _log_rewards(self, rewards_RF: Tensor, advantages: Advantages, mode: str) -> None:
+        """TRL's reward metrics, and those that reward functions logged through TRL's `log_metric` (a collective)."""
         metrics = self._metrics[mode]
-        prompts = [row["prompt"] for row in data_rows]
         for name, column in zip(self.reward_func_names, rewards_RF.T, strict=True):
             metrics[f"rewards/{name}/mean"].append(torch.nanmean(column).item())
             metrics[f"rewards/{name}/std"].append(nan_std(column))
-            self._logs["rewards"][name].extend(column.tolist())
         metrics["reward"].append(torch.nanmean(advantages.rewards_R).item())
         metrics["reward_std"].append(nan_std(advantages.rewards_R))
         metrics["frac_reward_zero_std"].append(advantages.zero_variance_R.float().mean().item())
-        self._logs["prompt"].extend(gather_object(prompts))
-        self._logs["completion"].extend(gather_object(completions))
-        self._logs["advantages"].extend(advantages.advantages_R.tolist())
-        self._flush_reward_function_logs(len(prompts), metrics)
-
-    def _flush_reward_function_logs(self, num_rollouts: int, metrics: dict[str, list[float]]) -> None:
-        """What reward functions logged through TRL's `log_extra` and `log_metric`."""
-        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            values = self._pending_extra_logs.get(column, [None] * num_rollouts)
-            self._logs["extra"][column].extend(gather_object(values))
         for name in sorted(set(gather_object(list(self._pending_metrics)))):
             values = gather_object(self._pending_metrics.get(name, []))
             metrics[name].append(sum(values) / len(values))
-        self._pending_extra_logs.clear()
         self._pending_metrics.clear()
+
+    def _log_completions(
+        self, finished: list[Finished], rewards_RF: Tensor, advantages: Advantages, mode: str
+    ) -> None:
+        """This rank's part of the table of completions (a collective)."""
+        if self.completions_table is None:
+            return
+        first = self.accelerator.process_index * len(finished)
+        local = slice(first, first + len(finished))
+        names = zip(self.reward_func_names, rewards_RF.T, strict=True)
+        self.completions_table.add(
+            mode,
+            self.state.global_step + (mode == "train"),
+            finished,
+            {f"rewards/{name}": column[local].tolist() for name, column in names},
+            advantages.rewards_R[local].tolist(),
+            advantages.advantages_R[local].tolist(),
+        )
 
     def _log_rollouts(
         self, finished: list[Finished], rows: list[Row], dropped: Counter[str], advantages: Advantages, mode: str

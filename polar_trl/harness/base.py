@@ -75,7 +75,7 @@ def judge_by_answer(calls: Sequence[Call]) -> bool:
     Exit codes of agents lie in both directions: 0 after an empty reply, 1 after a run that recovered.
     """
     # a budget message is the proxy's answer and not the policy's
-    answered = (call for call in reversed(calls) if call.purpose == "policy" and call.completion.token_ids)
+    answered = (call for call in reversed(calls) if call.purpose == "policy" and call.is_answered)
     last = next(answered, None)
     if last is None or last.completion.finish_reason == "length":
         return False

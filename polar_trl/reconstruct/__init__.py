@@ -33,6 +33,7 @@ from polar_trl.reconstruct.merge import (
     build_prefix_merged,
     count_as_policy,
     digest,
+    summarise,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "count_as_policy",
     "cut_trajectory",
     "digest",
+    "summarise",
 ]

@@ -16,6 +16,10 @@ def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
 
     For what a builder made, whole or cut into parts; before anything is dropped for its length.
     """
+    if texts := [call.index for call in rollout.calls if call.text_only]:
+        raise LawError(
+            f"rollout {rollout.id}: calls {texts} came as text without token ids; nothing of it can be trained"
+        )
     indices = [call.index for call in rollout.calls]
     if indices != list(range(len(indices))):
         raise LawError(f"rollout {rollout.id}: its calls have indices {indices}, expected 0 to {len(indices) - 1}")

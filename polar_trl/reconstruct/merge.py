@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from struct import pack
-from typing import Literal
+from typing import Any, Literal
 
 from polar_trl.types import Call, Rollout, TokenIds, Trajectory
 
@@ -69,6 +69,16 @@ def count_as_policy(rollout: Rollout) -> Rollout:
     """The rollout with its auxiliary calls taken for the policy's own: what a run trains that was told to."""
     calls = tuple(replace(call, purpose="policy") if call.purpose == "auxiliary" else call for call in rollout.calls)
     return replace(rollout, calls=calls)
+
+
+def summarise(rollout: Rollout, reconstruction: Reconstruction) -> dict[str, Any]:
+    """Counts that a record's end brings, so that a list of sessions need not read their tokens (JSON values)."""
+    return {
+        "calls": len(rollout.calls),
+        "sampled_tokens": sum(len(call.completion.token_ids) for call in rollout.calls),
+        "trajectories": len(reconstruction.trajectories),
+        "dropped": dict(reconstruction.dropped),
+    }
 
 
 def digest(trajectories: Sequence[Trajectory]) -> str:

@@ -53,7 +53,7 @@ class Continuations:
 
     def add(self, call: Call) -> None:
         """Make a finished call known. One that sampled nothing (a budget message) is never continued."""
-        if not call.completion.token_ids:
+        if not call.is_answered:
             return
         before = self._digest_request(call)
         key = extend_digest(before, call.message)

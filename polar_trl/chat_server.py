@@ -1,0 +1,151 @@
+"""Messages in, a message out, from any OpenAI-compatible chat server: the text-only stand-in for engine and renderer.
+
+For servers that give no token ids. What comes out can be recorded and read by a trainer that tokenises for itself; it
+is marked `text_only` on every call, and the laws refuse to train on it. This file never makes up a token id.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.openai_server import OpenAIServer, RefusedError
+from polar_trl.errors import ConfigError, EngineError, RenderError, WireError
+from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
+from polar_trl.types import ChatRequest, FinishReason, Message, TokenIds, Tool, ToolCall
+from polar_trl.wire.base import is_json_object
+
+_PROBE_TOOL = Tool(
+    name="read_file",
+    description="Reads a file.",
+    parameters={"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextReply:
+    """What a server answered, in no tokens that we know of."""
+
+    message: Message
+    finish_reason: FinishReason
+    num_sampled_tokens: int
+    """As the server counts; 0 where it does not say."""
+
+
+class ChatServer:
+    """Takes the place of the engine and of the renderer in a `Proxy`.
+
+    Args:
+        server: Closed by whoever made it.
+        model: Its name there.
+        max_model_len: What agents are told of the context; the server itself refuses what is longer.
+    """
+
+    policy_version = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, server: OpenAIServer, *, model: str, max_model_len: int) -> None:
+        self._server = server
+        self._model = model
+        self.max_model_len = max_model_len
+
+    async def answer(self, request: ChatRequest, params: GenerationParams) -> TextReply:
+        """The model's next message.
+
+        Raises:
+            WireError: the server refuses the request, which is the agent's to hear.
+            EngineError, EngineBusyError: as `Engine.generate` does.
+        """
+        try:
+            answer = await self._server.post("/chat/completions", self._build_body(request, params))
+        except RefusedError as error:
+            if error.status in (401, 403, 404):
+                raise  # the server does not know us, or the model: no fault of the agent's
+            said = str(error).lower()
+            is_overflow = "context" in said and ("length" in said or "window" in said)
+            raise WireError(str(error), kind="context_overflow" if is_overflow else "invalid_request") from error
+        return _parse_reply(answer)
+
+    def probe(self, params: GenerationParams) -> None:
+        """Have one question with a tool answered. Raises `ConfigError` if the server does not."""
+        request = ChatRequest(messages=(Message(role="user", text="Say hello."),), tools=(_PROBE_TOOL,))
+        try:
+            _parse_reply(self._server.ask("POST", "/chat/completions", self._build_body(request, params)))
+        except EngineError as error:
+            raise ConfigError(
+                f"the chat server does not answer a question with tools: {error}; for `vllm serve`, "
+                "--enable-auto-tool-choice and --tool-call-parser turn them on"
+            ) from error
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
+        """No ids: the server renders. Raises `RenderError` for images, as a renderer does."""
+        if any(message.images for message in messages):
+            build_message_dict(next(message for message in messages if message.images), parse_arguments=False)
+        return ()
+
+    def extend(
+        self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> TokenIds | None:
+        """No ids, as above."""
+        return self.render(new_messages, tools)
+
+    def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
+        """Refused: there are no ids to parse."""
+        raise RenderError("a text-only server gives no token ids, so there are none to parse")
+
+    def _build_body(self, request: ChatRequest, params: GenerationParams) -> dict[str, Any]:
+        """What a strict server understands: fields of vLLM's own only where they do something."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [
+                build_message_dict(message, parse_arguments=False)
+                for message in place_system(request.messages, "first", at_start=True)
+            ],
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+        }
+        plain = GenerationParams(max_tokens=1)
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+            if getattr(params, name) != getattr(plain, name):
+                body[name] = getattr(params, name)
+        if params.stop:
+            body["stop"] = list(params.stop)
+        if request.tools:
+            body["tools"] = [build_tool_dict(tool) for tool in request.tools]
+            if request.tool_choice in ("none", "required"):
+                body["tool_choice"] = request.tool_choice
+            elif request.tool_choice != "auto":
+                body["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice}}
+        return body
+
+
+def _parse_reply(answer: Mapping[str, Any]) -> TextReply:
+    try:
+        choice = answer["choices"][0]
+        message = choice["message"]
+        tool_calls = tuple(_parse_tool_call(item) for item in message.get("tool_calls") or ())
+        reasoning = message.get("reasoning_content") or message.get("reasoning")  # the second is vLLM's new name
+        reply = Message(
+            role="assistant", text=message.get("content") or "", reasoning=reasoning or None, tool_calls=tool_calls
+        )
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise EngineError(f"the server's answer cannot be read ({error!r}): {str(answer)[:200]}") from error
+    if not isinstance(reply.text, str) or not isinstance(reply.reasoning, str | None):
+        raise EngineError(f"the server's answer is not text: {str(message)[:200]}")
+    usage = answer.get("usage") or {}
+    return TextReply(
+        message=reply,
+        finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+        num_sampled_tokens=usage.get("completion_tokens") or 0,
+    )
+
+
+def _parse_tool_call(item: Mapping[str, Any]) -> ToolCall:
+    function = item["function"]
+    arguments = function.get("arguments") or "{}"
+    return ToolCall(
+        id=item.get("id") or "",
+        name=function["name"],
+        arguments=arguments,
+        parse_status="ok" if is_json_object(arguments) else "malformed",
+    )

@@ -1,0 +1,70 @@
+"""What was collected -> the data set's card, whose header tells `datasets.load_dataset` where the rows are.
+
+It says nothing about licences: those of the tasks, of their repositories and of the model are the user's to know.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from polar_trl.collect.data_set import Report
+
+ABOUT = {
+    "tokens": "`input_ids` and `assistant_masks`: the ids as the model read and sampled them; a mask of 1 is on "
+    "what it sampled. For the model that they were sampled from, or one with the same tokenizer and chat template.",
+    "messages": "`messages` and `tools`: the same conversations, for any model with a chat template.",
+}
+
+
+def render_card(report: "Report", *, selection: Mapping[str, Any], agent: str, model: str) -> str:
+    """README.md of a data set.
+
+    Args:
+        selection: The settings that chose the rows, by name.
+    """
+    forms = {
+        form: {split: count for split in ("train", "test") if (count := report.num_rows(form, split))}
+        for form in ("tokens", "messages")
+    }
+    forms = {form: splits for form, splits in forms.items() if splits}
+    lines = ["---", yaml.safe_dump({"configs": _build_configs(forms)}, sort_keys=False).strip(), "---", ""]
+    lines += [f"# Sessions of {agent} with {model}", ""]
+    lines += [
+        f"Collected by `polar-trl collect`: {report.total.accepted} of {report.total.attempts} graded sessions were "
+        f"accepted (a reward of {selection['min_reward']:g} or more); {report.total.failed} more failed without a "
+        "reward and are in no rate.",
+        "",
+    ]
+    if report.text_only_rows:
+        lines += [
+            f"**Text only:** {report.text_only_rows} rows come from a server that gives no token ids. They are in "
+            "`messages` alone, and what was sampled can only be tokenised again.",
+            "",
+        ]
+    lines += ["| form | train | test | columns |", "|---|---|---|---|"]
+    for form, splits in forms.items():
+        lines.append(f"| `{form}` | {splits.get('train', 0)} | {splits.get('test', 0)} | {ABOUT[form]} |")
+    lines += ["", "Both forms also have `id`, `task_id`, `repo`, `reward`, `session` and `agent`.", ""]
+    lines += ["| repository | tasks | attempts | accepted | rate % | failed |", "|---|---|---|---|---|---|"]
+    for repo, counts in [*report.by_repo.items(), ("total", report.total)]:
+        rate = "-" if counts.rate is None else f"{100 * counts.rate:.1f}"
+        lines.append(f"| {repo} | {counts.tasks} | {counts.attempts} | {counts.accepted} | {rate} | {counts.failed} |")
+    lines += ["", "Left out: " + (_list_counts(report.left_out) or "nothing") + ".", ""]
+    settings = ", ".join(f"{name} {value}" for name, value in selection.items() if value is not None)
+    lines += [f"Made with {settings}.", ""]
+    return "\n".join(lines)
+
+
+def _build_configs(forms: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+    """The first form is what is loaded where none is named."""
+    configs: list[dict[str, Any]] = []
+    for form, counts in forms.items():
+        files = [{"split": split, "path": f"{form}/{split}.parquet"} for split in counts]
+        configs.append({"config_name": form, "default": not configs, "data_files": files})
+    return configs
+
+
+def _list_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} rows ({name.replace('_', ' ')})" for name, count in counts.items())

@@ -1,0 +1,223 @@
+"""A folder of graded sessions -> a folder with a Hugging Face data set of those that were accepted.
+
+    DATA_SET/README.md                     the card; tells `datasets.load_dataset` what there is
+    DATA_SET/tokens/{train,test}.parquet   input_ids and assistant_masks, exactly as sampled
+    DATA_SET/messages/{train,test}.parquet messages and tools, to be tokenised by whoever trains
+    DATA_SET/acceptance.json               the counts
+
+The same sessions and settings give the same files. It refuses to write a data set without a row to train on, and
+replaces an earlier one only when the new one is whole.
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Json, List, Value, disable_progress_bars, enable_progress_bars
+
+from polar_trl.collect.accept import NO_REPO, Acceptance, choose_accepted, count_acceptance, total_acceptance
+from polar_trl.collect.card import render_card
+from polar_trl.collect.rows import Row, build_rows
+from polar_trl.collect.split import choose_test_tasks
+from polar_trl.errors import ConfigError, PolarError
+from polar_trl.record import read_session
+from polar_trl.sample_tasks import SampleResult, read_results
+
+REPORT_FILE = "acceptance.json"
+SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What of the sessions becomes the data set."""
+
+    min_reward: float = 1.0
+    max_per_task: int | None = None
+    """Accepted sessions of one task; None keeps all."""
+    max_tokens: int | None = None
+    """Rows that are longer are left out; those without token ids have no length here."""
+    with_auxiliary: bool = False
+    test_share: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.test_share < 1.0:
+            raise ConfigError(f"test_share is {self.test_share}; give a share from 0 to below 1, such as 0.1")
+        for name in ("max_per_task", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1, or left out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What was collected, and what became of it."""
+
+    by_repo: Mapping[str, Acceptance]
+    total: Acceptance
+    rows: Mapping[str, Mapping[str, Mapping[str, int]]]
+    """Form ("tokens", "messages") -> repository -> split -> rows."""
+    left_out: Mapping[str, int]
+    """Reason -> rows: "too_long" of both forms, "unreadable_arguments" of the messages."""
+    text_only_rows: int
+    """Rows without token ids."""
+
+    def num_rows(self, form: str, split: str | None = None) -> int:
+        """Rows of a form, of one split or of both."""
+        return sum(
+            count
+            for counts in self.rows[form].values()
+            for name, count in counts.items()
+            if split is None or name == split
+        )
+
+    def render(self) -> dict[str, Any]:
+        """As JSON values."""
+        acceptances = {repo: _render_acceptance(counts) for repo, counts in self.by_repo.items()}
+        return {
+            "by_repo": acceptances,
+            "total": _render_acceptance(self.total),
+            "rows": self.rows,
+            "left_out": self.left_out,
+            "text_only_rows": self.text_only_rows,
+        }
+
+
+@dataclass(slots=True)
+class _Forms:
+    """The columns of both forms, split by split."""
+
+    tokens: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    messages: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+
+
+def build_data_set(
+    folder: Path,
+    target: Path,
+    selection: Selection,
+    *,
+    agent: str,
+    model: str,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Write the data set of a folder of `sample_tasks`.
+
+    Args:
+        folder: With `results.jsonl` and the sessions.
+        target: Replaced if it holds an earlier data set.
+        agent: Whose sessions they are, and
+        model: what answered it, for the card and the rows.
+        tell: Hears how many accepted sessions have been read, and of how many.
+
+    Raises:
+        PolarError: nothing was accepted. An earlier data set is left as it was.
+        ConfigError: `target` holds something else.
+        LawError, RecordError: a session's record does not hold, or cannot be read.
+    """
+    if target.exists() and not (target / REPORT_FILE).exists():
+        raise ConfigError(f"{target} holds something else than a data set of polar-trl collect; name another folder")
+    results = read_results(folder)
+    chosen = choose_accepted(results, min_reward=selection.min_reward, max_per_task=selection.max_per_task)
+    total = total_acceptance(results, min_reward=selection.min_reward)
+    if not chosen:
+        raise PolarError(
+            f"none of {total.attempts} graded sessions in {folder} has a reward of {selection.min_reward:g} or more"
+            f"{f', and {total.failed} failed without one' if total.failed else ''}; no data set was written"
+        )
+    kept: list[tuple[SampleResult, Row]] = []
+    left_out: Counter[str] = Counter()
+    for number, result in enumerate(chosen, start=1):
+        for row in build_rows(read_session(folder / result.record), with_auxiliary=selection.with_auxiliary):
+            if selection.max_tokens is not None and len(row.token_ids or ()) > selection.max_tokens:
+                left_out["too_long"] += 1
+            else:
+                kept.append((result, row))
+        tell(number, len(chosen))
+    left_out["unreadable_arguments"] = sum(row.messages is None for _, row in kept)
+    forms, counts = _split(kept, selection, agent)
+    report = Report(
+        by_repo=count_acceptance(results, min_reward=selection.min_reward),
+        total=total,
+        rows=counts,
+        left_out={name: count for name, count in sorted(left_out.items()) if count},
+        text_only_rows=sum(row.token_ids is None for _, row in kept),
+    )
+    if not forms.tokens["train"] and not forms.messages["train"]:
+        raise PolarError(f"{len(chosen)} sessions were accepted, but none of their rows is left ({report.left_out})")
+    card = render_card(report, selection=asdict(selection), agent=agent, model=model)
+    _write(target, forms, report, card)
+    return report
+
+
+def _split(
+    kept: Sequence[tuple[SampleResult, Row]], selection: Selection, agent: str
+) -> tuple[_Forms, dict[str, dict[str, dict[str, int]]]]:
+    """The columns of every row in its split, and how many rows of each repository are where."""
+    repos = {result.task: result.repo or NO_REPO for result, _ in kept}
+    test = choose_test_tasks(repos, share=selection.test_share, seed=selection.seed)
+    forms = _Forms()
+    counts: dict[str, dict[str, dict[str, int]]] = {"tokens": {}, "messages": {}}
+    for result, row in kept:
+        split, repo = "test" if result.task in test else "train", result.repo or NO_REPO
+        about = {
+            "id": row.id,
+            "task_id": result.task,
+            "repo": result.repo,
+            "reward": result.reward,
+            "session": result.record,
+            "agent": agent,
+        }
+        if row.token_ids is not None and row.mask is not None:
+            mask = [int(trainable) for trainable in row.mask]
+            forms.tokens[split].append({"input_ids": list(row.token_ids), "assistant_masks": mask, **about})
+            _count(counts["tokens"], repo, split)
+        if row.messages is not None:
+            forms.messages[split].append({"messages": row.messages, "tools": row.tools, **about})
+            _count(counts["messages"], repo, split)
+    return forms, counts
+
+
+def _count(counts: dict[str, dict[str, int]], repo: str, split: str) -> None:
+    counts.setdefault(repo, dict.fromkeys(SPLITS, 0))[split] += 1
+
+
+def _write(target: Path, forms: _Forms, report: Report, card: str) -> None:
+    """All files into a folder beside the target, which then takes its place."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        disable_progress_bars()  # of the library, which has one for every file
+        for form in ("tokens", "messages"):
+            for split, rows in getattr(forms, form).items():
+                if rows:
+                    _write_parquet(draft / form / f"{split}.parquet", form, rows)
+        (draft / "README.md").write_text(card, encoding="utf-8")
+        (draft / REPORT_FILE).write_text(json.dumps(report.render(), indent=1, ensure_ascii=False) + "\n", "utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+    finally:
+        enable_progress_bars()
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_parquet(path: Path, form: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    about = {name: Value("string") for name in ("id", "task_id", "repo", "session", "agent")}
+    # Json keeps the keys of each message and each schema: as structs, every one would get the keys of all, as nulls
+    columns = {
+        "tokens": {"input_ids": List(Value("int32")), "assistant_masks": List(Value("int8"))},
+        "messages": {"messages": List(Json()), "tools": List(Json())},
+    }[form]
+    features = Features({**columns, **about, "reward": Value("float64")})
+    path.parent.mkdir(exist_ok=True)
+    data = {name: [row[name] for row in rows] for name in features}
+    Dataset.from_dict(data, features=features).to_parquet(path)
+
+
+def _render_acceptance(counts: Acceptance) -> dict[str, Any]:
+    return asdict(counts) | {"rate": None if counts.rate is None else round(counts.rate, 4)}

@@ -1,0 +1,98 @@
+"""A recorded session -> rows to fine-tune on: a conversation each, and its token ids with a mask where there are any.
+
+A row with token ids is a trajectory of the session, checked against the laws: its mask is exactly what the model
+sampled. Without token ids, a row is a conversation that no later call goes on from. Nothing is tokenised here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polar_trl.reconstruct import BUILDERS, check_laws, count_as_policy
+from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
+from polar_trl.types import Call, Rollout, TokenIds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One sequence to train on."""
+
+    id: str
+    """The rollout's id and the row's number in it."""
+    messages: list[dict[str, Any]] | None
+    """As chat templates read them, the last one the model's; None where the model wrote tool arguments that are no
+    JSON object, which templates refuse."""
+    tools: list[dict[str, Any]]
+    token_ids: TokenIds | None
+    """[T]; None for text only."""
+    mask: tuple[bool, ...] | None
+    """[T], True exactly on what the model sampled in this row."""
+
+
+def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
+    """The rows of a session, in the order of their first call.
+
+    Args:
+        with_auxiliary: Take what the agent asked beside its task (titles, summaries) like the rest.
+
+    Raises `LawError` if the record does not give trajectories that hold.
+    """
+    if with_auxiliary:
+        rollout = count_as_policy(rollout)
+    if any(call.text_only for call in rollout.calls):
+        return [_build_row(rollout, number, call) for number, call in enumerate(_list_ends(rollout.calls))]
+    reconstruction = BUILDERS["prefix_merging"](rollout)
+    check_laws(rollout, reconstruction)
+    return [
+        _build_row(
+            rollout,
+            number,
+            rollout.calls[trajectory.call_indices[-1]],
+            token_ids=trajectory.token_ids,
+            mask=trajectory.trainable,
+        )
+        for number, trajectory in enumerate(reconstruction.trajectories)
+    ]
+
+
+def _build_row(
+    rollout: Rollout,
+    number: int,
+    last: Call,
+    *,
+    token_ids: TokenIds | None = None,
+    mask: tuple[bool, ...] | None = None,
+) -> Row:
+    """Of the conversation that ends with the reply of `last`."""
+    conversation = place_system((*last.request.messages, last.message), "first", at_start=True)
+    messages: list[dict[str, Any]] | None
+    messages = [build_message_dict(message, parse_arguments=True) for message in conversation]
+    if not all(map(_has_readable_arguments, messages)):
+        messages = None
+    return Row(
+        id=f"{rollout.id}-{number}",
+        messages=messages,
+        tools=[build_tool_dict(tool) for tool in last.request.tools],
+        token_ids=token_ids,
+        mask=mask,
+    )
+
+
+def _has_readable_arguments(message: Mapping[str, Any]) -> bool:
+    return all(isinstance(call["function"]["arguments"], dict) for call in message.get("tool_calls", ()))
+
+
+def _list_ends(calls: Sequence[Call]) -> list[Call]:
+    """Calls of the policy that none goes on from; of the same question asked twice and left twice, the last."""
+    asked = [call for call in calls if call.is_answered and call.purpose == "policy"]
+    continued = {call.parent for call in asked}
+    ends = [call for call in asked if call.index not in continued]
+    return [
+        call
+        for position, call in enumerate(ends)
+        if not any(_asks_the_same(call, later) for later in ends[position + 1 :])
+    ]
+
+
+def _asks_the_same(call: Call, other: Call) -> bool:
+    return call.request.messages == other.request.messages and call.request.tools == other.request.tools

@@ -1,0 +1,75 @@
+"""The settings of a run and a model -> graded sessions in a folder, and the data set of those that were accepted.
+
+The sessions are those of an evaluation (`grpo.evaluate`) of the tasks to train on. It refuses to build a data set
+while sessions are still to be run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from polar_trl.collect.data_set import Report, Selection, build_data_set
+from polar_trl.grpo.evaluate import EvalSetup, parse_eval, run_evaluation
+
+DATA_SET_FOLDER = "dataset"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collection:
+    """The settings of a collection."""
+
+    setup: EvalSetup
+    selection: Selection
+
+    @property
+    def data_set(self) -> Path:
+        """Where it goes."""
+        return self.setup.folder / DATA_SET_FOLDER
+
+    @property
+    def model(self) -> str:
+        """What answers, by the name that the settings know it by."""
+        evaluation = self.setup.evaluation
+        name = evaluation.served_name or self.setup.model or evaluation.base_url or ""
+        return Path(name).name if Path(name).is_dir() else name  # where it lies is nobody's business
+
+
+def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path, selection: Selection) -> Collection:
+    """Settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
+
+    The tasks are those to train on, whether or not the run file has others to evaluate on.
+    """
+    setup = parse_eval(config, overrides, folder)
+    tasks = setup.run.tasks
+    # several engines are processes of `polar-trl eval`, which would take the run file's eval_tasks
+    return Collection(
+        setup=replace(setup, tasks=tasks, command=(*setup.command, "--tasks", tasks)), selection=selection
+    )
+
+
+def run_collection(collection: Collection, *, show_progress: bool = True) -> Report:
+    """Run what is left to run, then write the data set.
+
+    Raises:
+        ConfigError: settings or a server that cannot work, or a folder that holds something else.
+        PolarError: the infrastructure fails all the time, or nothing was accepted.
+        KeyboardInterrupt: what has ended is kept.
+    """
+    setup = collection.setup
+    run_evaluation(setup, show_progress=show_progress)
+    with tqdm(desc="accepted sessions", unit="session", disable=not show_progress, leave=False) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return build_data_set(
+            setup.folder,
+            collection.data_set,
+            collection.selection,
+            agent=setup.run.agent,
+            model=collection.model,
+            tell=tell,
+        )

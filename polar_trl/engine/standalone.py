@@ -1,0 +1,65 @@
+"""A model's folder or name -> vLLM in this process, without a trainer: what evaluates and what collects.
+
+The same engine as the trainer's (`VllmEngine`), made ready in the same way (`colocate.prepare_vllm`), so that what is
+evaluated is sampled as it was trained. It refuses to share a GPU: there is no sleep and no push of weights.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from polar_trl.engine import cuda_graphs
+from polar_trl.engine.colocate import prepare_vllm, set_environment
+from polar_trl.engine.cuda_graphs import CudaGraphs, require_safe_graphs
+from polar_trl.engine.vllm import VllmEngine
+from polar_trl.errors import ConfigError
+
+MAX_BATCHED_TOKENS = 8192
+"""Prompt tokens that are read in one step, beside those that are sampled."""
+
+
+def build_standalone_engine(
+    model: str,
+    *,
+    cpu: bool,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    gpu_memory_utilization: float = 0.9,
+    graphs: CudaGraphs = "default",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> VllmEngine:
+    """Load a model; whoever gets the engine closes it.
+
+    Args:
+        model: A full model's folder or hub name.
+        max_model_len: Tokens of a prompt and its answer together; None: as many as the model has positions for.
+        max_num_seqs: Requests that are sampled at once.
+        seed: Of sampling. The same requests in the same order give the same tokens.
+
+    Raises `ConfigError` where vLLM cannot load it, with vLLM's reason.
+    """
+    set_environment(cpu=cpu)
+    kwargs = prepare_vllm(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code), cpu=cpu)
+    from vllm import LLM
+
+    try:
+        llm: Any = LLM(
+            model=model,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            gpu_memory_utilization=gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            **{**kwargs, **cuda_graphs.LLM_KWARGS[graphs]},
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # pydantic's first line counts the errors, the next names the class
+        reason = next((line for line in lines if line.startswith("Value error")), lines[0] if lines else repr(error))
+        raise ConfigError(f"vLLM cannot load {model}: {reason}") from error
+    require_safe_graphs(llm.llm_engine.vllm_config)
+    return VllmEngine(llm, device=None if cpu else torch.device("cuda", torch.cuda.current_device()))

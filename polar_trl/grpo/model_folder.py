@@ -1,0 +1,164 @@
+"""What a user calls a checkpoint -> a model that the engine can load: a folder, a hub name, or an adapter to merge.
+
+A full model, one on the hub and a run's `checkpoint-N` are taken as they are. An adapter is merged once onto the model
+that it was trained on. It refuses, in one sentence, folders that hold no model, half of one, or one without tokenizer.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.checkpoint import PART_FILE, STATE_FILE, list_checkpoints
+from polar_trl.grpo.text_only import load_processing_class
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+MERGED_FILE = "polar_merged.json"
+"""Written last into the folder of a merged model: what it was merged from."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_SAMPLE_BYTES = 1 << 16
+_NUM_SAMPLES = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A model that was found to be there. Nothing of it is loaded yet."""
+
+    name: str
+    """As it was given."""
+    identity: str
+    """Its name, and a digest of the weights of a folder: equal for the same model, wherever it lies."""
+    base: str | None = None
+    """Of an adapter: the model that it belongs to."""
+
+
+def find_model(name: str | None) -> Checkpoint:
+    """The checkpoint of that name. Raises `ConfigError` with what is wrong and what to do."""
+    if not name:
+        raise ConfigError("model_name_or_path is needed: a model folder, a run's checkpoint-N, or a hub name")
+    folder = Path(name)
+    if folder.is_file():
+        raise ConfigError(f"model_name_or_path {name!r} is a file; name the folder that it is in")
+    if not folder.is_dir():
+        load_config(name)
+        return Checkpoint(name=name, identity=name)
+    if (folder / PART_FILE).exists() and not (folder / STATE_FILE).exists():
+        raise ConfigError(f"model_name_or_path {name!r} was not written to its end; name an older checkpoint")
+    if (folder / ADAPTER_CONFIG).exists():
+        return _find_adapter(folder)
+    _require_whole(folder)
+    return Checkpoint(name=name, identity=f"{folder.resolve().name} {_digest(_list_weights(folder))}")
+
+
+def load_config(name: str) -> Any:
+    """transformers' configuration of a folder or hub name. Raises `ConfigError`."""
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        hint = "give a folder with config.json and weights, or a hub name that this machine can reach"
+        if not _HUB_NAME.fullmatch(name):
+            hint = "no such folder; " + hint
+        raise ConfigError(f"model_name_or_path {name!r}: no model there: {hint} ({reason})") from error
+
+
+def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Write base plus adapter to `folder`, tokenizer included, unless they are there already; returns the folder.
+
+    Merged in float32 and saved in the base's own dtype, on the CPU: 4 bytes per weight of host memory.
+    """
+    assert checkpoint.base is not None
+    origin = {"adapter": checkpoint.identity, "base": checkpoint.base}
+    if (folder / MERGED_FILE).exists() and json.loads((folder / MERGED_FILE).read_text()) == origin:
+        return folder
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError("an adapter needs the package peft: pip install 'polar-trl[peft]'") from error
+    from trl.trainer.utils import create_model_from_path
+
+    adapter = Path(checkpoint.name)
+    dtype = load_config(checkpoint.base).get_text_config().dtype or torch.float32
+    model = create_model_from_path(checkpoint.base, dtype=torch.float32, device_map=None)
+    try:
+        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    except (ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"the adapter {adapter} does not fit its base {checkpoint.base}: {reason}") from error
+    if folder.exists():
+        shutil.rmtree(folder)
+    merged.to(dtype).save_pretrained(folder)
+    has_tokenizer = any((adapter / name).exists() for name in _TOKENIZER)
+    load_processing_class(str(adapter) if has_tokenizer else checkpoint.base).save_pretrained(folder)
+    (folder / MERGED_FILE).write_text(json.dumps(origin) + "\n")
+    return folder
+
+
+def _find_adapter(folder: Path) -> Checkpoint:
+    try:
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} names no base_model_name_or_path ({error!r})") from error
+    weights = [folder / name for name in _ADAPTER_WEIGHTS if (folder / name).exists()]
+    if not weights:
+        raise ConfigError(f"model_name_or_path {str(folder)!r} is an adapter without {_ADAPTER_WEIGHTS[0]}")
+    try:
+        found = find_model(base)
+    except ConfigError as error:
+        raise ConfigError(f"{folder} is an adapter of {base!r}, and that is not to be had: {error}") from error
+    if found.base is not None:
+        raise ConfigError(f"{folder} is an adapter of {base!r}, which is an adapter itself; merge that one first")
+    return Checkpoint(
+        name=str(folder), identity=f"{folder.resolve().name} {_digest(weights)} on {found.identity}", base=base
+    )
+
+
+def _require_whole(folder: Path) -> None:
+    """A full model, with every file of its weights and a tokenizer."""
+    name = f"model_name_or_path {str(folder)!r}"
+    if not (folder / "config.json").exists():
+        if steps := list_checkpoints(folder):
+            raise ConfigError(f"{name} is a run's folder without a final model; name {steps[-1][1]}")
+        raise ConfigError(f"{name} holds no model: neither config.json nor {ADAPTER_CONFIG}")
+    load_config(str(folder))
+    weights = _list_weights(folder)
+    missing: list[str] = []
+    for index in folder.glob("*.index.json"):
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing += [name for name in names if not (folder / name).exists()]
+    if missing or not weights:
+        lacking = missing[0] if missing else "weights (model*.safetensors)"
+        hint = "; sharded checkpoints of FSDP or DeepSpeed have to be saved whole" if not weights else ""
+        raise ConfigError(f"{name} lacks {lacking}{hint}")
+    if not any((folder / file).exists() for file in _TOKENIZER):
+        raise ConfigError(f"{name} has no tokenizer; copy the tokenizer's files of its base model there")
+
+
+def _list_weights(folder: Path) -> list[Path]:
+    return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
+def _digest(weights: list[Path]) -> str:
+    """Of samples spread over the files: training changes weights everywhere, and a whole read takes minutes."""
+    state = hashlib.sha256()
+    for path in weights:
+        size = path.stat().st_size
+        state.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for number in range(_NUM_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+                state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()[:16]

@@ -1,0 +1,165 @@
+"""A folder of a run, an evaluation or a collection -> what its pages ask for, each part worked out when it changes.
+
+It refuses a folder without anything to show, and never writes into one.
+"""
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import ConfigError
+from polar_trl.inspector.curves import LOG_FILE, Curves
+from polar_trl.inspector.rows import RowIndex
+from polar_trl.inspector.sessions import QUIET_S, Entry, SessionIndex, is_alive
+from polar_trl.inspector.table import build_row, build_rows, count_choices
+from polar_trl.inspector.view import SessionView
+from polar_trl.inspector.vocabulary import Vocabulary, load_vocabulary
+from polar_trl.record import read_record
+
+SETTINGS_FILE = "settings.json"
+RESULTS_FILE = "results.jsonl"
+KEPT_VIEWS = 3
+"""Sessions that stay open in memory; one of 200 calls of 100,000 tokens takes some tens of megabytes."""
+
+
+class RunFolder:
+    """A run that is looked at. Threads may share it.
+
+    Args:
+        folder: RUN.
+        tokenizer: Folder or hub id; None takes the model that the run's settings name.
+
+    Raises `ConfigError` for a folder that holds no run, and for a tokenizer that is not there.
+    """
+
+    def __init__(self, folder: Path, tokenizer: str | None = None) -> None:
+        _check_folder(folder)
+        self.folder = folder
+        self.settings = _read_settings(folder / SETTINGS_FILE)
+        name = self.settings.get("model")
+        self.vocabulary: Vocabulary = load_vocabulary(name if isinstance(name, str) else None, flag=tokenizer)
+        self.sessions = SessionIndex(folder / "sessions")
+        self.rows = RowIndex(folder / "rows")
+        self.curves = Curves(folder)
+        self._lock = threading.Lock()
+        self._views: OrderedDict[tuple[Any, ...], SessionView] = OrderedDict()
+        self._table: tuple[tuple[int, int, int], list[dict[str, Any]]] | None = None
+
+    def build_run(self) -> dict[str, Any]:
+        """JSON of the run as a whole, with the versions of its parts."""
+        lines = self.curves.refresh()
+        rows = self.build_table()
+        max_steps = self.settings.get("max_steps")
+        return {
+            "name": self.folder.resolve().name,
+            "folder": str(self.folder),
+            "agent": self.agent,
+            "model": self.settings.get("model"),
+            "settings": {name: value for name, value in self.settings.items() if not isinstance(value, dict | list)},
+            "has_curves": bool(lines) or not (self.folder / RESULTS_FILE).exists(),
+            "is_live": self.is_live(),
+            "step": max((int(line["step"]) for line in lines), default=None),
+            "max_steps": max_steps if isinstance(max_steps, int) and max_steps > 0 else None,
+            "curves_version": self.curves.version,
+            "sessions_version": f"{self.sessions.version}.{self.rows.version}",
+            "num_sessions": len(rows),
+            "choices": count_choices(rows),
+            "vocabulary": {"known": self.vocabulary.is_known, "note": self.vocabulary.note},
+            "bad_row_lines": self.rows.num_bad_lines,
+        }
+
+    @property
+    def agent(self) -> str | None:
+        """Its name, where the run says."""
+        name = self.settings.get("agent")
+        return name if isinstance(name, str) else None
+
+    def build_table(self) -> list[dict[str, Any]]:
+        """A row per session; made again when something has changed, or a stage may have by time alone."""
+        entries = self.sessions.refresh()
+        self.rows.refresh()
+        state = (self.sessions.version, self.rows.version, int(time.time() // 30))
+        with self._lock:
+            if self._table is None or self._table[0] != state:
+                self._table = state, build_rows(entries, self.rows, self.agent)
+            return self._table[1]
+
+    def is_live(self) -> bool:
+        """Whether the run seems to go on."""
+        lines, limit = self.curves.refresh(), self.settings.get("max_steps")
+        if (self.folder / "summary.json").exists() or (
+            lines and isinstance(limit, int) and lines[-1]["step"] >= limit > 0
+        ):
+            return False
+        now_s = time.time()
+        if any(is_alive(entry, now_s) for entry in self.sessions.refresh() if not entry.finished):
+            return True
+        log = self.folder / LOG_FILE
+        return log.exists() and now_s - log.stat().st_mtime < QUIET_S
+
+    def build_session(self, key: str) -> dict[str, Any]:
+        """JSON of one session's page. Raises `KeyError`, and `RecordError` for a file that cannot be read."""
+        entry = self.find_entry(key)
+        view = self.open_session(key)
+        rows = self.build_table()
+        group = [
+            {"key": row["key"], "rollout": row["rollout"], "reward": row["reward"]}
+            for row in rows
+            if entry.group and (row["group"], row["attempt"]) == (entry.group, entry.attempt)
+        ]
+        row = build_row(entry, self.rows, self.agent, time.time())
+        return {"row": row, "group": group, "size": entry.size, **view.build_meta()}
+
+    def find_entry(self, key: str) -> Entry:
+        """Raises `KeyError`."""
+        entry = self.sessions.get(key)
+        if entry is None:
+            self.sessions.refresh()
+            entry = self.sessions.get(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def open_session(self, key: str) -> SessionView:
+        """The session as it is now; kept open for the questions that follow."""
+        entry = self.find_entry(key)
+        fate = self.rows.find_fate(key)
+        trained = self.rows.read_rows(key)
+        state = (key, entry.size, fate, tuple((row.calls, row.step) for row in trained))
+        with self._lock:
+            if state in self._views:
+                self._views.move_to_end(state)
+                return self._views[state]
+        limit = self.settings.get("max_trajectory_tokens")
+        view = SessionView(
+            read_record(entry.path), fate, trained, self.vocabulary, limit if isinstance(limit, int) else None
+        )
+        with self._lock:
+            # of a session that grows, the former state is no longer asked for
+            for old in [old for old in self._views if old[0] == key]:
+                del self._views[old]
+            self._views[state] = view
+            while len(self._views) > KEPT_VIEWS:
+                self._views.popitem(last=False)
+        return view
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the output_dir of a run, an evaluation or a collection")
+    if not any((folder / name).exists() for name in ("sessions", LOG_FILE, RESULTS_FILE, SETTINGS_FILE)):
+        raise ConfigError(
+            f"{folder}: not a run's folder, which has sessions/, {LOG_FILE}, {RESULTS_FILE} or {SETTINGS_FILE}"
+        )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """What the run wrote when it started; empty where it wrote nothing that can be read."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -1,0 +1,70 @@
+// Trajectories as bars, one below the other on one scale of tokens: what is sampled, and where each leaves another.
+
+import { h, replace } from "./dom.js";
+import { count, words } from "./format.js";
+import { stateColors } from "./scales.js";
+
+export class LaneMap {
+  constructor(meta, onChoose) {
+    this.onChoose = onChoose;
+    this.element = h("div", { class: "lanes", role: "group", "aria-label": "Trajectories" });
+    this.chosen = 0;
+    this.observer = new ResizeObserver(() => this.draw());
+    this.observer.observe(this.element);
+    this.show(meta);
+  }
+
+  close() {
+    this.observer.disconnect();
+  }
+
+  show(meta) {
+    this.meta = meta;
+    this.bars = meta.lanes.map(() => h("canvas"));
+    this.buttons = meta.lanes.map((lane, number) =>
+      h("button", { type: "button", class: "lane", on: { click: () => this.onChoose(number) } },
+        h("span", { class: "lane-name" }, lane.name),
+        this.bars[number],
+        h("span", { class: "lane-facts" }, `${count(lane.num_tokens)} tokens`,
+          lane.fork ? h("span", { class: "reason" }, lane.fork.reason) : h("span", { class: "hint" }, Object.keys(lane.tokens).map(words).join(", ")))));
+    replace(this.element, this.buttons);
+    this.choose(this.chosen);
+    this.draw();
+  }
+
+  choose(number) {
+    this.chosen = number;
+    this.buttons.forEach((button, index) => button.setAttribute("aria-pressed", index === number));
+    const button = this.buttons[number];
+    if (!button || this.element.scrollHeight <= this.element.clientHeight) return;
+    const [top, bottom] = [button.offsetTop, button.offsetTop + button.offsetHeight];
+    if (top < this.element.scrollTop || bottom > this.element.scrollTop + this.element.clientHeight) this.element.scrollTop = top - 8;
+  }
+
+  draw() {
+    const longest = Math.max(1, ...this.meta.lanes.map((lane) => lane.num_tokens));
+    const colors = stateColors();
+    const style = getComputedStyle(this.element);
+    const [track, shared] = [style.getPropertyValue("--track"), style.getPropertyValue("--shared")];
+    const ratio = devicePixelRatio || 1;
+    this.meta.lanes.forEach((lane, number) => {
+      const bar = this.bars[number];
+      const [width, height] = [bar.clientWidth, bar.clientHeight];
+      if (!width) return;
+      bar.width = width * ratio;
+      bar.height = height * ratio;
+      const pen = bar.getContext("2d");
+      pen.scale(ratio, ratio);
+      const x = (tokens) => (tokens / longest) * width;
+      pen.fillStyle = track;
+      pen.fillRect(0, 4, Math.max(2, x(lane.num_tokens)), height - 8);
+      if (lane.fork) {
+        pen.fillStyle = shared;
+        pen.fillRect(0, 4, x(lane.fork.shared), height - 8);
+      }
+      const state = Object.entries(lane.tokens).sort((a, b) => b[1] - a[1])[0]?.[0];
+      pen.fillStyle = colors[state]?.back ?? track;
+      for (const [start, end] of lane.spans) pen.fillRect(x(start), 1, Math.max(1.5, x(end) - x(start)), height - 2);
+    });
+  }
+}
