@@ -66,7 +66,7 @@ def _write(model_class: Any, config: Any, tokenizer: Any, folder: Path, dtype: t
     torch.manual_seed(0)
     model = model_class(config)
     with torch.no_grad():
-        _lean(model, tokenizer)
+        lean(model, tokenizer)
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -81,7 +81,7 @@ def _build_tokenizer(smollm2: Path, template: str) -> Any:
     return tokenizer
 
 
-def _lean(model: Any, tokenizer: Any) -> None:
+def lean(model: Any, tokenizer: Any) -> None:
     """Give every hidden state a constant first element, and let the tokens of `LEANING` read their logit from it."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding.normal_(std=1.0)

@@ -1,0 +1,153 @@
+"""The index of sessions: what it says of finished, running, cut and broken ones, and what it does not read again."""
+
+import os
+from pathlib import Path
+
+import pytest
+from inspector.recorded import ATTEMPT, build_call, write_session
+
+from polar_trl.inspector import sessions
+from polar_trl.inspector.rows import RowIndex
+from polar_trl.inspector.sessions import Entry, SessionIndex
+from polar_trl.inspector.table import build_rows, name_stage, parse_reward, select
+from polar_trl.record import SessionLog
+from polar_trl.types import Call
+
+CALLS = (((1,), (10, 11)), ((1, 10, 11, 2), (12,)), ((7,), (20, 21, 22)))
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "LOOK_S", 0.0)
+
+
+def build_calls(name: str) -> list[Call]:
+    return [build_call(name, index, prompt, sampled) for index, (prompt, sampled) in enumerate(CALLS)]
+
+
+def look(run: Path) -> dict[str, Entry]:
+    return {entry.rollout: entry for entry in SessionIndex(run / "sessions").refresh()}
+
+
+def test_a_finished_session_is_known_from_its_two_ends(tmp_path: Path) -> None:
+    path = write_session(tmp_path, "train-00000-g000-r000", build_calls("train-00000-g000-r000"), task_id="t1")
+    lines = path.read_bytes().splitlines(keepends=True)
+    # what lies between is not even looked at: it may be anything
+    path.write_bytes(lines[0] + b"{not json\n" * 40000 + lines[-1])
+    entry = look(tmp_path)["train-00000-g000-r000"]
+    assert (entry.finished, entry.counted, entry.problem) == (True, True, None)
+    assert (entry.num_calls, entry.sampled_tokens, entry.trajectories, entry.task) == (3, 6, 2, "t1")
+    assert (entry.reward, entry.stop_reason, entry.batch, entry.attempt) == (1.0, "completed", "train_00000", ATTEMPT)
+
+
+def test_a_record_without_a_summary_is_counted_afterwards(tmp_path: Path) -> None:
+    write_session(tmp_path, "a", build_calls("a"), summary=False)
+    index = SessionIndex(tmp_path / "sessions")
+    (entry,) = index.refresh()
+    version = index.version
+    assert (entry.finished, entry.counted, entry.trajectories) == (True, False, None)
+    assert index.count_next()
+    assert (entry.num_calls, entry.sampled_tokens, entry.trajectories, entry.dropped) == (3, 6, 2, {})
+    assert index.version > version
+    assert not index.count_next()
+
+
+def test_a_session_is_followed_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "sessions" / ATTEMPT / "train_00000" / "a.jsonl"
+    log = SessionLog(session_id="a", task_id="task", group_id="a", path=path)
+    index = SessionIndex(tmp_path / "sessions")
+    (entry,) = index.refresh()
+    now_s = os.stat(path).st_mtime
+    assert (entry.num_calls, name_stage(entry, now_s)) == (0, "preparing")
+    calls = build_calls("a")
+    log.append(calls[0])
+    index.refresh()
+    assert (entry.num_calls, entry.sampled_tokens, name_stage(entry, now_s)) == (1, 2, "running")
+    read = entry.offset
+    with path.open("ab") as file:
+        file.write(b'{"type":"call","index":1,"torn')
+    index.refresh()
+    assert (entry.num_calls, entry.offset, entry.problem) == (1, read, None), "half a line is left for the next look"
+    assert name_stage(entry, now_s + 2 * sessions.QUIET_S) == "cut off"
+    whole = write_session(tmp_path / "other", "a", calls).read_bytes()
+    path.write_bytes(path.read_bytes()[:read] + whole[read:])
+    index.refresh()
+    assert (entry.finished, name_stage(entry, now_s)) == (True, "done")
+    assert (entry.num_calls, entry.trajectories) == (3, 2)
+
+
+def test_new_folders_and_files_are_found_and_others_left_alone(tmp_path: Path) -> None:
+    write_session(tmp_path, "a", build_calls("a"))
+    index = SessionIndex(tmp_path / "sessions")
+    assert [entry.rollout for entry in index.refresh()] == ["a"]
+    version = index.version
+    index.refresh()
+    assert index.version == version, "nothing changed"
+    write_session(tmp_path, "b", build_calls("b"))
+    write_session(tmp_path, "c", build_calls("c"), batch="train_00001")
+    assert sorted(entry.rollout for entry in index.refresh()) == ["a", "b", "c"]
+
+
+def test_links_and_other_files_are_no_sessions(tmp_path: Path) -> None:
+    path = write_session(tmp_path, "a", build_calls("a"))
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text("{}\n")
+    (path.parent / "b.jsonl").symlink_to(secret)
+    (path.parent / "folder").symlink_to(tmp_path)
+    (path.parent / "notes.txt").write_text("x")
+    assert list(look(tmp_path)) == ["a"]
+
+
+def test_a_broken_file_is_named_and_hurts_no_other(tmp_path: Path) -> None:
+    write_session(tmp_path, "a", build_calls("a"))
+    bad = tmp_path / "sessions" / ATTEMPT / "train_00000" / "bad.jsonl"
+    bad.write_bytes(b"\x00\xff garbage\n" * 3)
+    found = look(tmp_path)
+    assert found["a"].finished
+    assert found["bad"].problem is not None and found["bad"].problem.startswith("cannot be read")
+    assert name_stage(found["bad"], 0.0) == "unreadable"
+
+
+def test_the_table_sorts_and_filters(tmp_path: Path) -> None:
+    for number, reward in enumerate((0.0, 1.0, 0.5, None)):
+        name = f"train-00000-g000-r{number:03d}"
+        write_session(tmp_path, name, build_calls(name), reward=reward, task_id=f"Task-{number % 2}")
+    write_session(
+        tmp_path, "train-00001-g000-r000", [], batch="train_00001", stop_reason="no_calls", error="it <b>died</b>"
+    )
+    rows = build_rows(SessionIndex(tmp_path / "sessions").refresh(), RowIndex(tmp_path / "rows"), "codex")
+
+    def names(**asked: str) -> list[str]:
+        return [row["rollout"][-9:] for row in select(rows, asked)]
+
+    assert names()[0] == "g000-r000" and rows[0]["batch"] == "train_00001", "the latest batch comes first"
+    assert [row["reward"] for row in select(rows, {"sort": "reward", "batch": "train_00000"})] == [0.0, 0.5, 1.0, None]
+    assert [row["reward"] for row in select(rows, {"sort": "reward", "down": "1", "batch": "train_00000"})] == [
+        1.0,
+        0.5,
+        0.0,
+        None,
+    ]
+    assert names(task="task-1") == ["g000-r001", "g000-r003"]
+    assert names(reward=">=0.5", batch="train_00000") == ["g000-r001", "g000-r002"]
+    assert names(reward="none") == ["g000-r003"]
+    assert names(stop_reason="no_calls") == ["g000-r000"]
+    assert names(search="<b>DIED") == ["g000-r000"]
+    assert rows[0]["agent"] == "codex" and rows[1]["seconds"] == 4.0
+    for asked in ({"reward": "much"}, {"sort": "beauty"}, {"step": "last"}):
+        with pytest.raises(ValueError, match=next(iter(asked.values()))):
+            select(rows, asked)
+    assert parse_reward("<-1.5")({"reward": -2.0})
+
+
+def test_finished_sessions_are_not_opened_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(300):
+        write_session(tmp_path, f"s{number:05d}", build_calls(f"s{number:05d}")[:1], batch=f"train_{number // 50:05d}")
+    index = SessionIndex(tmp_path / "sessions")
+    assert len(index.refresh()) == 300
+
+    def refuse(entry: Entry) -> bool:
+        raise AssertionError(f"{entry.path} was read again")
+
+    monkeypatch.setattr(sessions, "_read_more", refuse)
+    assert len(index.refresh()) == 300

@@ -1,0 +1,409 @@
+"""Every command of README.md and docs/ is run by a test, here or where its entry says; blocks and links hold."""
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import signal
+import subprocess
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import yaml
+from doc_pages import PAGES, PROGRAMS, ROOT, Block, find_anchors, find_blocks, find_links, list_commands
+from doc_workspace import FIRST, ONE_STEP, PLACEHOLDERS, Workspace, build_workspace
+
+from polar_trl.cli import SUBCOMMANDS, main
+from polar_trl.record import read_session
+from polar_trl.types import Task
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run as it is written, in the workspace."""
+
+    more: str = ""
+    """Overrides after it, which make it small."""
+    says: str = ""
+    """A regular expression that its output has."""
+    status: int = 0
+    containers: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """A command that serves a web page until it is interrupted: the page is there."""
+
+    has: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """That very command, or what it does with names of its own, is run by another test."""
+
+    test: str
+    """FILE::FUNCTION."""
+    names: str
+    """What that file has of the command: a script, a setting, a file."""
+
+
+@dataclass(frozen=True)
+class Install:
+    """Nothing is installed by tests: each name is an extra of ours, or a package that an extra has."""
+
+
+PAPER_RUN = Elsewhere("tests/test_paper_configs.py::test_one_step_in_miniature", "scripts/train.py")
+PAPER_TASKS = Elsewhere("tests/test_paper_configs.py::test_one_step_in_miniature", "build_pypi_tasks.py")
+REAL_COLLECT = Elsewhere("tests/test_collect_command.py::test_the_documented_command", "CONFIG = ")
+REAL_SERVER = Elsewhere("tests/engine/test_remote.py::test_the_command_collects_from_the_server", "processed_logprobs")
+TEXT_ONLY = Elsewhere("tests/test_collect_text_only.py::test_the_command_collects_messages_and_says_so", "--text_only")
+EVALS = Elsewhere("tests/test_cli_eval.py::test_every_documented_command_is_understood", "find_commands(DOCS")
+REAL_EVAL = Elsewhere(
+    "tests/test_cli_eval.py::test_from_the_first_session_over_two_kills_to_the_summary", "find_commands(DOCS"
+)
+TABLE = Elsewhere("tests/test_reproduce_table.py::test_the_documented_command", "reproduce_table")
+SHARDED = Elsewhere("tests/grpo/test_accelerate_configs.py::test_sharded_training_gives_the_numbers_of_ddp", "fsdp2")
+RESUMED = Elsewhere(
+    "tests/grpo/test_resume.py::test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again",
+    '"--resume_from_checkpoint", "auto"',
+)
+DOCKER_CHECK = Elsewhere("tests/test_cli_check_tasks.py::test_a_rebuilt_task_in_containers", '"--sandbox", "docker"')
+ALL_AGENTS = Elsewhere("tests/test_cli_doctor.py::test_it_says_of_each_agent_that_it_works", "doctor")
+CI = Elsewhere(".ci/run", "bash scripts/test.sh")
+CI_SETUP = Elsewhere("scripts/test.sh", 'python" scripts/make_test_image.py')
+
+FITS = "fits"
+GOOD = "1 of 1 tasks are good"
+
+COMMANDS: dict[str, Run | Page | Elsewhere | Install] = {
+    # the way from nothing to a run
+    "bash scripts/quickstart.sh": Run(f"--steps 1 {ONE_STEP} --output_dir runs/again", says="picture: +runs/again"),
+    "bash scripts/test.sh": CI,
+    "source .venv/bin/activate": Run("&& command -v python", says=r"/\.venv/bin/python"),
+    "polar-trl inspect RUN": Page("<title>"),
+    "polar-trl replay RUN": Run(says=r"digest mismatches +│ +0"),
+    "polar-trl replay RUN/sessions/.*": Run(says=r"sessions +│ +1 "),
+    "tail -n 1 RUN/log.jsonl": Run(says='"step": 1'),
+    r"accelerate launch scripts/train.py --config configs/ladder_2_write_command.yaml": Run(
+        f"{ONE_STEP} --output_dir runs/rung2", says="look back: +polar-trl replay runs/rung2"
+    ),
+    # agents
+    "polar-trl doctor pi --install": Run(says="pi"),
+    "polar-trl doctor --install": ALL_AGENTS,
+    "polar-trl doctor": ALL_AGENTS,
+    "polar-trl doctor codex pi": ALL_AGENTS,
+    "polar-trl doctor --sandbox bwrap --json": Run("pi", says='"problem": ""', containers=True),
+    "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(says="pi", containers=True),
+    "grep -v '\\^grader:' configs/quickstart.yaml > my_run.yaml": Run(
+        "&& tail -n +1 my_run.yaml", says="agent_command"
+    ),
+    "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
+        "--max_agents 2", says="2, 2 graded"
+    ),
+    "accelerate launch scripts/train.py --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
+        ONE_STEP, says="look back: +polar-trl replay runs/mine"
+    ),
+    "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --agent codex .*": PAPER_RUN,
+    # tasks
+    "python scripts/build_pypi_tasks.py --out tasks( --limit 40)?": PAPER_TASKS,
+    "python scripts/build_pypi_tasks.py --out tasks --only .*": PAPER_TASKS,
+    "python scripts/build_pypi_tasks.py --out edits --mutate .*": Run("--count 1", says="semver"),
+    "polar-trl check-tasks tasks --sandbox docker --sandbox_image IMAGE": Run(says=GOOD, containers=True),
+    "polar-trl check-tasks tasks --sandbox docker --sandbox_image polar-trl-test:latest --json > checks.json": Run(
+        "&& cat checks.json", says='"gold": 1.0', containers=True
+    ),
+    "polar-trl check-tasks tasks --sandbox bwrap": Run(says=GOOD, containers=True),
+    "polar-trl check-tasks tasks --sandbox bwrap --jobs 2 --json": Run(says='"gold": 1.0', containers=True),
+    "polar-trl check-tasks skyrl-v0-293 --sandbox docker --limit 10": DOCKER_CHECK,
+    "python scripts/pypi_tasks_table.py tasks checks.json": Run(containers=True),
+    "polar-trl eval --config configs/qwen3_4b_pi_pypi_1gpu.yaml --sandbox_image IMAGE .*": EVALS,
+    "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --sandbox_image IMAGE": Run(
+        "$(grep -v '^#' configs/miniature.txt) --output_dir runs/rung5",
+        says="look back: +polar-trl replay runs/rung5",
+        containers=True,
+    ),
+    # memory, GPUs, going on
+    "polar-trl plan --config configs/qwen3_4b_pi_pypi_1gpu.yaml --gpu 80GB": Run(says=FITS),
+    "polar-trl plan --config configs/qwen3.5-4b_pi_skyrl293_1gpu_lora.yaml --gpu 80GB": Run(says=FITS),
+    "polar-trl plan --config my_run.yaml .*": Run(
+        "--use_cpu false --bf16 true --model_name_or_path Qwen/Qwen3-4B", says=FITS
+    ),
+    "accelerate launch --config_file configs/accelerate/fsdp2.yaml scripts/train.py --config my_run.yaml": SHARDED,
+    "accelerate launch scripts/train.py --config my_run.yaml --resume_from_checkpoint auto": RESUMED,
+    "polar-trl clean": Run(),
+    # templates
+    "polar-trl lint-template Qwen/Qwen3.5-4B": Run(says="exact|turn"),
+    "polar-trl lint-template path/to/model( --thinking template)?": Run(says="turn"),
+    "polar-trl lint-template path/to/model --session .*": Run(says="turn"),
+    # evaluations and data
+    "polar-trl eval --config configs/quickstart.yaml --limit 6 .*": REAL_EVAL,
+    "polar-trl eval .*": EVALS,
+    "python scripts/reproduce_table.py .*": TABLE,
+    "polar-trl collect --config configs/quickstart.yaml .*": REAL_COLLECT,
+    "polar-trl collect .* --text_only .*": TEXT_ONLY,
+    "polar-trl collect .*": REAL_SERVER,
+    "vllm serve .* --logprobs-mode processed_logprobs": REAL_SERVER,
+    # the paper
+    "pip install .*": Install(),
+    "accelerate launch .* --config configs/qwen3.5-4b_.*_skyrl293_.*": PAPER_RUN,
+    r'eval "\$\(bash scripts/container_engine.sh up\)" && python scripts/make_test_image.py': CI_SETUP,
+    "python tests/tiny_paper_model.py .cache/models/SmolLM2-135M-Instruct tiny": Run("&& ls tiny", says="config.json"),
+    "polar-trl replay runs/miniature": PAPER_RUN,
+}
+"""Regular expression of a whole command -> how it is tested. The first that matches counts."""
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Workspace:
+    """With the README's first command run in it: one step of eight sessions, into `runs/first`."""
+    made = build_workspace(tmp_path_factory.mktemp("docs"), smollm2)
+    done = made.run(f"bash scripts/quickstart.sh --steps 1 {ONE_STEP} --output_dir {FIRST}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "look back:  polar-trl replay runs/first" in done.stdout
+    return made
+
+
+def find_entry(command: str) -> Run | Page | Elsewhere | Install:
+    for pattern, entry in COMMANDS.items():
+        if re.fullmatch(pattern, command):
+            return entry
+    raise AssertionError(
+        f"no test runs {command!r}; add an entry to COMMANDS in tests/test_docs.py that says how it is tested"
+    )
+
+
+def list_cases() -> Iterator[object]:
+    for command, page in list_commands().items():
+        entry = next((entry for pattern, entry in COMMANDS.items() if re.fullmatch(pattern, command)), None)
+        marks = [pytest.mark.containers] if isinstance(entry, Run) and entry.containers else []
+        yield pytest.param(command, marks=marks, id=f"{page}: {command[:70]}")
+
+
+@pytest.mark.parametrize("command", list_cases())
+def test_every_command_is_run(command: str, request: pytest.FixtureRequest) -> None:
+    entry = find_entry(command)
+    match entry:
+        case Run():
+            run_it(command, entry, request.getfixturevalue("workspace"))
+        case Page():
+            open_page(command, entry, request.getfixturevalue("workspace"))
+        case Elsewhere():
+            find_test(entry)
+            if "scripts/train.py" in command:
+                check_settings(command, request.getfixturevalue("workspace"), request.getfixturevalue("monkeypatch"))
+        case Install():
+            check_packages(command)
+
+
+def run_it(command: str, entry: Run, workspace: Workspace) -> None:
+    done = workspace.run(f"{fill_in(command)} {entry.more}")
+    output = done.stdout + done.stderr
+    assert done.returncode == entry.status, output[-4000:]
+    assert re.search(entry.says, output), output[-4000:]
+
+
+def fill_in(command: str) -> str:
+    for pattern, value in PLACEHOLDERS.items():
+        command = re.sub(pattern, value, command)
+    return command
+
+
+def open_page(command: str, entry: Page, workspace: Workspace) -> None:
+    server = subprocess.Popen(
+        ["bash", "-c", f"exec {fill_in(command)}"],
+        cwd=workspace.folder,
+        env=workspace.env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        address = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())
+        assert address is not None
+        with urllib.request.urlopen(address[0], timeout=30) as reply:
+            assert entry.has in reply.read().decode()
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 0
+
+
+def find_test(entry: Elsewhere) -> None:
+    """That it is there, and of the command's kind."""
+    file, _, function = entry.test.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert entry.names in text, f"{file} has no {entry.names!r}"
+    if function:
+        assert re.search(rf"^def {function}\(", text, re.MULTILINE), f"there is no test {entry.test}"
+
+
+def check_settings(command: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its settings are keys of a run, with values that can be."""
+    from polar_trl.grpo.arguments import parse_run
+    from polar_trl.grpo.plan import PlanParser
+
+    monkeypatch.chdir(workspace.folder)
+    words = shlex.split(re.sub(r"\$\(.*?\)", "", fill_in(command)))
+    num_processes = 1
+    if "--config_file" in words:
+        num_processes = yaml.safe_load(Path(words[words.index("--config_file") + 1]).read_text())["num_processes"]
+    run, _, _ = parse_run(PlanParser(num_processes), words[words.index("scripts/train.py") + 1 :])
+    assert run.tasks
+
+
+def check_packages(command: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    known = {re.split(r"[<>=\[]", line)[0] for group in (project["dependencies"], *extras.values()) for line in group}
+    words = shlex.split(command)
+    assert words[:2] == ["pip", "install"]
+    for word in words[2:]:
+        ours = re.fullmatch(r"polar-trl\[([\w,]+)\]", word)
+        assert set(ours[1].split(",")) <= set(extras) if ours else word in known, word
+
+
+def test_every_entry_has_its_command() -> None:
+    used = {
+        next((pattern for pattern in COMMANDS if re.fullmatch(pattern, command)), None) for command in list_commands()
+    }
+    assert set(COMMANDS) == used - {None}, set(COMMANDS) - used
+
+
+def list_blocks() -> list[Block]:
+    return [block for page in PAGES for block in find_blocks(page)]
+
+
+def test_no_command_hides_outside_of_a_bash_block() -> None:
+    for block in list_blocks():
+        if block.language != "bash":
+            for line in block.text.splitlines():
+                assert line.split(" ")[0] not in PROGRAMS, f"{block.name}: {line!r} is a command; fence it as bash"
+
+
+def test_python_blocks_compile_and_what_they_import_is_there() -> None:
+    blocks = [block for block in list_blocks() if block.language == "python"]
+    assert blocks
+    for block in blocks:
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, name.name) for name in node.names), block.name
+            elif isinstance(node, ast.Import):
+                for name in node.names:
+                    importlib.import_module(name.name)
+
+
+def test_data_blocks_are_data() -> None:
+    known = {field.name for field in fields(Task)} | {"workspace", "tests", "build_context"}
+    for block in list_blocks():
+        if block.language == "json":
+            for row in map(json.loads, block.text.splitlines()):
+                assert "instruction" not in row or set(row) <= known, block.name
+        elif block.language == "yaml":
+            assert isinstance(yaml.safe_load(block.text), dict), block.name
+        else:
+            assert block.language in ("bash", "python", "text", ""), f"{block.name}: a block of {block.language}"
+
+
+README_CONFIG = 'PolarGRPOConfig(output_dir="runs/mine", num_generations=8)'
+README_REST = """
+def my_grader(task, sandbox):
+    return float(len(task.instruction) % 2)
+
+
+{program}
+trainer.close()
+"""
+
+
+def test_the_program_of_the_readme_trains(workspace: Workspace) -> None:
+    (block,) = (block for block in find_blocks(ROOT / "README.md") if block.language == "python")
+    assert README_CONFIG in block.text
+    # what makes it small, and fit for two cores
+    more = (
+        "max_steps=1, per_device_train_batch_size=8, use_cpu=True, bf16=False, gradient_checkpointing=False, "
+        'vllm_enable_sleep_mode=False, max_completion_length=32, vllm_max_model_length=1024, save_strategy="no", '
+        'report_to="none", drop_zero_variance=False, entropy_coef=0.01'
+    )
+    program = block.text.replace(README_CONFIG, README_CONFIG.replace("runs/mine", "runs/api")[:-1] + f", {more})")
+    (workspace.folder / "readme.py").write_text(README_REST.format(program=program))
+    done = workspace.run("python readme.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+    sessions = [read_session(path) for path in (workspace.folder / "runs" / "api").glob("sessions/**/*.jsonl")]
+    assert [len(rollout.calls) > 0 for rollout in sessions] == [True] * 8
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in find_links(page):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                assert anchor in find_anchors(file), f"{page.name}: {target}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, open_pages = set(), [ROOT / "README.md"]
+    while open_pages:
+        page = open_pages.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = (target.partition("#")[0] for target in find_links(page) if "://" not in target)
+            open_pages += [(page.parent / path).resolve() for path in targets if path.endswith(".md")]
+    assert set(PAGES) <= reached, set(PAGES) - reached
+
+
+def test_pictures_are_used() -> None:
+    shown = {(page.parent / target).resolve() for page in PAGES for target in find_links(page)}
+    pictures = set((ROOT / "docs").rglob("*.png"))
+    assert pictures <= shown, pictures - shown
+
+
+def test_every_subcommand_of_the_docs_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    named = {name for text in texts for name in re.findall(r"[`\s]polar-trl ([a-z]+(?:-[a-z]+)*)\b", text)}
+    ours = {subcommand.__name__.rpartition(".")[2].replace("_", "-") for subcommand in SUBCOMMANDS}
+    assert named == ours
+    for name in sorted(named):
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        assert left.value.code == 0
+        assert f"usage: polar-trl {name}" in capsys.readouterr().out
+
+
+def test_scripts_of_the_docs_are_there_and_have_help(workspace: Workspace) -> None:
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    named = {name for text in texts for name in re.findall(r"\bscripts/[\w/]+\.(?:py|sh)\b", text)}
+    for name in sorted(named):
+        assert (ROOT / name).is_file(), name
+    run = {name for command in list_commands() for name in re.findall(r"\bscripts/\w+\.py\b", command)}
+    for name in sorted(run):
+        if "argparse" in (ROOT / name).read_text(encoding="utf-8"):
+            done = workspace.run(f"python {name} --help")
+            assert done.returncode == 0 and "usage:" in done.stdout, name
+
+
+def test_what_it_says_when_something_is_wrong_is_what_the_code_says() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "polar_trl").rglob("*.py")))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # one sentence on several lines
+    page = (ROOT / "docs" / "when-something-is-wrong.md").read_text(encoding="utf-8")
+    quoted = [text for line in page.splitlines() for text in re.findall(r"^\| `([^`]+)`(?:, `([^`]+)`)? \|", line)]
+    texts = [text for pair in quoted for text in pair if text and "/" not in text]
+    assert len(texts) > 12
+    for text in texts:
+        assert text in source, text
+
+
+def test_every_run_file_is_in_the_docs() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    missing = [path.name for path in (ROOT / "configs").rglob("*.yaml") if path.name not in text]
+    assert not missing
+    for name in re.findall(r"\bconfigs/[\w./-]+\.(?:yaml|jsonl|txt|json)\b", text):
+        assert (ROOT / name).is_file(), name
