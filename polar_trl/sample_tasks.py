@@ -30,8 +30,10 @@ from polar_trl.types import Task
 
 RESULTS_FILE = "results.jsonl"
 SETTINGS_FILE = "settings.json"
-_FOREIGN = (RESULTS_FILE, "sessions", "log.jsonl", "trained.jsonl", "summary.json", "config.json")
-"""Names that a folder of something else has: a run, a model, results without settings."""
+_FOREIGN = ("trained.jsonl", "log.jsonl", "config.json", "adapter_config.json")
+"""Names that a folder of something else has: a run or a model."""
+_OWN = (RESULTS_FILE, "sessions", "summary.json")
+"""Names that are ours only beside the settings."""
 _FEWEST_FAILURES = 8
 
 
@@ -81,10 +83,10 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
     Raises `ConfigError` where the folder holds anything else, and names the setting that differs.
     """
     path = folder / SETTINGS_FILE
-    if not path.exists() and (found := [name for name in _FOREIGN if (folder / name).exists()]):
+    unexpected = _FOREIGN if path.exists() else (*_FOREIGN, *_OWN)
+    if found := [name for name in unexpected if (folder / name).exists()]:
         raise ConfigError(
-            f"output_dir {folder} holds {found[0]} and no {SETTINGS_FILE}: something else was written there; name "
-            "another output_dir"
+            f"output_dir {folder} holds {found[0]}: it is the folder of something else; name another output_dir"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:

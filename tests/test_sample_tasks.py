@@ -219,15 +219,16 @@ def test_another_setting_is_refused_by_its_name(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "trained.jsonl").write_text("")
+@pytest.mark.parametrize("names", [["results.jsonl"], ["config.json"], ["trained.jsonl", "settings.json", "sessions"]])
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
     with (
-        pytest.raises(ConfigError, match=r"holds trained\.jsonl and no settings\.json"),
-        open_folder(tmp_path / "run", SETTINGS),
+        pytest.raises(ConfigError, match=f"holds {names[0]}: it is the folder of something else"),
+        open_folder(tmp_path, SETTINGS),
     ):
         pass
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["trained.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:

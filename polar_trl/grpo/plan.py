@@ -39,6 +39,7 @@ class PlanParser(RunParser):
     """The parser of a run of so many processes, on a machine that need not have their GPUs."""
 
     uses_cpu = False
+    dataclass_types: Any
 
     def __init__(self, num_processes: int) -> None:
         super().__init__()

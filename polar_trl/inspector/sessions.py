@@ -27,7 +27,7 @@ LOOK_S = 0.5
 QUIET_S = 900.0
 """After so long without a byte a session counts as cut off, unless its run's process is alive on this machine."""
 _END = b'\n{"type":"end"'
-_PROCESS = re.compile(r"^\d{8}-\d{6}-(\d+)(-|$)")
+_PROCESS = re.compile(r"^\d{8}-\d{6}-(\d+)-rank\d+$")
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +63,12 @@ class Entry:
     @property
     def attempt(self) -> str:
         """The start of the run that it belongs to; "" where the folders do not say."""
-        return self.key.split("/")[0] if self.key.count("/") > 1 else ""
+        return self.key.split("/")[0] if "/" in self.key else ""
 
     @property
     def batch(self) -> str:
-        """Its folder, such as "train_00003"; "" without one."""
-        return self.key.rsplit("/", 2)[-2] if "/" in self.key else ""
+        """Its folder in that, such as "train_00003"; "" where there is none, as in evaluations."""
+        return self.key.rsplit("/", 2)[-2] if self.key.count("/") > 1 else ""
 
     @property
     def process(self) -> int | None:

@@ -170,6 +170,7 @@ class SessionView:
             "started_s": call.started_s,
             "finish_reason": completion.finish_reason,
             "versions": [completion.first_policy_version, completion.last_policy_version],
+            "text_only": call.text_only,
             "stop_text": None if call.stop_text is None else clean(call.stop_text),
         }
 

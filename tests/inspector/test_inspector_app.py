@@ -200,3 +200,12 @@ def test_a_folder_of_an_evaluation_opens_without_curves(tmp_path: Path) -> None:
         assert client.get("/api/curves").json()["charts"] == []
         key = client.get("/api/sessions").json()["rows"][0]["key"]
         assert client.get("/api/session", params={"key": key}).json()["tokens"] == {"trainable": 1}
+
+
+def test_a_session_of_text_without_ids_has_a_conversation(tmp_path: Path) -> None:
+    write_session(tmp_path, NAME, [build_call(NAME, 0, (), (), text_only=True)])
+    with TestClient(build_app(RunFolder(tmp_path)), base_url="http://localhost") as client:
+        key = client.get("/api/sessions").json()["rows"][0]["key"]
+        told = client.get("/api/session", params={"key": key}).json()
+        assert (told["calls"][0]["text_only"], told["lanes"]) == (True, [])
+        assert client.get("/api/calls", params={"key": key, "first": 0}).json()[0]["reply"]["text"]["text"] == "ok"

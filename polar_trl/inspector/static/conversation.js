@@ -68,12 +68,13 @@ class Conversation {
     return h("header", {},
       h("h2", {}, `Call ${call.index}`),
       h("span", { class: `chip ${call.purpose}` }, call.purpose),
-      lane ? h("a", { class: "chip", href: this.page.address({ view: "tokens", lane: call.lane, call: call.index }) }, lane.name) : h("span", { class: "chip" }, "nothing sampled"),
+      lane ? h("a", { class: "chip", href: this.page.address({ view: "tokens", lane: call.lane, call: call.index }) }, lane.name) : h("span", { class: "chip" }, call.text_only ? "text only" : "nothing sampled"),
       begins ? h("a", { class: "chip fork", href: this.page.address({ view: "forks", lane: call.lane }) }, `fork: ${lane.fork.reason}`) : null,
       h("span", { class: "meta" },
         h("span", {}, words(call.dialect)),
-        h("span", {}, h("b", {}, count(call.prompt_tokens)), " prompt tokens"),
-        h("span", {}, h("b", {}, count(call.sampled_tokens)), " sampled"),
+        call.text_only
+          ? h("span", {}, "text without token ids")
+          : [h("span", {}, h("b", {}, count(call.prompt_tokens)), " prompt tokens"), h("span", {}, h("b", {}, count(call.sampled_tokens)), " sampled")],
         h("span", {}, seconds(call.seconds)),
         h("span", { class: call.finish_reason === "length" ? "warn" : "" }, `finish: ${words(call.finish_reason)}`),
         h("span", {}, first === last ? `policy version ${first}` : `policy versions ${first} to ${last}`),

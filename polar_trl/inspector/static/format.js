@@ -8,7 +8,7 @@ export function number(value, digits = 3) {
   if (size >= 1e6) return `${trim((value / 1e6).toPrecision(digits))}M`;
   if (size >= 1e4) return `${trim((value / 1e3).toPrecision(digits))}k`;
   if (size >= 1e-3) return minus(trim(value.toPrecision(digits)));
-  return minus(value.toExponential(Math.max(0, digits - 2)));
+  return minus(value.toExponential(Math.max(0, digits - 2)).replace(/\.?0+e/, "e"));
 }
 
 export function count(value) {

@@ -94,7 +94,7 @@ class SessionPage {
     const facts = [
       ["Task", row.task],
       row.agent && ["Agent", row.agent],
-      ["Batch", `${words(row.batch).replace(/ 0*(\d)/, " $1")}${row.step === null ? "" : `, trained in step ${row.step}`}`],
+      row.batch && ["Batch", `${words(row.batch).replace(/ 0*(\d)/, " $1")}${row.step === null ? "" : `, trained in step ${row.step}`}`],
       ["Reward", row.reward === null ? (row.stage === "done" ? "none" : "–") : number(row.reward)],
       ["Advantage", row.advantage === null ? "–" : signed(row.advantage)],
       ["Calls", count(this.meta.calls.length)],

@@ -11,8 +11,8 @@ const SPARE = 8;
 const COLUMNS = [
   { name: "step", title: "Step", align: "right", width: "3rem", hint: "Optimizer step that trained it" },
   { name: "batch", title: "Batch", width: "5.5rem" },
-  { name: "rollout", title: "Session", width: "minmax(13rem, 1fr)" },
-  { name: "task", title: "Task", width: "minmax(10rem, 1.4fr)" },
+  { name: "rollout", title: "Session", width: "minmax(11.5rem, 1fr)" },
+  { name: "task", title: "Task", width: "minmax(11rem, 2.2fr)" },
   { name: "agent", title: "Agent", width: "6.5rem" },
   { name: "stage", title: "Stage", width: "5.5rem" },
   { name: "reward", title: "Reward", align: "right", width: "4rem" },
@@ -22,7 +22,7 @@ const COLUMNS = [
   { name: "trajectories", title: "Traj.", align: "right", width: "3rem", hint: "Trajectories; more than 1 means forks" },
   { name: "stop_reason", title: "Ended", width: "7rem", hint: "Why the session ended" },
   { name: "seconds", title: "Time", align: "right", width: "8rem", hint: "Queue, prepare, agent, held, grade" },
-  { name: "error", title: "Error", width: "minmax(6rem, 1fr)" },
+  { name: "error", title: "Error", width: "minmax(5rem, 1fr)" },
 ];
 export const PHASES = ["queue", "prepare", "agent", "held", "grade"];
 
@@ -40,7 +40,7 @@ class Table {
     this.total = 0;
     this.filters = h("form", { class: "filters", on: { submit: (event) => event.preventDefault() } });
     this.summary = h("p", { class: "summary", role: "status" });
-    this.columns = COLUMNS.filter((column) => column.name !== "agent" || run.agent);
+    this.columns = COLUMNS.filter((column) => (column.name !== "agent" || run.agent) && (!["step", "batch", "advantage"].includes(column.name) || hasBatches(run)));
     this.head = h("div", { class: "row head", role: "row" });
     this.body = h("div", { class: "rows", role: "rowgroup" });
     this.scroller = h("div", { class: "table", role: "table", "aria-label": "Sessions", tabindex: "0" }, this.head, this.body);
@@ -106,8 +106,8 @@ class Table {
     replace(
       this.filters,
       input("search", "Search", "task, session or error"),
-      input("step", "Step", "any"),
-      select("batch", "Batch", "any"),
+      hasBatches(this.run) ? input("step", "Step", "any") : null,
+      hasBatches(this.run) ? select("batch", "Batch", "any") : null,
       input("reward", "Reward", "1, >0.5, none"),
       select("stage", "Stage", "any"),
       select("stop_reason", "Ended", "any"),
@@ -194,6 +194,10 @@ class Table {
     this.draw();
     this.body.querySelector(`[data-row="${next}"]`)?.focus({ preventScroll: true });
   }
+}
+
+function hasBatches(run) {
+  return run.has_curves || Object.keys(run.choices.batch).some(Boolean);
 }
 
 function buildCell(name, row) {

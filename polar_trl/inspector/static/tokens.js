@@ -1,19 +1,20 @@
 // A trajectory as tokens, coloured. The server breaks it into lines; the page holds the lines that are on its screen.
 
 import { ask, debounce, h, notice, replace } from "./dom.js";
-import { count, number, signed, words } from "./format.js";
+import { count } from "./format.js";
 import { LaneMap } from "./lane_map.js";
 import { buildModes, MODES } from "./modes.js";
-import { REASONS } from "./reasons.js";
 import { onThemeChange } from "./scales.js";
+import { drawDetail } from "./token_detail.js";
+import { TokenMap } from "./token_map.js";
 
 const LINE = 21;
 const BLOCK = 40;
 const KEPT_BLOCKS = 24;
 const SPARE = 12;
 const GUTTER = 86;
+const PART = 2; // the kind of a token that is a part of a character
 const MAX_HEIGHT = 8e6; // browsers place nothing beyond some 16 million pixels
-const MAP_WIDTH = 18;
 
 export async function showTokens(root, page) {
   const view = new Tokens(root, page);
@@ -49,7 +50,7 @@ class Tokens {
     this.window = h("div", { class: "window" });
     this.spacer.append(this.window);
     this.scroller = h("div", { class: "token-scroll", tabindex: "0", role: "region", "aria-label": "Tokens. Left and right arrows move from token to token, n and p from call to call." }, this.spacer);
-    this.map = h("canvas", { class: "mini", "aria-hidden": "true", title: "The whole trajectory; click to go there" });
+    this.map = new TokenMap((share) => { this.scroller.scrollTop = share * this.spacer.clientHeight - this.scroller.clientHeight / 2; });
     const modes = h("fieldset", { class: "modes" }, h("legend", {}, "Colour"), MODES.map(([name, title]) =>
       h("label", {}, h("input", { type: "radio", name: "mode", value: name, checked: name === this.mode, on: { change: () => this.setMode(name) } }), h("span", {}, title))));
     this.jump = h("button", { type: "button", title: "The token where trainer and engine differ most", on: { click: () => this.goTo({ at: this.lane.gap.at }) } }, "Largest gap");
@@ -58,13 +59,11 @@ class Tokens {
       h("button", { type: "button", title: "Next call (n)", on: { click: () => this.stepCall(1) } }, "call ›"));
     const note = this.meta.vocabulary.known ? null : notice(this.meta.vocabulary.note);
     replace(this.root, note, this.lanes.element, h("div", { class: "toolbar" }, modes, this.legend, h("span", { class: "push" }), calls, this.jump), this.detail,
-      h("div", { class: "token-view" }, this.scroller, this.map));
+      h("div", { class: "token-view" }, this.scroller, this.map.canvas));
     this.scroller.addEventListener("scroll", () => this.draw(), { passive: true });
     this.window.addEventListener("pointerover", (event) => this.onPoint(event));
     this.window.addEventListener("click", (event) => this.onClick(event));
     this.scroller.addEventListener("keydown", (event) => this.onKey(event));
-    this.map.addEventListener("pointerdown", (event) => this.onMap(event));
-    this.map.addEventListener("pointermove", (event) => event.buttons && this.onMap(event));
     const probe = h("span", { class: "tk probe" }, "0".repeat(100));
     this.scroller.append(probe);
     this.charWidth = probe.getBoundingClientRect().width / 100;
@@ -85,7 +84,7 @@ class Tokens {
 
   async openLane(number_, top = 0) {
     if (!this.meta.lanes.length) {
-      replace(this.root, notice("No token was sampled in this session."));
+      replace(this.root, notice(this.meta.calls.some((call) => call.text_only) ? "The model's server gave text without token ids: there are no tokens to show." : "No token was sampled in this session."));
       return;
     }
     this.number = Math.min(Math.max(0, number_ || 0), this.meta.lanes.length - 1);
@@ -131,7 +130,7 @@ class Tokens {
   async fetchOverview() {
     const generation = this.generation;
     try {
-      const overview = await ask("overview", { key: this.page.params.key, lane: this.number, columns: this.columns, bins: Math.max(50, this.map.clientHeight) });
+      const overview = await ask("overview", { key: this.page.params.key, lane: this.number, columns: this.columns, bins: Math.max(50, this.map.canvas.clientHeight) });
       if (generation !== this.generation) return;
       this.overview = overview;
       this.drawMap();
@@ -201,7 +200,7 @@ class Tokens {
       for (let line = first; line < last; line += 1) lines.push(this.buildLine(line));
       this.window.replaceChildren(...lines);
     }
-    this.drawView();
+    this.map.drawView(this.scroller, this.spacer);
   }
 
   buildLine(line) {
@@ -323,87 +322,19 @@ class Tokens {
 
   drawDetail(position) {
     const found = position === null ? null : this.find(position);
-    if (!found) {
-      const gap = this.lane.gap;
-      const facts = [
-        ["Tokens", count(this.lane.num_tokens)],
-        ...Object.entries(this.lane.tokens).map(([state, times]) => [words(state), count(times)]),
-        ["Mean engine logprob", number(this.lane.engine_mean)],
-        ["Gap: mean", gap ? number(gap.mean) : "–"], ["99th percentile", gap ? number(gap.p99) : "–"], ["largest", gap ? number(gap.max) : "–"],
-      ];
-      replace(this.detail, this.buildFacts(facts), h("span", { class: "hint" }, "Point at a token, or click one and use the arrow keys."));
-      return;
-    }
-    const { data, index } = found;
-    const state = this.meta.states[data.states[index]];
-    const [engine, trainer] = [data.engine[index], data.trainer[index]];
-    const span = this.lane.spans.findIndex(([start, end]) => position >= start && position < end);
-    const facts = [
-      ["Token", h("span", { class: `tk k${data.kinds[index]}` }, data.texts[index])],
-      ["Id", data.ids[index]],
-      ["Position", count(position)],
-      ["State", `${words(state)}${span >= 0 ? `, call ${this.lane.calls[span]}` : ""}`],
-      ["Engine logprob", engine === null ? "–" : `${number(engine, 4)} (p = ${number(Math.exp(engine), 3)})`],
-      ["Trainer logprob", trainer === null ? "–" : number(trainer, 4)],
-      ["Gap", engine === null || trainer === null ? "–" : signed(trainer - engine, 3)],
-      ["Policy version", data.versions[index] < 0 ? "–" : data.versions[index]],
-      ["Advantage", data.states[index] && this.lane.advantage !== null ? signed(this.lane.advantage) : "–"],
-    ];
-    replace(this.detail, this.buildFacts(facts), REASONS[state] ? h("span", { class: "hint" }, REASONS[state]) : null);
-    if (data.kinds[index] === 2) this.fetchBytes(position);
+    drawDetail(this.detail, this.meta, this.lane, position, found);
+    if (found?.data.kinds[found.index] === PART) this.fetchBytes(position);
   }
 
   async fetchBytes(position) {
     const { bytes } = await ask("token", { key: this.page.params.key, lane: this.number, position });
-    this.detail.firstChild?.querySelector("dd")?.append(` bytes ${bytes}`);
-  }
-
-  buildFacts(facts) {
-    return facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+    this.detail.querySelector("dd")?.append(` bytes ${bytes}`);
   }
 
   drawMap() {
     if (!this.overview) return;
-    const ratio = devicePixelRatio || 1;
-    const height = this.map.clientHeight;
-    this.map.width = MAP_WIDTH * ratio;
-    this.map.height = height * ratio;
-    const pen = this.map.getContext("2d");
-    pen.scale(ratio, ratio);
-    const { states, engine, gap, versions } = this.overview;
     const covered = Math.min(1, (this.numLines * LINE) / Math.max(1, this.scroller.clientHeight));
-    const bin = (height * covered) / Math.max(1, states.length);
-    states.forEach((state, index) => {
-      const name = this.meta.states[state];
-      const color = this.modes[this.mode].color({
-        state: name, engine: engine[index], trainer: engine[index] === null ? null : engine[index] + gap[index], version: versions[index],
-      });
-      if (!color) return;
-      pen.fillStyle = color.back;
-      pen.fillRect(4, index * bin, MAP_WIDTH - 8, Math.max(1, bin));
-    });
-    this.mapImage = pen.getImageData(0, 0, this.map.width, this.map.height);
-    this.drawView();
-  }
-
-  drawView() {
-    if (!this.mapImage) return;
-    const ratio = devicePixelRatio || 1;
-    const pen = this.map.getContext("2d");
-    pen.setTransform(1, 0, 0, 1, 0, 0);
-    pen.putImageData(this.mapImage, 0, 0);
-    pen.scale(ratio, ratio);
-    const whole = this.spacer.clientHeight || 1;
-    const height = this.map.clientHeight;
-    const size = Math.min(height, Math.max(6, (height * this.scroller.clientHeight) / whole));
-    const top = Math.min(height - size, (height * this.scroller.scrollTop) / whole);
-    pen.strokeStyle = getComputedStyle(this.map).color;
-    pen.strokeRect(0.5, top + 0.5, MAP_WIDTH - 1, size - 1);
-  }
-
-  onMap(event) {
-    const share = event.offsetY / this.map.clientHeight;
-    this.scroller.scrollTop = share * this.spacer.clientHeight - this.scroller.clientHeight / 2;
+    this.map.draw(this.overview, (token) => this.modes[this.mode].color(token), this.meta.states, covered);
+    this.map.drawView(this.scroller, this.spacer);
   }
 }
-

@@ -1,0 +1,304 @@
+#!/usr/bin/env python3
+"""Base and trained models inside four agents -> the paper's table beside ours, and who gains inside which agent.
+
+  python scripts/reproduce_table.py --out runs/table --base Qwen/Qwen3.5-4B \\
+      --trained codex=runs/codex claude_code=runs/claude qwen_code=runs/qwen pi=runs/pi -- --num_engines 8
+  python scripts/reproduce_table.py --out runs/table --base Qwen/Qwen3.5-4B --trained codex=runs/codex --transfer
+  python scripts/reproduce_table.py --render-only runs/table
+
+Each cell is a `polar-trl eval` into OUT/MODEL__AGENT, with the settings of that agent's run file. What follows -- goes
+to each of them. A cell that was stopped goes on with the same command; one that fails leaves the others alone. Writes
+OUT/table.md and OUT/table.json. Exits with 1 if a cell failed, and with --render-only if one of the table is missing.
+It refuses to pass cells of different tasks, or of different sampling, off as one table: table.md says so first.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from polar_trl.cli.eval import format_rate
+from polar_trl.errors import PolarError
+from polar_trl.eval_summary import PASSING_REWARD
+from polar_trl.pass_rates import TaskCount, estimate_gain
+from polar_trl.sample_tasks import SETTINGS_FILE, read_results
+
+PAPER: Mapping[str, tuple[float, float]] = {
+    "codex": (3.8, 26.4),
+    "claude_code": (29.8, 34.6),
+    "qwen_code": (34.6, 35.2),
+    "pi": (34.2, 40.4),
+}
+"""pass@1 in per cent of Qwen3.5-4B before and after training inside the agent, on SWE-bench Verified: table 1 of
+arXiv 2605.24220."""
+BASE = "base"
+CONFIG = "configs/qwen3.5-4b_{agent}_skyrl293_8xh100.yaml"
+TASKS = "swe-bench-verified"
+COMPARED = (
+    "tasks", "engine", "grader", "temperature", "top_p", "top_k", "max_completion_length", "max_session_calls",
+    "vllm_max_model_length", "chat_template_kwargs", "sandbox",
+)  # fmt: skip
+"""Settings that all cells of a table should share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A model inside an agent."""
+
+    model: str
+    """"base", or "trained-AGENT" for the one that was trained inside that agent."""
+    agent: str
+    path: str
+    """What `polar-trl eval` is given as the model."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}__{self.agent}"
+
+
+def main() -> None:
+    own, extra = split_arguments(sys.argv[1:])
+    args = parse_arguments(own)
+    if args.render_only is not None:
+        if not args.render_only.is_dir():
+            sys.exit(f"reproduce_table: {args.render_only} is no folder")
+        report = build_report(args.render_only, args.agents)
+        write_report(args.render_only, report)
+        sys.exit(0 if report["complete"] else 1)
+    cells = list_cells(args.agents, args.base, dict(args.trained), transfer=args.transfer)
+    commands = {cell: build_command(cell, args.config, args.tasks, args.out, extra) for cell in cells}
+    if args.dry_run:
+        for command in commands.values():
+            print(shlex.join(command))
+        return
+    failed = run_cells(commands, args.out)
+    report = build_report(args.out, args.agents, failed=failed)
+    write_report(args.out, report)
+    sys.exit(1 if failed else 0)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is ours, and what follows --."""
+    if "--" not in arguments:
+        return list(arguments), []
+    place = list(arguments).index("--")
+    return list(arguments[:place]), list(arguments[place + 1 :])
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="OUT", help="folder of the cells and the table")
+    parser.add_argument("--base", metavar="MODEL", help="the model before training")
+    parser.add_argument(
+        "--trained", nargs="+", default=[], type=parse_trained, metavar="AGENT=MODEL", help="trained inside that agent"
+    )
+    parser.add_argument("--agents", nargs="+", default=list(PAPER), metavar="AGENT", help="default: the paper's four")
+    parser.add_argument("--transfer", action="store_true", help="each trained model inside every agent, too")
+    parser.add_argument("--config", default=CONFIG, metavar="FILE", help="run file of {agent} (default: %(default)s)")
+    parser.add_argument("--tasks", default=TASKS, help="(default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
+    parser.add_argument("--render-only", type=Path, metavar="OUT", help="the table of what is there; runs nothing")
+    args = parser.parse_args(arguments)
+    if args.render_only is None:
+        if args.out is None or not (args.base or args.trained):
+            parser.error("give --out, and --base or --trained; or --render-only")
+        if unknown := [agent for agent, _ in args.trained if agent not in args.agents]:
+            parser.error(f"--trained names {unknown[0]!r}, which is not among --agents {' '.join(args.agents)}")
+        for agent in args.agents:
+            check_config(parser, Path(args.config.format(agent=agent)), agent)
+    return args
+
+
+def parse_trained(text: str) -> tuple[str, str]:
+    agent, equals, model = text.partition("=")
+    if not (agent and equals and model):
+        raise argparse.ArgumentTypeError(f"{text!r} is not AGENT=MODEL")
+    return agent, model
+
+
+def check_config(parser: argparse.ArgumentParser, path: Path, agent: str) -> None:
+    """A run file of another agent would fill the wrong column."""
+    if not path.is_file():
+        parser.error(f"no run file at {path} for {agent!r}; --config names them, with {{agent}} in it")
+    found = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("agent", "shell")
+    if found != agent:
+        parser.error(f"{path} is for the agent {found!r} and not {agent!r}")
+
+
+def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, str], *, transfer: bool) -> list[Cell]:
+    """What is to be evaluated: the table's cells first, then those of the matrix."""
+    cells = [Cell(model=BASE, agent=agent, path=base) for agent in agents if base]
+    own = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside == agent]
+    others = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside != agent]
+    pairs = own + others * transfer
+    return cells + [Cell(model=f"trained-{inside}", agent=agent, path=trained[inside]) for inside, agent in pairs]
+
+
+def build_command(cell: Cell, config: str, tasks: str, out: Path, extra: Sequence[str]) -> list[str]:
+    path, folder = config.format(agent=cell.agent), str(out / cell.name)
+    keys = ["--config", path, "--model_name_or_path", cell.path, "--output_dir", folder, "--tasks", tasks]
+    return [sys.executable, "-m", "polar_trl.cli", "eval", *keys, *extra]
+
+
+def run_cells(commands: Mapping[Cell, Sequence[str]], out: Path) -> list[str]:
+    """One after the other; names of those that failed. Ctrl-C ends the one that runs, and then this."""
+    failed = []
+    for number, (cell, command) in enumerate(commands.items(), start=1):
+        print(f"[{number}/{len(commands)}] {cell.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
+        process = subprocess.Popen(command, stdout=sys.stderr)
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # the terminal told it as well
+            print(f"stopped in {cell.name}; the same command goes on", file=sys.stderr)
+            sys.exit(130)
+        if status == 130:
+            sys.exit(130)
+        if status != 0:
+            failed.append(cell.name)
+            print(f"{cell.name} failed with exit status {status}; going on with the next", file=sys.stderr)
+    return failed
+
+
+def build_report(out: Path, agents: Sequence[str], *, failed: Sequence[str] = ()) -> dict[str, Any]:
+    """What `table.json` holds, from the folders of the cells."""
+    cells = {}
+    for model in (BASE, *(f"trained-{agent}" for agent in agents)):
+        for agent in agents:
+            name = f"{model}__{agent}"
+            cell = read_cell(out / name)
+            cells[name] = {**cell, "state": "failed"} if name in failed else cell
+    table = [f"{model}__{agent}" for agent in agents for model in (BASE, f"trained-{agent}")]
+    return {
+        "agents": list(agents),
+        "paper": {agent: list(PAPER[agent]) for agent in agents if agent in PAPER},
+        "cells": cells,
+        "gains": {
+            f"trained-{inside}__{agent}": read_gain(out / f"base__{agent}", out / f"trained-{inside}__{agent}")
+            for inside in agents
+            for agent in agents
+        },
+        "differences": list(find_differences(out, [name for name in cells if (out / name / SETTINGS_FILE).exists()])),
+        "complete": all(cells[name]["state"] == "done" for name in table),
+    }
+
+
+def read_cell(folder: Path) -> dict[str, Any]:
+    """State and numbers of one cell: "missing", "begun" (sessions are there, a summary is not) or "done"."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return {"state": "begun" if (folder / SETTINGS_FILE).exists() else "missing"}
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    kept = ("model", "task_set", "tasks", "tasks_graded", "num_samples", "sessions", "failures", "mean_reward")
+    return {"state": "done", "pass_at_1": summary["pass_at"].get("1"), **{name: summary[name] for name in kept}}
+
+
+def read_gain(before: Path, after: Path) -> dict[str, Any] | None:
+    """pass@1 of the second less that of the first, on the tasks of both."""
+    counts = []
+    for folder in (before, after):
+        if not (folder / "summary.json").exists():
+            return None
+        found: dict[str, list[bool]] = {}
+        for result in read_results(folder):
+            if result.reward is not None:
+                found.setdefault(result.task, []).append(result.reward >= PASSING_REWARD)
+        counts.append({task: TaskCount(num_graded=len(p), num_passed=sum(p)) for task, p in found.items()})
+    both = [task for task in counts[0] if task in counts[1]]
+    gain = estimate_gain([counts[0][task] for task in both], [counts[1][task] for task in both])
+    return None if gain.rate is None else {"rate": gain.rate, "low": gain.low, "high": gain.high, "tasks": len(both)}
+
+
+def find_differences(out: Path, names: Sequence[str]) -> Iterator[str]:
+    """Settings in which cells differ from the first one, as sentences."""
+    settings = {name: json.loads((out / name / SETTINGS_FILE).read_text(encoding="utf-8")) for name in names}
+    for name in names[1:]:
+        for key in COMPARED:
+            ours, theirs = settings[name].get(key), settings[names[0]].get(key)
+            if ours != theirs:
+                yield f"{name}: {key} is {ours!r}, and {theirs!r} in {names[0]}"
+
+
+def write_report(out: Path, report: Mapping[str, Any]) -> None:
+    """`table.md`, `table.json`, and the same on standard output."""
+    text = "\n".join(render_report(report)) + "\n"
+    out.mkdir(parents=True, exist_ok=True)  # every cell may have failed before it wrote anything
+    (out / "table.md").write_text(text, encoding="utf-8")
+    (out / "table.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
+def render_report(report: Mapping[str, Any]) -> Iterator[str]:
+    done = [cell for cell in report["cells"].values() if cell["state"] == "done"]
+    yield "# pass@1 before and after training inside each agent"
+    yield ""
+    if done:
+        yield (
+            f"{done[0]['tasks']} tasks of {done[0]['task_set']}, {done[0]['num_samples']} session(s) each; per cent, "
+            "with 95 % intervals over tasks. Gains are paired by task. Paper: arXiv 2605.24220, table 1, SWE-bench "
+            "Verified."
+        )
+        yield ""
+    for difference in report["differences"]:
+        yield f"**Not one setting**: {difference}"
+        yield ""
+    yield "| agent | paper: base | paper: trained | paper: gain | base | trained | gain | without a reward |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for agent in report["agents"]:
+        yield render_row(report, agent)
+    yield ""
+    yield from render_matrix(report)
+
+
+def render_row(report: Mapping[str, Any], agent: str) -> str:
+    cells, own = report["cells"], f"trained-{agent}__{agent}"
+    base, trained = cells[f"base__{agent}"], cells[own]
+    paper = report["paper"].get(agent)
+    theirs = (f"{paper[0]}", f"{paper[1]}", f"{paper[1] - paper[0]:+.1f}") if paper else ("-", "-", "-")
+    given_up = " / ".join(str(cell["sessions"]["failed"]) if "sessions" in cell else "-" for cell in (base, trained))
+    ours = (render_cell(base), render_cell(trained), render_gain(report["gains"][own]), given_up)
+    return "| " + " | ".join((agent, *theirs, *ours)) + " |"
+
+
+def render_matrix(report: Mapping[str, Any]) -> Iterator[str]:
+    agents, cells = report["agents"], report["cells"]
+    yield "## Trained inside one agent, evaluated inside another"
+    yield ""
+    yield "pass@1, and its gain over the base model inside the same agent."
+    yield ""
+    yield "| trained inside | " + " | ".join(f"in {agent}" for agent in agents) + " |"
+    yield "|---|" + "---|" * len(agents)
+    yield "| nothing (base) | " + " | ".join(render_cell(cells[f"base__{agent}"]) for agent in agents) + " |"
+    for inside in agents:
+        names = [f"trained-{inside}__{agent}" for agent in agents]
+        found = [
+            f"{render_cell(cells[name])}; {render_gain(report['gains'][name])}"
+            if cells[name]["state"] == "done"
+            else render_cell(cells[name])
+            for name in names
+        ]
+        yield f"| {inside} | " + " | ".join(found) + " |"
+
+
+def render_cell(cell: Mapping[str, Any]) -> str:
+    return format_rate(cell["pass_at_1"]) if cell.get("pass_at_1") and cell["state"] == "done" else cell["state"]
+
+
+def render_gain(gain: Mapping[str, Any] | None) -> str:
+    if gain is None:
+        return "-"
+    return f"{100 * gain['rate']:+.1f} ({100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (PolarError, OSError) as error:
+        sys.exit(f"reproduce_table: {error}")
