@@ -74,9 +74,9 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
     keep("run")
     open_page("/sessions", ".rows .row")
     keep("sessions")
-    # a training session of the second task: compaction, a sub-agent, a second turn
+    # a session of the second task, a trained one if there is any: compaction, a sub-agent, a second turn
     keys = page.evaluate("fetch('/api/sessions?task=audit').then((reply) => reply.json())")["rows"]
-    key = next(row["key"] for row in keys if row["advantage"] and not row["left_out"])
+    key = max(keys, key=lambda row: bool(row["advantage"]) and not row["left_out"])["key"]
     if everything:
         open_page(f"/session?key={key}", ".message.reply")
         keep("conversation_top")

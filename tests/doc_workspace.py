@@ -28,7 +28,6 @@ PLACEHOLDERS = {
     r"\bpython:3\.11\b": IMAGE,
     r"\bRUN/sessions/\.\.\./ID\.jsonl": f"{FIRST}/sessions/*/train_00000/train-00000-g000-r000.jsonl",
     r"\bRUN\b": FIRST,
-    r"\bruns/eval --tokenizer PATH": f"{FIRST} --tokenizer tiny",
 }
 """What commands name that is the reader's own, or has to be downloaded -> what is here."""
 ONE_STEP = (

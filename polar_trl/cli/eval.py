@@ -2,15 +2,13 @@
 
 import argparse
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from polar_trl.cli.process import sigterm_interrupts, stdout_on_stderr
 from polar_trl.grpo.eval_arguments import EvalArguments
 
 EPILOG = """\
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     # torch, transformers, TRL and vLLM; the other subcommands start without
     from polar_trl.grpo.evaluate import parse_eval, run_evaluation, run_worker
 
-    with _sigterm_interrupts(), _stdout_on_stderr():  # vLLM prints on it
+    with sigterm_interrupts(), stdout_on_stderr():  # vLLM prints on it
         setup = parse_eval(args.config, args.overrides, args.output_dir)
         if args.worker is not None:
             from polar_trl.grpo.eval_workers import end_with_parent
@@ -127,32 +125,3 @@ def _describe_keys() -> Iterator[str]:
     for key in fields(EvalArguments):
         default = key.default_factory() if key.default_factory is not MISSING else key.default
         yield f"  --{key.name}  {key.metadata['help']} (default: {default})"
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Inside the block SIGTERM is Ctrl-C; the second one ends the process at once."""
-
-    def interrupt(signum: int, _frame: Any) -> None:
-        signal.signal(signum, signal.SIG_DFL)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _stdout_on_stderr() -> Iterator[None]:
-    """Inside the block, what anything prints, C++ included, goes to standard error: the answer stands alone."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

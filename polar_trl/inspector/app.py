@@ -26,7 +26,7 @@ from polar_trl.errors import RecordError
 from polar_trl.inspector.run_folder import RunFolder
 from polar_trl.inspector.table import MAX_ROWS, count_choices, select
 
-HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+HOSTS = ["127.0.0.1", "localhost"]
 MAX_CALLS = 50
 """Of one answer."""
 _HEADERS = [

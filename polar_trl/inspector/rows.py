@@ -85,6 +85,10 @@ class RowIndex:
         """Of a session by its key; None where the trainer has not decided, or wrote no rows."""
         return self._fates.get(key)
 
+    def count_rows(self, key: str) -> int:
+        """Lines that `read_rows` would read; they are only ever appended."""
+        return len(self._places.get(key, ()))
+
     def read_rows(self, key: str) -> list[TrainedRow]:
         """Its rows, of each the first training: later passes over a batch move away from what the engine was."""
         with self._lock:

@@ -127,15 +127,18 @@ class RunFolder:
         """The session as it is now; kept open for the questions that follow."""
         entry = self.find_entry(key)
         fate = self.rows.find_fate(key)
-        trained = self.rows.read_rows(key)
-        state = (key, entry.size, fate, tuple((row.calls, row.step) for row in trained))
+        state = (key, entry.size, fate, self.rows.count_rows(key))
         with self._lock:
             if state in self._views:
                 self._views.move_to_end(state)
                 return self._views[state]
         limit = self.settings.get("max_trajectory_tokens")
         view = SessionView(
-            read_record(entry.path), fate, trained, self.vocabulary, limit if isinstance(limit, int) else None
+            read_record(entry.path),
+            fate,
+            self.rows.read_rows(key),
+            self.vocabulary,
+            limit if isinstance(limit, int) else None,
         )
         with self._lock:
             # of a session that grows, the former state is no longer asked for

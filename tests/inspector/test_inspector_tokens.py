@@ -1,6 +1,7 @@
 """Tokens on the page: texts, lines, lanes with what the trainer made of them, and why lanes begin."""
 
 import json
+from ast import literal_eval
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_a_character_of_several_tokens_shows_bytes_then_itself(vocabulary: Vocab
     assert whole == "naïve 🧵⟨U+202E⟩line↵⇥end␛[31m<|im_end|>"
     assert pieces.kinds_T[-1] == SPECIAL
     assert pieces.texts_T[pieces.kinds_T.index(PART)].startswith("⟨")
-    raw = b"".join(eval("b" + vocabulary.describe(token_id)) for token_id in ids)
+    raw = b"".join(literal_eval("b" + vocabulary.describe(token_id)) for token_id in ids)
     assert raw == text.encode(), "the bytes of the tokens, joined, are the text's"
     assert pieces.newlines_T.count(True) == 1
 
@@ -70,7 +71,7 @@ def test_every_token_of_the_vocabulary_has_the_bytes_that_its_tokenizer_gives(
 ) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     for token_id in range(0, tokenizer.get_vocab_size(), 37):
-        raw = eval("b" + vocabulary.describe(token_id))
+        raw = literal_eval("b" + vocabulary.describe(token_id))
         if b"\xef\xbf\xbd" not in (decoded := tokenizer.decode([token_id], skip_special_tokens=False).encode()):
             assert raw == decoded, token_id
 

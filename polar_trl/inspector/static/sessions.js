@@ -215,7 +215,10 @@ function buildCell(name, row) {
 
 function buildTitle(name, row) {
   if (name === "seconds" && row.seconds !== null) return PHASES.filter((phase) => phase in row.phases).map((phase) => `${phase} ${seconds(row.phases[phase])}`).join(", ");
-  if (name === "trajectories" && row.trajectories > 1) return plural(row.trajectories - 1, "fork");
+  if (name === "trajectories" && row.trajectories !== null) {
+    const dropped = Object.entries(row.dropped).map(([reason, times]) => `${plural(times, "token")} dropped as ${reason}`);
+    return [plural(Math.max(0, row.trajectories - 1), "fork"), ...dropped].join(", ");
+  }
   if (name === "advantage" && row.left_out) return `left out: ${words(row.left_out)}`;
   if (["task", "error", "rollout"].includes(name)) return row[name] ?? "";
   return null;
