@@ -80,7 +80,7 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
     if everything:
         open_page(f"/session?key={key}", ".message.reply")
         keep("conversation_top")
-    open_page(f"/session?key={key}&call=10", ".message.reply")
+    open_page(f"/session?key={key}&call=9", ".message.reply")
     keep("conversation")
     for color in ("gap", "state", "engine", "version", "advantage", "size") if everything else ("gap",):
         open_page(f"/session?key={key}&view=tokens&lane=1&color={color}", ".tk")

@@ -203,7 +203,7 @@ def make_run(out: Path, vocabulary: Path, *, steps: int, group: int, seed: int) 
         )
         writer = Writer(out, group, seed)
         for step in range(steps):
-            model.skill, model.version = 0.15 + 0.8 * step / steps, step + 1
+            model.skill, model.version = 0.3 + 0.5 * step / steps, step + 1
             began = time.monotonic()
             finished = runner.run(writer.build_jobs("train", step))
             writer.write_step(step, finished, time.monotonic() - began)
@@ -283,9 +283,7 @@ class Writer:
                 "reward": float(np.nanmean(rewards_RF.numpy())),
                 "reward_std": float(np.nanstd(rewards_RF.numpy())),
                 "frac_reward_zero_std": advantages.zero_variance_R.float().mean().item(),
-                "sampling/sampling_logp_difference/mean": float(gaps.mean()),
-                "sampling/sampling_logp_difference/p99": float(np.quantile(gaps, 0.99)),
-                "sampling/sampling_logp_difference/max": float(gaps.max()),
+                **_summarise_gaps(gaps),
                 "polar/trained_tokens": sum(row.num_trainable for row in rows),
                 "polar/phase/rollouts_s": seconds,
                 "polar/phase/training_s": seconds * self._noise.uniform(0.3, 0.5),
@@ -321,7 +319,7 @@ class Writer:
             gaps.append(np.abs(trainer_C - engine_C))
             self._rows.note([describe_row(row)], torch.tensor(trainer_C)[None])
         self._rows.write_rows(step)
-        return np.concatenate(gaps) if gaps else np.zeros(1)
+        return np.concatenate([np.zeros(0), *gaps])
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         with (self._out / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -337,6 +335,14 @@ def build_tokenizer(vocabulary: Path) -> Any:
     templates = Path(trl.__file__).parent / "chat_templates"
     tokenizer.chat_template = (templates / "qwen3.jinja").read_text(encoding="utf-8")
     return tokenizer
+
+
+def _summarise_gaps(gaps: Any) -> dict[str, float]:
+    """As TRL names them; nothing for a step that trained nothing."""
+    if not len(gaps):
+        return {}
+    values = {"mean": gaps.mean(), "p99": np.quantile(gaps, 0.99), "max": gaps.max()}
+    return {f"sampling/sampling_logp_difference/{name}": float(value) for name, value in values.items()}
 
 
 def _read_reward(result: Finished) -> float:

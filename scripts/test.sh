@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install what the tests need, check the code, start a container engine, run the tests. Arguments go to pytest:
+# Install what the tests need, Chromium included, check the code, start a container engine, run the tests. Arguments go
+# to pytest:
 #
 #   bash scripts/test.sh                              everything, as CI runs it (Debian, as root)
 #   bash scripts/test.sh tests/wire -x                a part
@@ -10,6 +11,10 @@ bash scripts/install.sh
 bin=${VENV:-.venv}/bin
 "$bin/python" scripts/get_model.py > /dev/null
 "$bin/python" scripts/get_agents.py
+if [ ! -x /usr/bin/chromium ]; then
+  { apt-get update && apt-get install -y --no-install-recommends chromium; } > /dev/null ||
+    { echo "test.sh: the tests of polar-trl inspect need /usr/bin/chromium; install it" >&2; exit 1; }
+fi
 bash scripts/check
 if [ "${CONTAINERS:-yes}" = no ]; then
   exec "$bin/python" -m pytest -m "not containers" "$@"

@@ -29,6 +29,8 @@ class Run:
 
     more: str = ""
     """Overrides after it, which make it small."""
+    before: str = ""
+    """The command whose output it reads, where that is not the first one."""
     says: str = ""
     """A regular expression that its output has."""
     status: int = 0
@@ -105,8 +107,10 @@ COMMANDS: dict[str, Run | First | Page | Elsewhere | Install] = {
     "polar-trl doctor --install": ALL_AGENTS,
     "polar-trl doctor": ALL_AGENTS,
     "polar-trl doctor codex pi": ALL_AGENTS,
-    "polar-trl doctor --sandbox bwrap --json": Run("pi", says='"problem": ""', containers=True),
-    "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(says="pi", containers=True),
+    "polar-trl doctor --sandbox bwrap --json": Run("pi", says='"works": true', containers=True),
+    "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(
+        says=r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True
+    ),
     "grep -v '\\^grader:' configs/quickstart.yaml > my_run.yaml": Run(
         "&& tail -n +1 my_run.yaml", says="agent_command"
     ),
@@ -128,10 +132,13 @@ COMMANDS: dict[str, Run | First | Page | Elsewhere | Install] = {
     "polar-trl check-tasks tasks --sandbox bwrap": Run(says=GOOD, containers=True),
     "polar-trl check-tasks tasks --sandbox bwrap --jobs 2 --json": Run(says='"gold": 1.0', containers=True),
     "polar-trl check-tasks skyrl-v0-293 --sandbox docker --limit 10": DOCKER_CHECK,
-    "python scripts/pypi_tasks_table.py tasks checks.json": Run(containers=True),
+    "python scripts/pypi_tasks_table.py tasks checks.json": Run(
+        before="polar-trl check-tasks tasks --sandbox bwrap --json > checks.json", says="calc", containers=True
+    ),
     "polar-trl eval --config configs/qwen3_4b_pi_pypi_1gpu.yaml --sandbox_image IMAGE .*": EVALS,
     "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --sandbox_image IMAGE": Run(
-        "$(grep -v '^#' configs/miniature.txt) --model_name_or_path tiny --output_dir runs/rung5",
+        "$(grep -v '^#' configs/miniature.txt) --num_generations 4 --gradient_accumulation_steps 1 "
+        "--model_name_or_path tiny --output_dir runs/rung5",
         says="look back: +polar-trl replay runs/rung5",
         containers=True,
     ),
@@ -209,6 +216,8 @@ def test_every_command_is_run(command: str, request: pytest.FixtureRequest) -> N
 
 
 def run_it(command: str, entry: Run, workspace: Workspace) -> None:
+    if entry.before:
+        assert workspace.run(entry.before).returncode == 0
     done = workspace.run(f"{fill_in(command)} {entry.more}")
     output = done.stdout + done.stderr
     assert done.returncode == entry.status, output[-4000:]

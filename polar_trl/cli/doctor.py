@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
     harnesses = [build_agent(name) for name in dict.fromkeys(args.agents or AGENTS)]
-    mounts = [folder for harness in harnesses for folder in harness.folders]
+    # agents of Node share it, and a container takes a folder once
+    mounts = list(dict.fromkeys(folder for harness in harnesses for folder in harness.folders))
     backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=mounts)
     checkups: dict[str, Checkup] = {}
     for harness in harnesses:

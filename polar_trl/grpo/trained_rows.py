@@ -60,7 +60,7 @@ class TrainedRows:
         for rows, logprobs_BC in passes:
             values_BC = logprobs_BC.float().cpu().numpy()
             for row, values_C in zip(rows, values_BC, strict=False):  # a pass may have room for more rows
-                logprobs = values_C[: row["num_trainable"]].astype(float).round(5).tolist()
+                logprobs = values_C[: row["num_trainable"]].astype(float).round(7).tolist()
                 lines.append({"type": "row", "step": step, **row, "logprobs": logprobs})
         self._append(f"train_{step:05d}.jsonl", lines)
 

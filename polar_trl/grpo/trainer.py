@@ -137,7 +137,12 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self.args: PolarGRPOConfig
         self.data_collator: Callable[..., Any]
         self.vllm_generation: ColocatedVllm
-        settings = {"model": self.model.name_or_path, "agent": harness.name, "renderer": args.renderer}
+        settings = {
+            "model": os.path.abspath(name) if os.path.isdir(name := self.model.name_or_path) else name,
+            "agent": harness.name,
+            "renderer": args.renderer,
+            "max_trajectory_tokens": self._read_longest_row(),
+        }
         self.add_callback(MetricsLog(Path(args.output_dir), settings))
         self._engine_checked = False
         self._num_batches = 0
@@ -347,16 +352,16 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self.trained_rows.write_rollouts(mode, self.state.global_step + 1, described)
         rows, others = build_rows(
             results,
-            max_tokens=self.args.max_trajectory_tokens or self._read_context_length(),
+            max_tokens=self._read_longest_row(),
             oldest_version=self.vllm_generation.engine.policy_version - self.args.max_policy_lag,
             name_record=self.trained_rows.name_record,
         )
         return rows, dropped + others
 
-    def _read_context_length(self) -> int:
-        """Tokens that the trained model has positions for."""
-        config = self.model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", None) or self.vllm_generation.engine.max_model_len
+    def _read_longest_row(self) -> int:
+        """Tokens of a row, by the setting or by the positions that the trained model has."""
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return self.args.max_trajectory_tokens or positions or self.vllm_generation.engine.max_model_len
 
     def _sync_engine(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since (a collective)."""

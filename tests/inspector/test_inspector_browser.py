@@ -216,7 +216,7 @@ def test_whatever_an_agent_wrote_is_text(page: Any, address: str) -> None:
     page.click("text=Forks and drops")
     page.wait_for_selector(".excerpts figure")
     assert "no reward" in page.text_content(".plain")
-    assert page.text_content(".fork .reason") == "new conversation"
+    assert page.text_content(".fork-card .reason") == "new conversation"
     assert page.locator(".differs").count() == 2
 
 
@@ -320,7 +320,7 @@ def test_the_demo_run_and_its_pictures(tmp_path: Path, browser: Any, smollm2: Pa
         page = browser.new_page(viewport=pictures.SIZE)
         page.on("pageerror", lambda error: failures.append(str(error)))
         pictures.take_pictures(page, address, tmp_path, everything=False)
-        reasons = page.eval_on_selector_all(".fork .reason", "all => all.map(e => e.textContent)")
+        reasons = page.eval_on_selector_all(".fork-card .reason", "all => all.map(e => e.textContent)")
         page.close()
     assert failures == []
     assert {"compaction", "sub-agent", "thinking dropped"} <= set(reasons)

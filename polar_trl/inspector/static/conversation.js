@@ -20,6 +20,8 @@ class Conversation {
     this.list = h("div", { class: "conversation", tabindex: "0", "aria-label": "Conversation" });
     this.filter = h("select", { on: { change: () => this.applyFilter() } });
     replace(root, h("div", { class: "toolbar" }, h("label", {}, "Show", this.filter), h("span", { class: "hint" }, "Each call shows what it adds to the one before.")), this.list);
+    // texts that arrive above it must not push away the call that was asked for, until somebody scrolls
+    for (const event of ["wheel", "pointerdown", "keydown"]) this.list.addEventListener(event, () => { this.target = null; }, { passive: true });
     this.observer = new IntersectionObserver((entries) => {
       for (const entry of entries) if (entry.isIntersecting) this.fill(Number(entry.target.dataset.call));
     }, { root: this.list, rootMargin: "600px" });
@@ -35,7 +37,8 @@ class Conversation {
   }
 
   open(call) {
-    if (call !== undefined) this.cards[Number(call)]?.scrollIntoView({ block: "start" });
+    this.target = call === undefined ? null : this.cards[Number(call)];
+    this.target?.scrollIntoView({ block: "start" });
   }
 
   grow(meta) {
@@ -92,7 +95,10 @@ class Conversation {
       const calls = await this.blocks.get(block);
       const call = calls[index % BLOCK];
       if (!isWhole || !call) this.blocks.delete(block);
-      if (call) this.drawCall(body, call);
+      if (call) {
+        this.drawCall(body, call);
+        this.target?.scrollIntoView({ block: "start" });
+      }
       else body.classList.add("waiting");
     } catch (error) {
       this.blocks.delete(block);

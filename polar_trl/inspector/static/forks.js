@@ -49,7 +49,7 @@ function buildFork(page, meta, lane, number) {
   const fork = lane.fork;
   const other = meta.lanes[fork.other_lane];
   const body = h("div", { class: "excerpts" }, h("p", { class: "hint" }, "Loading the texts …"));
-  const element = h("section", { class: "card fork", data: { lane: number } },
+  const element = h("section", { class: "card fork-card", data: { lane: number } },
     h("h3", {}, `${lane.name}: `, h("span", { class: "reason" }, fork.reason)),
     h("p", {}, fork.explanation),
     h("p", { class: "hint" },

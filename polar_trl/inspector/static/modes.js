@@ -22,7 +22,7 @@ export function buildModes(meta, lane) {
   const limit = niceCeil(lane.gap?.p99 ?? 1);
   const [oldest, newest] = versionsOf(meta);
   const advantages = meta.lanes.map((other) => Math.abs(other.advantage ?? 0));
-  const largest = niceCeil(Math.max(...advantages, 0) || 1);
+  const largest = niceCeil(Math.max(...advantages, 2)); // in units of a group's deviation, where rewards are scaled
   const engine = buildScale(sequential, 0, LEAST_LOGPROB);
   const gap = buildScale(diverging, -limit, limit);
   const size = buildScale(sequential, 0, limit);
