@@ -78,7 +78,8 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
 
     Args:
         folder: New, empty, or of an earlier start with the same settings.
-        settings: What decides the results, by name (JSON values).
+        settings: What decides the results, by name (JSON values), and `tokenizer`, where the model's lies, which may
+            change.
 
     Raises `ConfigError` where the folder holds anything else, and names the setting that differs.
     """
@@ -256,7 +257,7 @@ def _require_same(folder: Path, text: str, settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{folder / SETTINGS_FILE} is no JSON: {error}; name another output_dir") from error
     now = json.loads(json.dumps(settings))
     for name in [*now, *(name for name in before if name not in now)]:
-        if before.get(name) != now.get(name):
+        if name != "tokenizer" and before.get(name) != now.get(name):
             raise ConfigError(
                 f"output_dir {folder} holds results with another setting: {name} is {now.get(name)!r} and was "
                 f"{before.get(name)!r}; set it back, or name another output_dir"

@@ -236,7 +236,10 @@ def build_eval_parts(setup: EvalSetup, tasks: Sequence[Task], *, is_first: bool 
 def build_settings(
     setup: EvalSetup, tasks: Sequence[Task], checkpoint: Checkpoint, harness: Harness
 ) -> dict[str, Any]:
-    """What decides the results (JSON values). How many samples, attempts and processes there are does not."""
+    """What decides the results, and whose tokens they are (JSON values).
+
+    How many samples, attempts and processes there are decides nothing.
+    """
     run, args, params = setup.run, setup.args, setup.params
     content = json.dumps([asdict(task) for task in tasks], sort_keys=True, default=str)
     find_version = getattr(harness, "find_installed_version", None)
@@ -250,6 +253,7 @@ def build_settings(
     )
     return {
         "model": checkpoint.identity,
+        "tokenizer": os.path.abspath(name) if Path(name := checkpoint.base or checkpoint.name).is_dir() else name,
         "engine": "vllm" if setup.evaluation.base_url is None else "server",
         "served_name": setup.evaluation.served_name,
         **{name: getattr(run, name) for name in names},

@@ -39,7 +39,7 @@ class RunFolder:
         _check_folder(folder)
         self.folder = folder
         self.settings = _read_settings(folder / SETTINGS_FILE)
-        name = self.settings.get("model")
+        name = self.settings.get("tokenizer", self.settings.get("model"))  # an evaluation knows its model by a digest
         self.vocabulary: Vocabulary = load_vocabulary(name if isinstance(name, str) else None, flag=tokenizer)
         self.sessions = SessionIndex(folder / "sessions")
         self.rows = RowIndex(folder / "rows")
@@ -57,7 +57,7 @@ class RunFolder:
             "name": self.folder.resolve().name,
             "folder": str(self.folder),
             "agent": self.agent,
-            "model": self.settings.get("model"),
+            "model": _shorten(self.settings.get("model")),
             "settings": {name: value for name, value in self.settings.items() if not isinstance(value, dict | list)},
             "has_curves": bool(lines) or not (self.folder / RESULTS_FILE).exists(),
             "is_live": self.is_live(),
@@ -157,6 +157,11 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(
             f"{folder}: not a run's folder, which has sessions/, {LOG_FILE}, {RESULTS_FILE} or {SETTINGS_FILE}"
         )
+
+
+def _shorten(model: Any) -> Any:
+    """A folder's own name: where it lies is in the settings."""
+    return Path(model).name if isinstance(model, str) and Path(model).is_absolute() else model
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

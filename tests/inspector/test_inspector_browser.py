@@ -147,7 +147,8 @@ def read_detail(page: Any) -> dict[str, str]:
 def test_the_run_shows_curves_that_grow(page: Any, address: str, run: Path) -> None:
     page.goto(address)
     page.wait_for_selector(".chart svg")
-    assert page.text_content(".facts").startswith(f"Model{json.loads((run / 'settings.json').read_text())['model']}")
+    model = json.loads((run / "settings.json").read_text())["model"]
+    assert page.text_content(".facts").startswith(f"Model{Path(model).name}")
     assert EVIL in page.text_content(".facts")
     reward = page.locator(".chart", has_text="Mean over the rollouts of a step")
     assert reward.locator("circle").count() == 3
