@@ -23,6 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
         ),
         (["--config", "configs/quickstart.yaml", "--agent_files", "nope.py"], "nope.py"),
         (
+            ["--config", "configs/quickstart.yaml", "--gradient_accumulation_steps", "100"],
+            "96 tasks are fewer than the 100 of one generation batch",
+        ),
+        (
             ["--config", "configs/quickstart.yaml", "--grader", "polar_trl.tasks.shell_ladder:nope"],
             "cannot be imported",
         ),

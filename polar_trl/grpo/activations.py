@@ -77,6 +77,8 @@ def count_activations(
     # constant, and parts that grow with layers, with tokens, and with both.
     period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 1
     few = (period, max(period * 2, _TRACED_LAYERS // period * period))
+    if few[1] > len(kinds):
+        return _trace(build(config), num_tokens, autocast=autocast, checkpointing=checkpointing)
     found = {
         (layers, tokens): _trace(build(_cut(config, layers)), tokens, autocast=autocast, checkpointing=checkpointing)
         for layers in few

@@ -87,7 +87,7 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ConfigError("an adapter needs the package peft: pip install 'polar-trl[peft]'") from error
+        raise ConfigError("an adapter needs the package peft: pip install -e '.[peft]'") from error
     from trl.trainer.utils import create_model_from_path
 
     adapter = Path(checkpoint.name)

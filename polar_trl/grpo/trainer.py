@@ -111,6 +111,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             raise ConfigError(
                 "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
             )
+        _require_a_step(train_rows, args)
         harness.install()
         if is_multimodal(config):
             exclude_unreached(peft_config, config)
@@ -520,6 +521,17 @@ def _read_model_config(model: str) -> Any:
     except (OSError, ValueError) as error:
         hint = "give a folder with config.json and weights, or a hub id that this machine can reach"
         raise ConfigError(f"no model at {model!r}: {hint} ({str(error).splitlines()[0]})") from error
+
+
+def _require_a_step(train_rows: Dataset | None, args: PolarGRPOConfig) -> None:
+    """TRL leaves out what does not fill a generation batch: of too few tasks it would make no step."""
+    needed = args.generation_batch_size // args.num_generations
+    if train_rows is not None and len(train_rows) < needed:
+        raise ConfigError(
+            f"{len(train_rows)} tasks are fewer than the {needed} of one generation batch (generation_batch_size="
+            f"{args.generation_batch_size} rollouts, num_generations={args.num_generations}): give more tasks, or "
+            "make per_device_train_batch_size or gradient_accumulation_steps smaller"
+        )
 
 
 def _build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> Grader | None:

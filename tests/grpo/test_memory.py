@@ -247,6 +247,19 @@ def test_recurrent_models_are_extrapolated_to_what_they_are() -> None:
     assert count(3072).backward_peak == pytest.approx(whole.backward_peak, rel=0.05)
 
 
+def test_a_recurrent_model_of_fewer_layers_than_are_traced_is_traced_whole() -> None:
+    config = Qwen3_5TextConfig(
+        **{**SIZES, "num_hidden_layers": 2}, architectures=["Qwen3_5ForCausalLM"],
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    )  # fmt: skip
+    model = build_meta_model(config, dtype=torch.float32)
+    found = count_activations(lambda _: model, config, num_tokens=3072, autocast=False, checkpointing=True)
+    from polar_trl.grpo import activations
+
+    assert found == activations._trace(model, 3072, autocast=False, checkpointing=True)
+
+
 def test_key_value_cache_of_known_sizes() -> None:
     # 36 layers x (key and value) x 8 heads x 128 x 2 bytes
     assert count_kv(Qwen3Config(**QWEN3_4B)) == (147456, 0)
