@@ -16,18 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from polar_trl.engine import cuda_graphs
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
-from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.advantage import Advantages, compute_advantages
 from polar_trl.grpo.carry_over import CarryOver
 from polar_trl.grpo.completions_table import CompletionsTable
@@ -38,6 +36,7 @@ from polar_trl.grpo.forward import pack_rows, score
 from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
 from polar_trl.grpo.metrics_log import MetricsLog
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.preflight import build_default_grader, read_model_config, require_a_step
 from polar_trl.grpo.resumable import ResumableTrainer
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
@@ -99,11 +98,11 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        config = _read_model_config(model) if isinstance(model, str) else model.config
+        config = read_model_config(model) if isinstance(model, str) else model.config
         train_rows = build_dataset(train_dataset) if train_dataset is not None else None
         eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
         backend = sandbox or LocalSandboxBackend()
-        self.grader = grader or _build_default_grader(backend, train_rows, eval_rows)
+        self.grader = grader or build_default_grader(backend, train_rows, eval_rows)
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         if self.grader is not None:
             functions = [grader_reward, *functions]
@@ -111,7 +110,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             raise ConfigError(
                 "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
             )
-        _require_a_step(train_rows, args)
+        require_a_step(train_rows, args)
         harness.install()
         if is_multimodal(config):
             exclude_unreached(peft_config, config)
@@ -508,38 +507,3 @@ def grader_reward(rollouts: Sequence[Any], **_: Any) -> list[float | None]:
 grader_reward.__name__ = "grader"
 
 _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")
-
-
-def _read_model_config(model: str) -> Any:
-    """The model's configuration. Fails in one sentence, before anything is loaded, where `model` leads to none."""
-    try:
-        config = AutoConfig.from_pretrained(model)
-        named = getattr(transformers, (config.architectures or [""])[0], None)
-        # vLLM, once it has built an engine, puts classes of its own in the place of some of transformers'
-        config_class = getattr(named, "config_class", None)
-        return config if config_class is None else config_class.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        hint = "give a folder with config.json and weights, or a hub id that this machine can reach"
-        raise ConfigError(f"no model at {model!r}: {hint} ({str(error).splitlines()[0]})") from error
-
-
-def _require_a_step(train_rows: Dataset | None, args: PolarGRPOConfig) -> None:
-    """TRL leaves out what does not fill a generation batch: of too few tasks it would make no step."""
-    needed = args.generation_batch_size // args.num_generations
-    if train_rows is not None and len(train_rows) < needed:
-        raise ConfigError(
-            f"{len(train_rows)} tasks are fewer than the {needed} of one generation batch (generation_batch_size="
-            f"{args.generation_batch_size} rollouts, num_generations={args.num_generations}): give more tasks, or "
-            "make per_device_train_batch_size or gradient_accumulation_steps smaller"
-        )
-
-
-def _build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> Grader | None:
-    """The tasks' own ways; either all of them have one, or none."""
-    tasks = [parse_task(row) for rows in datasets if rows is not None for row in rows]
-    missing = [task.id for task in tasks if find_kind(task) is None]
-    if len(missing) == len(tasks):
-        return None
-    if missing:
-        raise ConfigError(f"task {missing[0]!r} has no 'grader' command and no tests while others do, or pass grader=")
-    return GraderByTask(backend)
