@@ -18,18 +18,17 @@ ABOUT = {
 }
 
 
-def render_card(report: "Report", *, selection: Mapping[str, Any], agent: str, model: str) -> str:
+Files = Mapping[str, Mapping[str, str]]
+"""Form -> split -> path in the data set, of those that have rows."""
+
+
+def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *, agent: str, model: str) -> str:
     """README.md of a data set.
 
     Args:
         selection: The settings that chose the rows, by name.
     """
-    forms = {
-        form: {split: count for split in ("train", "test") if (count := report.num_rows(form, split))}
-        for form in ("tokens", "messages")
-    }
-    forms = {form: splits for form, splits in forms.items() if splits}
-    lines = ["---", yaml.safe_dump({"configs": _build_configs(forms)}, sort_keys=False).strip(), "---", ""]
+    lines = ["---", yaml.safe_dump({"configs": _build_configs(files)}, sort_keys=False).strip(), "---", ""]
     lines += [f"# Sessions of {agent} with {model}", ""]
     lines += [
         f"Collected by `polar-trl collect`: {report.total.accepted} of {report.total.attempts} graded sessions were "
@@ -44,8 +43,9 @@ def render_card(report: "Report", *, selection: Mapping[str, Any], agent: str, m
             "",
         ]
     lines += ["| form | train | test | columns |", "|---|---|---|---|"]
-    for form, splits in forms.items():
-        lines.append(f"| `{form}` | {splits.get('train', 0)} | {splits.get('test', 0)} | {ABOUT[form]} |")
+    for form in files:
+        train, test = (report.num_rows(form, split) for split in ("train", "test"))
+        lines.append(f"| `{form}` | {train} | {test} | {ABOUT[form]} |")
     lines += ["", "Both forms also have `id`, `task_id`, `repo`, `reward`, `session` and `agent`.", ""]
     lines += ["| repository | tasks | attempts | accepted | rate % | failed |", "|---|---|---|---|---|---|"]
     for repo, counts in [*report.by_repo.items(), ("total", report.total)]:
@@ -57,12 +57,12 @@ def render_card(report: "Report", *, selection: Mapping[str, Any], agent: str, m
     return "\n".join(lines)
 
 
-def _build_configs(forms: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+def _build_configs(files: Files) -> list[dict[str, Any]]:
     """The first form is what is loaded where none is named."""
     configs: list[dict[str, Any]] = []
-    for form, counts in forms.items():
-        files = [{"split": split, "path": f"{form}/{split}.parquet"} for split in counts]
-        configs.append({"config_name": form, "default": not configs, "data_files": files})
+    for form, paths in files.items():
+        data_files = [{"split": split, "path": path} for split, path in paths.items()]
+        configs.append({"config_name": form, "default": not configs, "data_files": data_files})
     return configs
 
 

@@ -1,12 +1,13 @@
 """A folder of graded sessions -> a folder with a Hugging Face data set of those that were accepted.
 
-    DATA_SET/README.md                     the card; tells `datasets.load_dataset` what there is
-    DATA_SET/tokens/{train,test}.parquet   input_ids and assistant_masks, exactly as sampled
-    DATA_SET/messages/{train,test}.parquet messages and tools, to be tokenised by whoever trains
-    DATA_SET/acceptance.json               the counts
+    DATA_SET/README.md                            the card; tells `datasets.load_dataset` what there is
+    DATA_SET/tokens/{train,test}-DIGEST.parquet   input_ids and assistant_masks, exactly as sampled
+    DATA_SET/messages/{train,test}-DIGEST.parquet messages and tools, to be tokenised by whoever trains
+    DATA_SET/acceptance.json                      the counts
 
-The same sessions and settings give the same files. It refuses to write a data set without a row to train on, and
-replaces an earlier one only when the new one is whole.
+The same sessions and settings give the same files. Their names have a digest of what is in them: `datasets` knows what
+it has loaded by a folder's own name and its card, and would otherwise give the rows of another data set. It refuses to
+write a data set without a row to train on, and replaces an earlier one only when the new one is whole.
 """
 
 import json
@@ -15,13 +16,14 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Json, List, Value, disable_progress_bars, enable_progress_bars
 
 from polar_trl.collect.accept import NO_REPO, Acceptance, choose_accepted, count_acceptance, total_acceptance
-from polar_trl.collect.card import render_card
+from polar_trl.collect.card import Files, render_card
 from polar_trl.collect.rows import Row, build_rows
 from polar_trl.collect.split import choose_test_tasks
 from polar_trl.errors import ConfigError, PolarError
@@ -149,8 +151,9 @@ def build_data_set(
     )
     if not forms.tokens["train"] and not forms.messages["train"]:
         raise PolarError(f"{len(chosen)} sessions were accepted, but none of their rows is left ({report.left_out})")
-    card = render_card(report, selection=asdict(selection), agent=agent, model=model)
-    _write(target, forms, report, card)
+    _write(
+        target, forms, report, lambda files: render_card(report, files, asdict(selection), agent=agent, model=model)
+    )
     return report
 
 
@@ -186,27 +189,30 @@ def _count(counts: dict[str, dict[str, int]], repo: str, split: str) -> None:
     counts.setdefault(repo, dict.fromkeys(SPLITS, 0))[split] += 1
 
 
-def _write(target: Path, forms: _Forms, report: Report, card: str) -> None:
-    """All files into a folder beside the target, which then takes its place."""
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
+def _write(target: Path, forms: _Forms, report: Report, render: Callable[[Files], str]) -> None:
+    """All files into a folder beside the target, which then takes its place. `render` makes the card."""
+    draft, before = (target.with_name(f".{target.name}.{os.getpid()}{end}") for end in ("", ".before"))
+    files: dict[str, dict[str, str]] = {}
     try:
         draft.mkdir(parents=True)
         disable_progress_bars()  # of the library, which has one for every file
         for form in ("tokens", "messages"):
             for split, rows in getattr(forms, form).items():
                 if rows:
-                    _write_parquet(draft / form / f"{split}.parquet", form, rows)
-        (draft / "README.md").write_text(card, encoding="utf-8")
+                    path = _write_parquet(draft / form, split, form, rows)
+                    files.setdefault(form, {})[split] = path.relative_to(draft).as_posix()
+        (draft / "README.md").write_text(render(files), encoding="utf-8")
         (draft / REPORT_FILE).write_text(json.dumps(report.render(), indent=1, ensure_ascii=False) + "\n", "utf-8")
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():
+            target.rename(before)
         draft.rename(target)
     finally:
         enable_progress_bars()
-        shutil.rmtree(draft, ignore_errors=True)
+        for folder in (draft, before):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_parquet(path: Path, form: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write_parquet(folder: Path, split: str, form: str, rows: Sequence[Mapping[str, Any]]) -> Path:
     about = {name: Value("string") for name in ("id", "task_id", "repo", "session", "agent")}
     # Json keeps the keys of each message and each schema: as structs, every one would get the keys of all, as nulls
     columns = {
@@ -214,9 +220,11 @@ def _write_parquet(path: Path, form: str, rows: Sequence[Mapping[str, Any]]) -> 
         "messages": {"messages": List(Json()), "tools": List(Json())},
     }[form]
     features = Features({**columns, **about, "reward": Value("float64")})
-    path.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     data = {name: [row[name] for row in rows] for name in features}
+    path = folder / f"{split}.parquet"
     Dataset.from_dict(data, features=features).to_parquet(path)
+    return path.rename(folder / f"{split}-{sha256(path.read_bytes()).hexdigest()[:12]}.parquet")
 
 
 def _render_acceptance(counts: Acceptance) -> dict[str, Any]:
