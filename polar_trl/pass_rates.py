@@ -97,8 +97,9 @@ def estimate_gain(before: Sequence[TaskCount], after: Sequence[TaskCount]) -> Ga
     old, new = (estimate_pass_rate([pair[side] for pair in pairs], 1) for side in (0, 1))
     p1, l1, u1, p2, l2, u2 = (bound or 0.0 for rate in (old, new) for bound in (rate.rate, rate.low, rate.high))
     r = _correlate(*([pair[side].num_passed / pair[side].num_graded for pair in pairs] for side in (0, 1)))
-    below = math.sqrt((p2 - l2) ** 2 - 2 * r * (p2 - l2) * (u1 - p1) + (u1 - p1) ** 2)
-    above = math.sqrt((u2 - p2) ** 2 - 2 * r * (u2 - p2) * (p1 - l1) + (p1 - l1) ** 2)
+    # rounding must not leave the root of something below 0, where r is 1 and both widths are equal
+    below = math.sqrt(max(0.0, (p2 - l2) ** 2 - 2 * r * (p2 - l2) * (u1 - p1) + (u1 - p1) ** 2))
+    above = math.sqrt(max(0.0, (u2 - p2) ** 2 - 2 * r * (u2 - p2) * (p1 - l1) + (p1 - l1) ** 2))
     return Gain(rate=p2 - p1, low=p2 - p1 - below, high=p2 - p1 + above, num_tasks=len(pairs))
 
 
@@ -135,4 +136,5 @@ def _correlate(first: Sequence[float], second: Sequence[float]) -> float:
     squares = [math.fsum(pair[side] ** 2 for pair in pairs) for side in (0, 1)]
     if min(squares) <= 0.0:
         return 0.0
-    return math.fsum(x * y for x, y in pairs) / math.sqrt(squares[0] * squares[1])
+    r = math.fsum(x * y for x, y in pairs) / math.sqrt(squares[0] * squares[1])
+    return min(1.0, max(-1.0, r))

@@ -30,10 +30,8 @@ from polar_trl.types import Task
 
 RESULTS_FILE = "results.jsonl"
 SETTINGS_FILE = "settings.json"
-_FOREIGN = ("trained.jsonl", "log.jsonl", "config.json", "adapter_config.json")
+_FOREIGN = ("trained.jsonl", "log.jsonl", "rows", "config.json", "adapter_config.json")
 """Names that a folder of something else has: a run or a model."""
-_OWN = (RESULTS_FILE, "sessions", "summary.json")
-"""Names that are ours only beside the settings."""
 _FEWEST_FAILURES = 8
 
 
@@ -77,15 +75,15 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
     """The results that are there already; inside the block no other process can open the folder.
 
     Args:
-        folder: New, empty, or of an earlier start with the same settings.
+        folder: New, empty, or of an earlier start with the same settings (any, where no session had ended).
         settings: What decides the results, by name (JSON values), and `tokenizer`, where the model's lies, which may
             change.
 
     Raises `ConfigError` where the folder holds anything else, and names the setting that differs.
     """
     path = folder / SETTINGS_FILE
-    unexpected = _FOREIGN if path.exists() else (*_FOREIGN, *_OWN)
-    if found := [name for name in unexpected if (folder / name).exists()]:
+    there = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    if found := [name for name in there if name in _FOREIGN or SETTINGS_FILE not in there]:
         raise ConfigError(
             f"output_dir {folder} holds {found[0]}: it is the folder of something else; name another output_dir"
         )
@@ -96,12 +94,14 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
         except OSError as error:
             raise ConfigError(f"output_dir {folder} is being written by another process; wait for it") from error
         file.seek(0)
-        if text := file.read():
+        text, results = file.read(), read_results(folder, mend=True)
+        if results:
             _require_same(folder, text, settings)
         else:
+            file.truncate(0)  # a start that failed early decides nothing
             file.write(json.dumps(settings, indent=1, sort_keys=True) + "\n")
             file.flush()
-        yield read_results(folder, mend=True)
+        yield results
 
 
 def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:

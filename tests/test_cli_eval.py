@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,10 @@ def test_an_adapter_is_merged_and_evaluated(tmp_path: Path, tiny_model: Path) ->
     stamp = (out / "merged" / "model.safetensors").stat().st_mtime_ns
     merge_adapter(find_model(str(adapter)), out / "merged")
     assert (out / "merged" / "model.safetensors").stat().st_mtime_ns == stamp
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="is not an adapter merged earlier"):
+        merge_adapter(find_model(str(adapter)), tmp_path / "mine")
+    assert (tmp_path / "mine").is_dir()
 
 
 def test_two_engines_share_the_work_and_end_with_their_parent(tmp_path: Path, tiny_model: Path) -> None:
@@ -308,6 +313,10 @@ def test_folders_that_hold_no_whole_model(tmp_path: Path, tiny_model: Path) -> N
     (whole / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00002-of-00002.safetensors"}}')
     with pytest.raises(ConfigError, match="lacks model-00002-of-00002"):
         find_model(str(whole))
+    cut = link("cut", "model.safetensors")
+    (cut / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes()[:100_000])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not whole"):
+        find_model(str(cut))
     (tmp_path / "run" / "checkpoint-20").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"is a run's folder without a final model; name .*checkpoint-20"):
         find_model(str(tmp_path / "run"))
@@ -320,6 +329,9 @@ def test_folders_that_hold_no_whole_model(tmp_path: Path, tiny_model: Path) -> N
     with pytest.raises(ConfigError, match=r"is an adapter without adapter_model\.safetensors"):
         find_model(str(adapter))
     (adapter / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is not whole"):
+        find_model(str(adapter))
+    shutil.copy(tiny_model / "model.safetensors", adapter / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="is an adapter of '/no/base', and that is not to be had"):
         find_model(str(adapter))
     with pytest.raises(ConfigError, match="model_name_or_path is needed"):

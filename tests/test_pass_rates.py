@@ -129,6 +129,17 @@ def test_a_gain_is_paired_by_task() -> None:
     assert (loss.low, loss.high) == pytest.approx((-gain.high, -gain.low))
 
 
+def test_rounding_breaks_no_gain() -> None:
+    generator = random.Random(0)
+    for _ in range(2000):
+        drawn = [(n := generator.choice([2, 4]), generator.randint(0, n)) for _ in range(generator.randint(2, 12))]
+        old = counts(*drawn)
+        same, mirrored = estimate_gain(old, old), estimate_gain(old, counts(*((n, n - c) for n, c in drawn)))
+        assert same.rate == 0.0 and same.low is not None and same.high is not None
+        assert same.low <= 0.0 <= same.high
+        assert mirrored.low is not None and mirrored.high is not None and mirrored.low <= mirrored.high
+
+
 def test_no_gain_on_few_tasks_is_not_certain() -> None:
     gain = estimate_gain(counts((1, 0), (1, 0), (0, 0)), counts((2, 0), (2, 0), (2, 2)))
     low, high = wilson_interval(0.0, 2)

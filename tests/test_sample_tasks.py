@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,16 @@ def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_another_setting_is_refused_by_its_name(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with open_folder(out, SETTINGS) as before:
+    with open_folder(out, {**SETTINGS, "temperature": 0.3}) as before:
         assert before == []
+    with open_folder(out, SETTINGS):  # what failed before any session ended decides nothing
+        pass
+    assert json.loads((out / "settings.json").read_text()) == SETTINGS
+    result = SampleResult(
+        task="t", sample=0, attempt=1, rollout="r", record="sessions/r.jsonl", repo=None, reward=1.0, error=None,
+        stop_reason="completed", calls=1, sampled_tokens=2, seconds={},
+    )  # fmt: skip
+    (out / "results.jsonl").write_text(json.dumps(asdict(result)) + "\n")
     with (
         pytest.raises(ConfigError, match=r"another setting: temperature is 0\.2 and was 0\.7; set it back"),
         open_folder(out, {**SETTINGS, "temperature": 0.2}),
@@ -219,7 +228,10 @@ def test_another_setting_is_refused_by_its_name(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("names", [["results.jsonl"], ["config.json"], ["trained.jsonl", "settings.json", "sessions"]])
+@pytest.mark.parametrize(
+    "names",
+    [["results.jsonl"], ["notes.txt"], ["merged"], ["config.json"], ["trained.jsonl", "settings.json", "sessions"]],
+)
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")

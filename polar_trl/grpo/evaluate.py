@@ -183,7 +183,7 @@ def summarise(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]:
         [task.id for task in tasks],
         read_results(setup.folder),
         num_samples=evaluation.num_samples,
-        ks=sorted(set(evaluation.k)),
+        ks=sorted({1, *evaluation.k}),
         groups={task.id: name for task in tasks if (name := _name_group(task, evaluation.by)) is not None},
     )
     about = {

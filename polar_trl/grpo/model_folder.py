@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from polar_trl.errors import ConfigError
@@ -82,7 +83,9 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
     """
     assert checkpoint.base is not None
     origin = {"adapter": checkpoint.identity, "base": checkpoint.base}
-    if (folder / MERGED_FILE).exists() and json.loads((folder / MERGED_FILE).read_text()) == origin:
+    if folder.exists() and not (folder / MERGED_FILE).exists():
+        raise ConfigError(f"{folder} is not an adapter merged earlier; move it away, or name another output_dir")
+    if folder.exists() and json.loads((folder / MERGED_FILE).read_text()) == origin:
         return folder
     try:
         from peft import PeftModel
@@ -98,12 +101,15 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
     except (ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the adapter {adapter} does not fit its base {checkpoint.base}: {reason}") from error
-    if folder.exists():
-        shutil.rmtree(folder)
-    merged.to(dtype).save_pretrained(folder)
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    merged.to(dtype).save_pretrained(part)
     has_tokenizer = any((adapter / name).exists() for name in _TOKENIZER)
-    load_processing_class(str(adapter) if has_tokenizer else checkpoint.base).save_pretrained(folder)
-    (folder / MERGED_FILE).write_text(json.dumps(origin) + "\n")
+    load_processing_class(str(adapter) if has_tokenizer else checkpoint.base).save_pretrained(part)
+    (part / MERGED_FILE).write_text(json.dumps(origin) + "\n")
+    if folder.exists():
+        shutil.rmtree(folder)  # an earlier merge, as was asked above
+    part.rename(folder)
     return folder
 
 
@@ -115,6 +121,8 @@ def _find_adapter(folder: Path) -> Checkpoint:
     weights = [folder / name for name in _ADAPTER_WEIGHTS if (folder / name).exists()]
     if not weights:
         raise ConfigError(f"model_name_or_path {str(folder)!r} is an adapter without {_ADAPTER_WEIGHTS[0]}")
+    for path in weights:
+        _require_whole_file(path)
     try:
         found = find_model(base)
     except ConfigError as error:
@@ -143,8 +151,21 @@ def _require_whole(folder: Path) -> None:
         lacking = missing[0] if missing else "weights (model*.safetensors)"
         hint = "; sharded checkpoints of FSDP or DeepSpeed have to be saved whole" if not weights else ""
         raise ConfigError(f"{name} lacks {lacking}{hint}")
+    for path in weights:
+        _require_whole_file(path)
     if not any((folder / file).exists() for file in _TOKENIZER):
         raise ConfigError(f"{name} has no tokenizer; copy the tokenizer's files of its base model there")
+
+
+def _require_whole_file(path: Path) -> None:
+    """A file of weights that was written to its end. Only the header of safetensors is read."""
+    if path.suffix != ".safetensors":
+        return
+    try:
+        with safe_open(str(path), framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not whole: {error}; copy it again, or name another checkpoint") from error
 
 
 def _list_weights(folder: Path) -> list[Path]:
