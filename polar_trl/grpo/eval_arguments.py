@@ -14,7 +14,7 @@ class EvalArguments:
 
     num_samples: int = field(default=1, metadata={"help": "Sessions per task."})
     k: list[int] = field(
-        default_factory=lambda: [1], metadata={"help": "Of the pass@k to report; at most num_samples. Such as: 1 4."}
+        default_factory=lambda: [1], metadata={"help": "Of the pass@k to report beside pass@1; at most num_samples."}
     )
     max_attempts: int = field(
         default=3,

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shutil
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 MERGED_FILE = "polar_merged.json"
-"""Written last into the folder of a merged model: what it was merged from."""
+"""In the folder of a merged model: what it was merged from. Only a folder that has it is ever replaced."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -82,10 +83,12 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
     Merged in float32 and saved in the base's own dtype, on the CPU: 4 bytes per weight of host memory.
     """
     assert checkpoint.base is not None
-    origin = {"adapter": checkpoint.identity, "base": checkpoint.base}
-    if folder.exists() and not (folder / MERGED_FILE).exists():
-        raise ConfigError(f"{folder} is not an adapter merged earlier; move it away, or name another output_dir")
-    if folder.exists() and json.loads((folder / MERGED_FILE).read_text()) == origin:
+    origin = json.dumps({"adapter": checkpoint.identity, "base": checkpoint.base}) + "\n"
+    part = folder.with_name(folder.name + ".part")
+    for path in (folder, part):
+        if path.is_symlink() or (path.exists() and not (path / MERGED_FILE).exists()):
+            raise ConfigError(f"{path} is not an adapter merged earlier; move it away, or name another output_dir")
+    if folder.exists() and (folder / MERGED_FILE).read_text(encoding="utf-8", errors="replace") == origin:
         return folder
     try:
         from peft import PeftModel
@@ -101,12 +104,12 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
     except (ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the adapter {adapter} does not fit its base {checkpoint.base}: {reason}") from error
-    part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    (part / MERGED_FILE).write_text(origin, encoding="utf-8")  # first: what a kill leaves is known for ours
     merged.to(dtype).save_pretrained(part)
     has_tokenizer = any((adapter / name).exists() for name in _TOKENIZER)
     load_processing_class(str(adapter) if has_tokenizer else checkpoint.base).save_pretrained(part)
-    (part / MERGED_FILE).write_text(json.dumps(origin) + "\n")
     if folder.exists():
         shutil.rmtree(folder)  # an earlier merge, as was asked above
     part.rename(folder)
@@ -143,29 +146,39 @@ def _require_whole(folder: Path) -> None:
         raise ConfigError(f"{name} holds no model: neither config.json nor {ADAPTER_CONFIG}")
     load_config(str(folder))
     weights = _list_weights(folder)
-    missing: list[str] = []
-    for index in folder.glob("*.index.json"):
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing += [name for name in names if not (folder / name).exists()]
+    shards = [path for index in sorted(folder.glob("*.index.json")) for path in _list_shards(index)]
+    missing = [path.name for path in shards if not path.exists()]
     if missing or not weights:
         lacking = missing[0] if missing else "weights (model*.safetensors)"
         hint = "; sharded checkpoints of FSDP or DeepSpeed have to be saved whole" if not weights else ""
         raise ConfigError(f"{name} lacks {lacking}{hint}")
-    for path in weights:
+    for path in {*weights, *shards}:
         _require_whole_file(path)
     if not any((folder / file).exists() for file in _TOKENIZER):
         raise ConfigError(f"{name} has no tokenizer; copy the tokenizer's files of its base model there")
 
 
 def _require_whole_file(path: Path) -> None:
-    """A file of weights that was written to its end. Only the header of safetensors is read."""
+    """A file of weights that was written to its end: header and length of safetensors, the end of torch's archives."""
     if path.suffix != ".safetensors":
+        with path.open("rb") as file:
+            start = file.read(2)
+        if not start or (start == b"PK" and not zipfile.is_zipfile(path)):
+            raise ConfigError(f"{path} is not whole; copy it again, or name another checkpoint")
         return
     try:
         with safe_open(str(path), framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not whole: {error}; copy it again, or name another checkpoint") from error
+
+
+def _list_shards(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index of weights ({error!r}); copy it again") from error
+    return [index.parent / str(name) for name in sorted(names)]
 
 
 def _list_weights(folder: Path) -> list[Path]:

@@ -44,7 +44,7 @@ class TrainedRows:
 
         Args:
             mode: "train" or "eval".
-            step: The optimizer step that comes next.
+            step: The optimizer step that comes next; of an evaluation, the one before it.
             rollouts: From `describe_rollout`.
         """
         self._append(f"{mode}_{step:05d}.jsonl", [{"type": "rollout", **rollout} for rollout in rollouts])

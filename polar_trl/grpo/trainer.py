@@ -349,7 +349,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 results.append((result, advantage))
             record = self.trained_rows.name_record(result.record_path)
             described.append(describe_rollout(result.rollout, record, reward, advantage, dropped=reason))
-        self.trained_rows.write_rollouts(mode, self.state.global_step + 1, described)
+        self.trained_rows.write_rollouts(mode, self.state.global_step + (mode == "train"), described)
         rows, others = build_rows(
             results,
             max_tokens=self._read_longest_row(),
