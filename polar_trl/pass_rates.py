@@ -130,11 +130,11 @@ def _find_effective_size(rates: Sequence[float], rate: float, most: int) -> floa
 
 
 def _correlate(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pearson's r; 0 where one of the two does not vary."""
+    """Pearson's r, from -1 to 1 whatever the rounding; 0 where one of the two does not vary."""
+    if any(min(values) == max(values) for values in (first, second)):
+        return 0.0  # not left to the squares: the mean of equal values is rounded, too
     means = [math.fsum(values) / len(values) for values in (first, second)]
     pairs = [(x - means[0], y - means[1]) for x, y in zip(first, second, strict=True)]
     squares = [math.fsum(pair[side] ** 2 for pair in pairs) for side in (0, 1)]
-    if min(squares) <= 0.0:
-        return 0.0
     r = math.fsum(x * y for x, y in pairs) / math.sqrt(squares[0] * squares[1])
     return min(1.0, max(-1.0, r))

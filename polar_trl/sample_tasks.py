@@ -6,8 +6,8 @@
 
 A line is written when its session ends; a kill loses the sessions in flight and nothing else, and a line that it tore
 is taken back. A session without a reward says nothing of the model: its sample is tried again, as another session with
-a record of its own, up to a number of attempts. It refuses to add to results of another setting, and goes no further
-where session after session fails: then it is the machine that has to be looked at.
+a record of its own, up to a number of attempts. It refuses to add to results of another setting, or to a folder that
+is not its own, and goes no further where session after session fails: then it is the machine that has to be looked at.
 """
 
 import fcntl
@@ -82,10 +82,13 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
     Raises `ConfigError` where the folder holds anything else, and names the setting that differs.
     """
     path = folder / SETTINGS_FILE
-    there = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir {folder} is a file; name another output_dir")
+    there = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
     if found := [name for name in there if name in _FOREIGN or SETTINGS_FILE not in there]:
         raise ConfigError(
-            f"output_dir {folder} holds {found[0]}: it is the folder of something else; name another output_dir"
+            f"output_dir {folder} holds {found[0]}: it is the folder of something else, and must be new, empty or "
+            "what an earlier start left; name another output_dir"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
@@ -95,8 +98,11 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
             raise ConfigError(f"output_dir {folder} is being written by another process; wait for it") from error
         file.seek(0)
         text, results = file.read(), read_results(folder, mend=True)
+        before = _parse_settings(path, text)
         if results:
-            _require_same(folder, text, settings)
+            _require_same(folder, before, settings)
+        elif before and set(before) != set(settings):
+            raise ConfigError(f"{path} is of something else; name another output_dir")
         else:
             file.truncate(0)  # a start that failed early decides nothing
             file.write(json.dumps(settings, indent=1, sort_keys=True) + "\n")
@@ -250,11 +256,18 @@ def _append(path: Path, result: SampleResult) -> None:
             raise RecordError(f"{path} cannot be written to: the disk is full")
 
 
-def _require_same(folder: Path, text: str, settings: Mapping[str, Any]) -> None:
+def _parse_settings(path: Path, text: str) -> dict[str, Any]:
+    """None of them where a start was killed before it wrote any."""
     try:
-        before = json.loads(text)
+        before = json.loads(text or "{}")
     except ValueError as error:
-        raise ConfigError(f"{folder / SETTINGS_FILE} is no JSON: {error}; name another output_dir") from error
+        raise ConfigError(f"{path} is no JSON: {error}; name another output_dir") from error
+    if not isinstance(before, dict):
+        raise ConfigError(f"{path} is of something else; name another output_dir")
+    return before
+
+
+def _require_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(settings))
     for name in [*now, *(name for name in before if name not in now)]:
         if name != "tokenizer" and before.get(name) != now.get(name):

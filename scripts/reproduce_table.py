@@ -15,6 +15,7 @@ It refuses to pass cells of different tasks, or of different sampling, off as on
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ COMPARED = (
     "vllm_max_model_length", "chat_template_kwargs", "sandbox",
 )  # fmt: skip
 """Settings that all cells of a table should share."""
+UNREADABLE = (PolarError, OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What a broken file of one cell raises; the other cells are a table all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,10 +159,11 @@ def run_cells(commands: Mapping[Cell, Sequence[str]], out: Path) -> list[str]:
         try:
             status = process.wait()
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what comes now is for the cell to heed
             process.wait()  # the terminal told it as well
             print(f"stopped in {cell.name}; the same command goes on", file=sys.stderr)
             sys.exit(130)
-        if status == 130:
+        if status in (130, -signal.SIGINT):
             sys.exit(130)
         if status != 0:
             failed.append(cell.name)
@@ -191,24 +195,38 @@ def build_report(out: Path, agents: Sequence[str], *, failed: Sequence[str] = ()
 
 
 def read_cell(folder: Path) -> dict[str, Any]:
-    """State and numbers of one cell: "missing", "begun" (sessions are there, a summary is not) or "done"."""
+    """State and numbers of one cell.
+
+    "missing", "begun" (sessions are there, a summary is not), "no pass@1", "unreadable" (`error` says why) or "done".
+    """
     path = folder / "summary.json"
     if not path.exists():
         return {"state": "begun" if (folder / SETTINGS_FILE).exists() else "missing"}
-    summary = json.loads(path.read_text(encoding="utf-8"))
     kept = ("model", "task_set", "tasks", "tasks_graded", "num_samples", "sessions", "failures", "mean_reward")
-    return {"state": "done", "pass_at_1": summary["pass_at"].get("1"), **{name: summary[name] for name in kept}}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        rate = summary["pass_at"].get("1")
+        state = "no pass@1" if rate is None else "done"
+        return {"state": state, "pass_at_1": rate, **{name: summary[name] for name in kept}}
+    except UNREADABLE as error:
+        return {"state": "unreadable", "error": f"{path}: {error!r}"}
 
 
 def read_gain(before: Path, after: Path) -> dict[str, Any] | None:
     """pass@1 of the second less that of the first, on the tasks of both."""
     counts = []
     for folder in (before, after):
-        if not (folder / "summary.json").exists():
+        cell = read_cell(folder)
+        if cell["state"] != "done":
             return None
         found: dict[str, list[bool]] = {}
-        for result in read_results(folder):
-            if result.reward is not None:
+        try:
+            results = read_results(folder)
+        except UNREADABLE as error:
+            print(f"no gain of {after.name}: {error}", file=sys.stderr)
+            return None
+        for result in results:
+            if result.reward is not None and result.sample < cell["num_samples"]:
                 found.setdefault(result.task, []).append(result.reward >= PASSING_REWARD)
         counts.append({task: TaskCount(num_graded=len(p), num_passed=sum(p)) for task, p in found.items()})
     both = [task for task in counts[0] if task in counts[1]]
@@ -218,12 +236,23 @@ def read_gain(before: Path, after: Path) -> dict[str, Any] | None:
 
 def find_differences(out: Path, names: Sequence[str]) -> Iterator[str]:
     """Settings in which cells differ from the first one, as sentences."""
-    settings = {name: json.loads((out / name / SETTINGS_FILE).read_text(encoding="utf-8")) for name in names}
-    for name in names[1:]:
-        for key in COMPARED:
-            ours, theirs = settings[name].get(key), settings[names[0]].get(key)
+    settings: dict[str, dict[str, Any]] = {}
+    for name in names:
+        cell = read_cell(out / name)
+        try:
+            found = json.loads((out / name / SETTINGS_FILE).read_text(encoding="utf-8"))
+            settings[name] = {key: found.get(key) for key in COMPARED}
+        except UNREADABLE as error:
+            yield f"{name}: {SETTINGS_FILE} cannot be read: {error!r}"
+            continue
+        if "num_samples" in cell:  # it decides no session, and so is no setting of the folder
+            settings[name]["num_samples"] = cell["num_samples"]
+    for key in (*COMPARED, "num_samples"):
+        have = [name for name in settings if key in settings[name]]
+        for name in have[1:]:
+            ours, theirs = settings[name][key], settings[have[0]][key]
             if ours != theirs:
-                yield f"{name}: {key} is {ours!r}, and {theirs!r} in {names[0]}"
+                yield f"{name}: {key} is {ours!r}, and {theirs!r} in {have[0]}"
 
 
 def write_report(out: Path, report: Mapping[str, Any]) -> None:

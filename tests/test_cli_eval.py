@@ -26,7 +26,7 @@ from polar_trl.eval_summary import build_summary
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.eval_arguments import EvalArguments
 from polar_trl.grpo.eval_workers import find_devices
-from polar_trl.grpo.evaluate import parse_eval
+from polar_trl.grpo.evaluate import parse_eval, summarise
 from polar_trl.grpo.model_folder import find_model, merge_adapter
 from polar_trl.run_setup import RunArguments
 from polar_trl.sample_tasks import SampleResult, read_results
@@ -152,10 +152,19 @@ def test_an_adapter_is_merged_and_evaluated(tmp_path: Path, tiny_model: Path) ->
     stamp = (out / "merged" / "model.safetensors").stat().st_mtime_ns
     merge_adapter(find_model(str(adapter)), out / "merged")
     assert (out / "merged" / "model.safetensors").stat().st_mtime_ns == stamp
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigError, match="is not an adapter merged earlier"):
-        merge_adapter(find_model(str(adapter)), tmp_path / "mine")
-    assert (tmp_path / "mine").is_dir()
+    for name, target in (("mine", "mine"), ("other.part", "other")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").touch()
+        with pytest.raises(ConfigError, match=f"{name} is not an adapter merged earlier"):
+            merge_adapter(find_model(str(adapter)), tmp_path / target)
+        assert (tmp_path / name / "notes.txt").exists()
+    # one that a kill left half written, and one of another adapter, are replaced
+    (out / "merged.part").mkdir()
+    for folder in (out / "merged", out / "merged.part"):
+        (folder / "polar_merged.json").write_text("{}")
+    merge_adapter(find_model(str(adapter)), out / "merged")
+    assert (out / "merged" / "model.safetensors").stat().st_mtime_ns != stamp
+    assert not (out / "merged.part").exists()
 
 
 def test_two_engines_share_the_work_and_end_with_their_parent(tmp_path: Path, tiny_model: Path) -> None:
@@ -317,6 +326,19 @@ def test_folders_that_hold_no_whole_model(tmp_path: Path, tiny_model: Path) -> N
     (cut / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes()[:100_000])
     with pytest.raises(ConfigError, match=r"model\.safetensors is not whole"):
         find_model(str(cut))
+    shards = link("shards")
+    (shards / "part-1.safetensors").write_bytes(b"\0" * 20)
+    (shards / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part-1.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"part-1\.safetensors is not whole"):
+        find_model(str(shards))
+    (shards / "model.safetensors.index.json").write_text('{"weight_map": ')
+    with pytest.raises(ConfigError, match="is no index of weights"):
+        find_model(str(shards))
+    archive = link("archive", "model.safetensors")
+    for content in (b"", b"PK\3\4 and no end"):
+        (archive / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not whole"):
+            find_model(str(archive))
     (tmp_path / "run" / "checkpoint-20").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"is a run's folder without a final model; name .*checkpoint-20"):
         find_model(str(tmp_path / "run"))
@@ -378,6 +400,32 @@ def test_every_documented_command_is_understood(monkeypatch: pytest.MonkeyPatch)
 
 def vars_of(group: type) -> set[str]:
     return {field.name for field in dataclasses.fields(group)}
+
+
+def test_pass_at_1_is_always_in_the_summary(tmp_path: Path) -> None:
+    setup = parse_eval(ROOT / "configs" / "quickstart.yaml", ["--num_samples", "4", "--k", "4"], tmp_path)
+    assert list(summarise(setup, [])["pass_at"]) == ["1", "4"]
+
+
+def test_the_second_ctrl_c_is_answered_in_one_line() -> None:
+    """The first one's cleaning up goes on, and the interpreter prints no traceback; the third ends it."""
+    code = (
+        "import os, signal, sys\n"
+        "from polar_trl.cli.process import sigterm_interrupts\n"
+        "try:\n"
+        "    with sigterm_interrupts():\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        finally:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            print('cleaned', flush=True)\n"
+        "except KeyboardInterrupt:\n"
+        "    pass\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "cleaned\n")
+    assert done.stderr == "polar-trl: stopping, sandboxes are being removed; once more ends it at once\n"
 
 
 def test_which_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,17 @@ def test_rounding_breaks_no_gain() -> None:
         assert mirrored.low is not None and mirrored.high is not None and mirrored.low <= mirrored.high
 
 
+def test_equal_rates_have_no_correlation() -> None:
+    """Of seven times 1/3 the mean is rounded, and what is left of the squares is noise."""
+    for number in range(2, 40):
+        same, other = counts(*[(3, 1)] * number), counts(*[(1, place % 2) for place in range(number)])
+        gain = estimate_gain(same, other)
+        new, old = estimate_pass_rate(other, 1), estimate_pass_rate(same, 1)
+        assert None not in (gain.low, gain.rate, new.rate, new.low, old.rate, old.high)
+        sides = ((new.rate or 0) - (new.low or 0), (old.high or 0) - (old.rate or 0))
+        assert gain.low == pytest.approx((gain.rate or 0) - (sides[0] ** 2 + sides[1] ** 2) ** 0.5)
+
+
 def test_no_gain_on_few_tasks_is_not_certain() -> None:
     gain = estimate_gain(counts((1, 0), (1, 0), (0, 0)), counts((2, 0), (2, 0), (2, 2)))
     low, high = wilson_interval(0.0, 2)

@@ -133,6 +133,37 @@ def test_cells_that_are_not_of_one_kind_are_named(tmp_path: Path, script: Module
     assert "| codex | 3.8 | 26.4 | +22.6 | begun | missing | - | - / - |" in text
 
 
+def test_numbers_of_sessions_that_differ_are_named(tmp_path: Path, script: ModuleType) -> None:
+    record_cell(tmp_path, "base__pi", 2)
+    record_cell(tmp_path, "trained-pi__pi", 5)
+    path = tmp_path / "trained-pi__pi" / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"num_samples": 3}))
+    report = script.build_report(tmp_path, AGENTS)
+    assert report["differences"] == ["trained-pi__pi: num_samples is 3, and 1 in base__pi"]
+    assert "10 tasks of swe-bench-verified, 1 or 3 session(s) each" in "\n".join(script.render_report(report))
+
+
+def test_one_broken_cell_leaves_the_others_alone(tmp_path: Path, script: ModuleType) -> None:
+    for agent in AGENTS:
+        record_cell(tmp_path, f"base__{agent}", 2)
+        record_cell(tmp_path, f"trained-{agent}__{agent}", 5)
+    (tmp_path / "base__codex" / "summary.json").write_text('{"model": ')
+    (tmp_path / "base__claude_code" / "settings.json").write_text("[")
+    (tmp_path / "trained-qwen_code__qwen_code" / "results.jsonl").write_text("{}\n")
+    path = tmp_path / "trained-pi__pi" / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"pass_at": {"4": summary["pass_at"]["1"]}}))
+    report = script.build_report(tmp_path, AGENTS)
+    text = "\n".join(script.render_report(report))
+    assert "| codex | 3.8 | 26.4 | +22.6 | unreadable | 55.6 (26.7 to 81.1) | - | - / 1 |" in text
+    assert "| claude_code | 29.8 | 34.6 | +4.8 | 22.2 (6.3 to 54.7) | 55.6 (26.7 to 81.1) | +33.3" in text
+    assert "| qwen_code | 34.6 | 35.2 | +0.6 | 22.2 (6.3 to 54.7) | 55.6 (26.7 to 81.1) | - | 1 / 1 |" in text
+    assert "| pi | 34.2 | 40.4 | +6.2 | 22.2 (6.3 to 54.7) | no pass@1 | - | 1 / 1 |" in text
+    assert not report["complete"]
+    assert [line.split(": ")[0] for line in report["differences"]] == ["base__claude_code"]
+
+
 def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
     keys = ["--out", str(tmp_path / "o"), "--base", "Qwen/Qwen3.5-4B", "--trained", "codex=runs/codex", "pi=runs/pi"]
     done = call(*keys, "--dry-run", "--", "--num_engines", "8")

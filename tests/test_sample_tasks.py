@@ -243,6 +243,32 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, names: list[st
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"editor": 1}', "is of something else"), ("[]", "is of something else"), ("{", "is no JSON")],
+)
+def test_settings_of_something_else_are_left_alone(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(ConfigError, match=message), open_folder(tmp_path, SETTINGS):
+        pass
+    assert (tmp_path / "settings.json").read_text() == text
+    with (
+        pytest.raises(ConfigError, match=r"settings\.json is a file"),
+        open_folder(tmp_path / "settings.json", SETTINGS),
+    ):
+        pass
+
+
+def test_a_start_that_was_killed_at_once_or_in_its_first_line_decides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").touch()
+    with open_folder(tmp_path, SETTINGS):
+        pass
+    (tmp_path / "results.jsonl").write_bytes(b'{"task": "t')
+    with open_folder(tmp_path, {**SETTINGS, "temperature": 0.1}) as before:
+        assert before == []
+    assert json.loads((tmp_path / "settings.json").read_text())["temperature"] == 0.1
+
+
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
         open_folder(tmp_path / "out", SETTINGS),

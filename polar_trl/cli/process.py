@@ -1,6 +1,6 @@
-"""What a subcommand that runs sessions does with its process: SIGTERM, and what libraries print.
+"""What a subcommand that runs sessions does with its process: its signals, and what libraries print.
 
-Both are put back as they were.
+Both are put back as they were, but for signals that came: the process is ending then.
 """
 
 import os
@@ -13,17 +13,32 @@ from typing import Any
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Inside the block SIGTERM is Ctrl-C; the second one ends the process at once."""
+    """Inside the block SIGTERM is Ctrl-C. The second Ctrl-C is answered, and the next signal ends the process at once.
 
-    def interrupt(signum: int, _frame: Any) -> None:
-        signal.signal(signum, signal.SIG_DFL)
+    A second KeyboardInterrupt would break off the removal of sandboxes, or be printed by the interpreter at its end.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    heeded = [number for number, handler in before.items() if number == signal.SIGTERM or handler != signal.SIG_IGN]
+    came = False
+
+    def interrupt(_signum: int, _frame: Any) -> None:
+        nonlocal came
+        came = True
+        for number in heeded:
+            signal.signal(number, answer if number == signal.SIGINT else signal.SIG_DFL)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def answer(signum: int, _frame: Any) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        os.write(2, b"polar-trl: stopping, sandboxes are being removed; once more ends it at once\n")
+
+    for number in heeded:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heeded if not came else ():
+            signal.signal(number, before[number])
 
 
 @contextmanager

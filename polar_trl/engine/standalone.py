@@ -7,6 +7,7 @@ evaluated is sampled as it was trained. It refuses to share a GPU: there is no s
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from polar_trl.engine import cuda_graphs
@@ -56,7 +57,7 @@ def build_standalone_engine(
             seed=seed,
             **{**kwargs, **cuda_graphs.LLM_KWARGS[graphs]},
         )
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # pydantic's first line counts the errors, the next names the class
         reason = next((line for line in lines if line.startswith("Value error")), lines[0] if lines else repr(error))

@@ -5,6 +5,7 @@ nothing, and finds sessions by key in its index, never by a path that a request 
 """
 
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -93,9 +94,13 @@ class _Counter:
 
     def _work(self) -> None:
         while not self._stopped.is_set():
-            self._run.sessions.refresh()
+            try:
+                self._run.sessions.refresh()
+                is_more = self._run.sessions.count_next()
+            except Exception:  # noqa: BLE001 - a folder gone for a moment must not end the thread
+                is_more = False
             # a breath between two, so that pages are answered while thousands are counted
-            self._stopped.wait(0.002 if self._run.sessions.count_next() else 1.0)
+            self._stopped.wait(0.002 if is_more else 1.0)
 
 
 class _HeaderMiddleware:
@@ -120,18 +125,36 @@ def _answer(function: Callable[[Any], Any]) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         status = 200
         try:
-            content = await run_in_threadpool(function, dict(request.query_params))
+            body = await run_in_threadpool(lambda: _render(function(dict(request.query_params))))
         except (KeyError, IndexError) as error:
-            status, content = 404, {"error": f"not found: {error}"}
+            status, body = 404, _render({"error": f"not found: {error}"})
         except ValueError as error:
-            status, content = 400, {"error": str(error)}
+            status, body = 400, _render({"error": str(error)})
         except (RecordError, OSError) as error:
-            status, content = 500, {"error": str(error)}
-        # the standard library's: texts may hold lone surrogates, which it escapes and others refuse
-        body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+            status, body = 500, _render({"error": str(error)})
+        except Exception as error:  # noqa: BLE001 - what a run's files hold may be anything; the page says so and stays
+            status, body = 500, _render({"error": f"{type(error).__name__}: {error}"})
         return Response(body, status_code=status, media_type="application/json")
 
     return endpoint
+
+
+def _render(content: Any) -> bytes:
+    """JSON as browsers read it, which has no NaN and no infinities: they become null."""
+    try:
+        # the standard library's: texts may hold lone surrogates, which it escapes and others refuse
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_drop_non_finite(content), allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def _drop_non_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_drop_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _list_sessions(run: RunFolder, asked: dict[str, str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ act on whoever reads them: controls, and marks that turn or hide text, are shown
 
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -15,7 +16,15 @@ from polar_trl.types import Call, Message, ToolCall
 CUT_CHARS = 4000
 """Of a text, in the answer that lists calls."""
 BLOCK_CHARS = 65536
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_UNUSUAL = re.compile("[^\n\t -~]")
+_HIDDEN = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"})
+"""Unicode categories: controls, formats, unassigned, private, surrogates, separators of lines and paragraphs."""
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Letters, marks and selectors that are drawn as nothing."""
+_JOINER = "\u200d"
+_STYLES = "\ufe0e\ufe0f"
 
 
 def build_calls(calls: Sequence[Call], first: int, count: int, references: dict[int, int]) -> list[dict[str, Any]]:
@@ -39,7 +48,24 @@ def read_text(call: Call, part: str, offset: int) -> dict[str, Any]:
 
 def clean(text: str) -> str:
     """The text with names in place of hidden and control characters; newlines and tabs stay."""
-    return _HIDDEN.sub(lambda match: _name(match[0]), text)
+    return _UNUSUAL.sub(_show, text)
+
+
+def _show(match: re.Match[str]) -> str:
+    char, text, at = match[0], match.string, match.start()
+    if unicodedata.category(char) not in _HIDDEN and not _BLANK.match(char):
+        return char
+    before, after = text[at - 1 : at], text[at + 1 : at + 2]  # at the start of the text nothing is before
+    if char == _JOINER and _is_picture(before) and after and unicodedata.category(after) == "So":
+        return char
+    if char in _STYLES and _is_picture(before) and before not in _STYLES:
+        return char
+    return _name(char)
+
+
+def _is_picture(char: str) -> bool:
+    """Whether it can be a part of an emoji that a joiner or a style follows."""
+    return bool(char) and (char in _STYLES or unicodedata.category(char) in ("So", "Sk"))
 
 
 def _name(char: str) -> str:

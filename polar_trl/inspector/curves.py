@@ -134,13 +134,15 @@ class Curves:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Of each step and kind (training, evaluation) the latest line; torn lines are left out."""
-    latest: dict[tuple[int, bool], dict[str, Any]] = {}
+    """Of each step and kind (training, evaluation, summary) the latest line; what is none is left out."""
+    latest: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-            latest[int(line["step"]), "reward" in line] = line
-        except (ValueError, KeyError, TypeError):
+            step = int(line["step"])
+            is_evaluation = any(name.startswith("eval_") for name in line)
+            latest[step, "reward" in line, is_evaluation] = line | {"step": step}
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # {"step": Infinity} overflows
             continue
     return [latest[key] for key in sorted(latest)]
 

@@ -117,7 +117,7 @@ class RowIndex:
                     break
                 try:
                     self._take(_parse_without_values(text), path, offset, len(text))
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     self.num_bad_lines += 1
                 offset += len(text)
         return offset
@@ -129,12 +129,12 @@ class RowIndex:
             self._fates[key] = Fate(
                 mode=match[1] if match else "train",
                 step=int(match[2]) if match else None,
-                reward=line["reward"],
-                advantage=line["advantage"] or 0.0,
-                dropped=line["dropped"],
+                reward=None if line["reward"] is None else float(line["reward"]),
+                advantage=float(line["advantage"] or 0.0),
+                dropped=None if line["dropped"] is None else str(line["dropped"]),
             )
         elif line["type"] == "row":
-            self._places[key].append(_Place(path=path, offset=offset, num_bytes=num_bytes, step=line["step"]))
+            self._places[key].append(_Place(path=path, offset=offset, num_bytes=num_bytes, step=int(line["step"])))
 
 
 def _parse_without_values(text: bytes) -> Mapping[str, Any]:

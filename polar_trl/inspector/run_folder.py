@@ -88,17 +88,17 @@ class RunFolder:
             return self._table[1]
 
     def is_live(self) -> bool:
-        """Whether the run seems to go on."""
-        lines, limit = self.curves.refresh(), self.settings.get("max_steps")
-        if (self.folder / "summary.json").exists() or (
-            lines and isinstance(limit, int) and lines[-1]["step"] >= limit > 0
-        ):
-            return False
-        now_s = time.time()
-        if any(is_alive(entry, now_s) for entry in self.sessions.refresh() if not entry.finished):
+        """Whether the run seems to go on: what was written after the last summary decides, as runs are continued."""
+        lines, limit, now_s = self.curves.refresh(), self.settings.get("max_steps"), time.time()
+        summary_s = _find_change(self.folder / "summary.json")
+        later = [entry for entry in self.sessions.refresh() if entry.changed_s > summary_s]
+        if any(is_alive(entry, now_s) for entry in later):
             return True
-        log = self.folder / LOG_FILE
-        return log.exists() and now_s - log.stat().st_mtime < QUIET_S
+        if lines and isinstance(limit, int) and lines[-1]["step"] >= limit > 0:
+            return False
+        files = [_find_change(self.folder / name) for name in (LOG_FILE, RESULTS_FILE)]
+        newest_s = max([*files, *(entry.changed_s for entry in later)])
+        return newest_s > summary_s and now_s - newest_s < QUIET_S
 
     def build_session(self, key: str) -> dict[str, Any]:
         """JSON of one session's page. Raises `KeyError`, and `RecordError` for a file that cannot be read."""
@@ -111,7 +111,8 @@ class RunFolder:
             if entry.group and (row["group"], row["attempt"]) == (entry.group, entry.attempt)
         ]
         row = build_row(entry, self.rows, self.agent, time.time())
-        return {"row": row, "group": group, "size": entry.size, **view.build_meta()}
+        num_rows = self.rows.count_rows(key)
+        return {"row": row, "group": group, "size": entry.size, "num_rows": num_rows, **view.build_meta()}
 
     def find_entry(self, key: str) -> Entry:
         """Raises `KeyError`."""
@@ -157,6 +158,14 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(
             f"{folder}: not a run's folder, which has sessions/, {LOG_FILE}, {RESULTS_FILE} or {SETTINGS_FILE}"
         )
+
+
+def _find_change(path: Path) -> float:
+    """When it was written last, Unix seconds; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _shorten(model: Any) -> Any:

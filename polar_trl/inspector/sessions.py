@@ -5,6 +5,7 @@ It refuses to parse a session's tokens again because somebody asked for a table.
 """
 
 import json
+import math
 import os
 import re
 import threading
@@ -16,7 +17,6 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from polar_trl.errors import RecordError
 from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, summarise
 from polar_trl.record import SessionRecord, read_record
 
@@ -92,6 +92,8 @@ class SessionIndex:
         """Those without an end."""
         self._listed: dict[str, int] = {}
         """Folder -> its time of change when it was listed."""
+        self._folders: dict[str, list[str]] = {}
+        """Folder -> the folders in it, as of then."""
         self._looked_s = 0.0
         self.version = 0
         """Grows with every change."""
@@ -120,8 +122,8 @@ class SessionIndex:
         try:
             record = read_record(waiting.path)
             summary = summarise(record.rollout, reconstruct(record))
-        except (RecordError, ValueError, TypeError, KeyError) as error:
-            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a file holds, the sessions after it get their counts
+            problem = str(error) or type(error).__name__
         with self._lock:
             _set_summary(waiting, summary)
             waiting.problem = waiting.problem or problem
@@ -150,15 +152,15 @@ class SessionIndex:
         # within the resolution of a file system's clock a later file may not show
         is_settled = known == changed and time.time_ns() - changed > 2_000_000_000
         if is_settled:
-            children = [name for name in self._listed if name.startswith(prefix) and name != prefix]
-            for name in children:
-                if "/" not in name[len(prefix) :].rstrip("/"):
-                    yield from self._list_new(self._folder / name, name)
+            for name in self._folders[prefix]:
+                yield from self._list_new(folder / name, f"{prefix}{name}/")
             return
         self._listed[prefix] = changed
+        folders = self._folders[prefix] = []
         with os.scandir(folder) as children_on_disk:
             for child in sorted(children_on_disk, key=lambda item: item.name):
                 if child.is_dir(follow_symlinks=False):
+                    folders.append(child.name)
                     yield from self._list_new(folder / child.name, f"{prefix}{child.name}/")
                 elif child.name.endswith(".jsonl") and child.is_file(follow_symlinks=False):
                     key = prefix + child.name.removesuffix(".jsonl")
@@ -205,7 +207,10 @@ def _read_more(entry: Entry) -> bool:
                 _read_ends(entry, file, status.st_size)
             if not entry.finished:
                 _read_lines(entry, file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        entry.problem = f"cannot be read: {error} is missing"
+        return True
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         entry.problem = f"cannot be read: {error}"
         return True
     entry.size, entry.changed_s = status.st_size, status.st_mtime
@@ -247,11 +252,39 @@ def _take_header(entry: Entry, line: Mapping[str, Any]) -> None:
 
 
 def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
+    """Nothing is taken of a line of which a part is not what it should be."""
+    reasons = {name: _check(line, name, str, None) for name in ("stop_reason", "error")}
+    reward = _check(line, "reward", int, float, None)
+    seconds, extra = _check_numbers(line, "seconds"), _check(line, "extra", dict)
+    if "summary" in extra:
+        summary = _check(extra, "summary", dict)
+        if summary:
+            for name in ("calls", "sampled_tokens", "trajectories"):
+                _check(summary, name, int)
+            _check_numbers(summary, "dropped")
+        _set_summary(entry, summary)
+    entry.stop_reason, entry.error, entry.reward, entry.seconds = *reasons.values(), reward, seconds
     entry.finished = True
-    entry.stop_reason, entry.reward, entry.error = line["stop_reason"], line["reward"], line["error"]
-    entry.seconds = line["seconds"]
-    if "summary" in line["extra"]:
-        _set_summary(entry, line["extra"]["summary"])
+
+
+def _check(line: Mapping[str, Any], name: str, *kinds: type | None) -> Any:
+    """The value of that name. Raises `ValueError` for one of no such kind."""
+    value = line[name]
+    if isinstance(value, bool) or not any(
+        value is None if kind is None else isinstance(value, kind) for kind in kinds
+    ):
+        raise ValueError(f"{name} is {json.dumps(value)[:80]}")
+    if isinstance(value, int):
+        float(value)  # one that no float holds cannot be summed with others
+    return value
+
+
+def _check_numbers(line: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    values: dict[str, Any] = _check(line, name, dict)
+    for key in values:
+        if not math.isfinite(_check(values, key, int, float)):
+            raise ValueError(f"{name}: {key} is {values[key]}")
+    return values
 
 
 def _set_summary(entry: Entry, summary: Mapping[str, Any]) -> None:

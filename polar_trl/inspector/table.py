@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polar_trl.inspector.conversation import clean
-from polar_trl.inspector.rows import RowIndex
+from polar_trl.inspector.rows import Fate, RowIndex
 from polar_trl.inspector.sessions import Entry, is_alive
 
 COLUMNS = (
@@ -53,6 +53,7 @@ def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> 
         "reward": reward if _is_number(reward) else None,
         "advantage": None if fate is None or fate.mode != "train" else fate.advantage,
         "left_out": None if fate is None else fate.dropped,
+        "use": name_use(fate, rows.count_rows(entry.key)),
         "calls": entry.num_calls if is_counted else None,
         "tokens": entry.sampled_tokens if is_counted else None,
         "trajectories": entry.trajectories,
@@ -62,6 +63,17 @@ def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> 
         "phases": seconds,
         "seconds": round(sum(seconds.values()), 3) if seconds else None,
     }
+
+
+def name_use(fate: Fate | None, num_rows: int) -> str | None:
+    """What the trainer did with the session: "evaluation", "not trained", "trained", or "to train" before its step."""
+    if fate is None:
+        return None
+    if fate.mode == "eval":
+        return "evaluation"
+    if fate.dropped is not None:
+        return "not trained"
+    return "trained" if num_rows else "to train"
 
 
 def name_stage(entry: Entry, now_s: float) -> str:

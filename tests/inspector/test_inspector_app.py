@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.testclient import TestClient
 
 from polar_trl.cli import main
 from polar_trl.grpo.metrics_log import read_log
+from polar_trl.inspector import sessions
 from polar_trl.inspector.app import build_app
 from polar_trl.inspector.curves import Curves, read_lines
 from polar_trl.inspector.run_folder import RunFolder
@@ -207,3 +209,87 @@ def test_a_session_of_text_without_ids_has_a_conversation(tmp_path: Path) -> Non
         told = client.get("/api/session", params={"key": key}).json()
         assert (told["calls"][0]["text_only"], told["lanes"]) == (True, [])
         assert client.get("/api/calls", params={"key": key, "first": 0}).json()[0]["reply"]["text"]["text"] == "ok"
+
+
+def test_odd_lines_leave_the_pages_whole(client: TestClient, run: Path) -> None:
+    with (run / "log.jsonl").open("a") as file:
+        file.write(
+            '\n{"step": Infinity, "reward": 1}\n{"step": NaN}\n[]\n{"step": 4, "reward": NaN, "entropy": 0.5}\n'
+        )
+        file.write('{"step": 5, "eval_reward": 0.5}\n{"step": 5, "train_runtime": 3.0}\n')
+    told = client.get("/api/run")
+    assert (told.status_code, told.json()["step"]) == (200, 5)
+    charts = {chart["title"]: chart for chart in client.get("/api/curves").json()["charts"]}
+    assert charts["Reward"]["series"][0]["values"] == [0.5, None] and charts["Reward"]["steps"] == [1, 4]
+    assert charts["Reward"]["evaluated"] == [[1, 0.25], [5, 0.5]], "the summary of the end replaces no evaluation"
+
+
+def test_what_is_no_number_for_a_browser_is_null(run: Path) -> None:
+    (run / "settings.json").write_text('{"temperature": NaN, "max_steps": 3}')
+    write_rows(run, 2, [describe_rollout(NAME, math.nan)])
+    with TestClient(build_app(RunFolder(run)), base_url="http://localhost") as client:
+        reply = client.get("/api/run")
+        assert reply.json()["settings"] == {"temperature": None, "max_steps": 3} and "NaN" not in reply.text
+        rows = client.get("/api/sessions", params={"sort": "rollout"}).json()["rows"]
+        assert (rows[0]["advantage"], rows[0]["step"]) == (None, 2)
+
+
+def test_a_fault_in_an_answer_is_told_and_ends_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(run)
+    counted: list[int] = []
+
+    def fail() -> list[Any]:
+        counted.append(1)
+        raise ZeroDivisionError("odd")
+
+    with TestClient(build_app(folder), base_url="http://localhost", raise_server_exceptions=False) as client:
+        monkeypatch.setattr(folder.sessions, "refresh", fail)
+        reply = client.get("/api/sessions")
+        assert (reply.status_code, reply.json()) == (500, {"error": "ZeroDivisionError: odd"})
+        monkeypatch.undo()
+        assert client.get("/api/sessions").status_code == 200
+
+
+def test_the_counter_goes_on_after_a_fault(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_session(run, "late", [build_call("late", 0, (1,), (2,))], summary=False)
+    folder = RunFolder(run)
+    count, faults = folder.sessions.count_next, [OSError("gone"), ZeroDivisionError("odd")]
+    monkeypatch.setattr(folder.sessions, "count_next", lambda: _raise(faults.pop()) if faults else count())
+    with TestClient(build_app(folder), base_url="http://localhost") as client:
+        deadline = time.monotonic() + 30
+        while client.get("/api/run").json()["choices"]["num_uncounted"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert client.get("/api/run").json()["choices"]["num_uncounted"] == 0 and faults == []
+
+
+def _raise(error: Exception) -> bool:
+    raise error
+
+
+def test_a_run_that_is_continued_is_live_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "LOOK_S", 0.0)
+    now_s = time.time()
+
+    def age(path: Path, seconds: float) -> None:
+        os.utime(path, (now_s - seconds, now_s - seconds))
+
+    age(write_session(tmp_path, "cut", [], finish=False), 300)
+    log, summary = tmp_path / "log.jsonl", tmp_path / "summary.json"
+    log.write_text('{"step": 2, "reward": 1.0}\n')
+    age(log, 200)
+    folder = RunFolder(tmp_path)
+    assert folder.is_live(), "no summary yet"
+    summary.write_text("{}")
+    age(summary, 100)
+    assert not folder.is_live(), "all was written before the summary"
+    path = write_session(tmp_path, "next", [], finish=False, batch="train_00002")
+    assert folder.is_live(), "a session that is open"
+    path.unlink()
+    age(write_session(tmp_path, "done", [], batch="train_00002"), 50)
+    assert RunFolder(tmp_path).is_live(), "a session after the summary, though none is open"
+    age(summary, 10)
+    assert not RunFolder(tmp_path).is_live()
+    log.write_text('{"step": 3, "reward": 1.0}\n')
+    assert RunFolder(tmp_path).is_live(), "a line of the log after the summary"
+    (tmp_path / "settings.json").write_text('{"max_steps": 3}')
+    assert not RunFolder(tmp_path).is_live(), "the last step is done and no session is open"

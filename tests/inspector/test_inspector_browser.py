@@ -294,6 +294,42 @@ def test_a_session_is_followed_while_it_runs(page: Any, address: str, run: Path)
     until(page, "document.querySelectorAll('article.call .message.reply').length === 2")
     assert "completed" in page.text_content(".session-head")
     write_rows(run, 9, [describe_rollout(name, 0.0, "zero_variance") | {"record": name_record(name, "train_00009")}])
+    until(page, "document.querySelector('.session-head').textContent.includes('not trained in step 9')")
+
+
+def open_new(page: Any, address: str, name: str) -> None:
+    """The page of a session that was written a moment ago, once the table has it."""
+    page.goto(f"{address}#/sessions?search={name}")
+    page.locator(".rows a.row").click()
+    page.wait_for_selector(".session-head h1")
+
+
+def test_an_open_session_learns_what_training_did(page: Any, address: str, run: Path) -> None:
+    name, batch = f"train-00010-g000-r000-{random.randrange(10**6)}", "train_00010"
+    write_session(run, name, [build_call(name, 0, (1,), (2,))], batch=batch)
+    open_new(page, address, name)
+    page.click(".tabs >> text=Tokens")
+    page.wait_for_selector(".tk")
+    head = "document.querySelector('.session-head').textContent"
+    assert "trained" not in page.evaluate(head)
+    told = {"rollout": name, "record": name_record(name, batch)}
+    write_rows(run, 10, [describe_rollout(name, 0.625) | told])
+    until(page, f"{head}.includes('for step 10') && {head}.includes('+0.625')")
+    row = {"type": "row", "calls": [0], "num_tokens": 2, "num_trainable": 1, "trained": [[1, 2]], "step": 10}
+    write_rows(run, 10, [row | told | {"advantage": 0.625, "logprobs": [-0.75]}])
+    until(page, f"{head}.includes('trained in step 10')")
+    page.wait_for_selector(".tk")
+    page.click(".tk[data-at='1']")
+    until(page, "document.querySelector('.detail')?.textContent.includes('−0.25')")
+
+
+def test_a_session_of_an_evaluation_was_trained_in_no_step(page: Any, address: str, run: Path) -> None:
+    name, batch = f"eval-00006-g000-r000-{random.randrange(10**6)}", "eval_00006"
+    write_session(run, name, [build_call(name, 0, (1,), (2,))], batch=batch)
+    write_rows(run, 6, [describe_rollout(name, 0.0) | {"record": name_record(name, batch)}], mode="eval")
+    open_new(page, address, name)
+    until(page, "document.querySelector('.session-head')?.textContent.includes('eval 6, after step 6')")
+    assert "trained" not in page.text_content(".session-head")
 
 
 def test_dark_and_narrow(browser: Any, address: str) -> None:

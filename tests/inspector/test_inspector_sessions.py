@@ -1,10 +1,14 @@
 """The index of sessions: what it says of finished, running, cut and broken ones, and what it does not read again."""
 
+import cProfile
+import json
 import os
+import pstats
 from pathlib import Path
+from typing import Any
 
 import pytest
-from inspector.recorded import ATTEMPT, build_call, write_session
+from inspector.recorded import ATTEMPT, build_call, describe_rollout, name_record, write_rows, write_session
 
 from polar_trl.inspector import sessions
 from polar_trl.inspector.rows import RowIndex
@@ -151,3 +155,82 @@ def test_finished_sessions_are_not_opened_twice(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(sessions, "_read_more", refuse)
     assert len(index.refresh()) == 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seconds": None}, "seconds is null"),
+        ({"seconds": {"agent": None}}, "agent is null"),
+        ({"seconds": {"agent": float("nan")}}, "agent is nan"),
+        ({"error": 5}, "error is 5"),
+        ({"stop_reason": []}, "stop_reason is []"),
+        ({"reward": "1"}, 'reward is "1"'),
+        ({"reward": 10**400}, "too large"),
+        ({"extra": None}, "extra is null"),
+        ({"extra": {"summary": {"calls": None}}}, "calls is null"),
+        ({"extra": {"summary": {"calls": 1}}}, "'sampled_tokens' is missing"),
+    ],
+)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_an_odd_end_line_is_a_reason_and_hurts_no_other(
+    tmp_path: Path, changes: dict[str, Any], reason: str, is_open: bool
+) -> None:
+    path = write_session(tmp_path, "odd", build_calls("odd"))
+    write_session(tmp_path, "whole", build_calls("whole"), summary=False)
+    *lines, end = path.read_text().splitlines(keepends=True)
+    odd = json.dumps(json.loads(end) | changes, separators=(",", ":")) + "\n"
+    index = SessionIndex(tmp_path / "sessions")
+    path.write_text("".join(lines) + ("" if is_open else odd))
+    entries = {entry.rollout: entry for entry in index.refresh()}
+    path.write_text("".join(lines) + odd)
+    index.refresh()
+    while index.count_next():
+        pass
+    assert reason in str(entries["odd"].problem) and not entries["odd"].finished
+    assert (entries["whole"].counted, entries["whole"].num_calls) == (True, 3)
+    stages = {row["rollout"]: row["stage"] for row in build_rows(index.refresh(), RowIndex(tmp_path / "rows"), None)}
+    assert stages == {"odd": "unreadable", "whole": "done"}
+
+
+def test_a_look_at_three_times_the_folders_takes_three_times_the_work(tmp_path: Path) -> None:
+    def count_work(number: int) -> int:
+        folder = tmp_path / str(number)
+        for batch in range(number):
+            (folder / ATTEMPT / f"train_{batch:05d}").mkdir(parents=True)
+        for path in [folder, *folder.rglob("*")]:
+            os.utime(path, (1e9, 1e9))
+        index = SessionIndex(folder)
+        index.refresh()
+        profile = cProfile.Profile()
+        profile.runcall(index.refresh)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert count_work(300) < 3.2 * count_work(100)
+
+
+def test_what_the_trainer_did_with_a_session_is_said_as_it_is(tmp_path: Path) -> None:
+    names = {"trained": None, "waiting": None, "flat": "zero_variance", "unjudged": "no_reward"}
+    for name in names:
+        write_session(tmp_path, name, build_calls(name))
+    write_session(tmp_path, "judged", build_calls("judged"), batch="eval_00006")
+    write_session(tmp_path, "new", build_calls("new"))
+    lines = [describe_rollout(name, 0.5, dropped) for name, dropped in names.items()]
+    row = {"type": "row", "rollout": "trained", "record": name_record("trained"), "step": 6}
+    write_rows(tmp_path, 6, [*lines, row])
+    write_rows(
+        tmp_path, 6, [describe_rollout("judged", 0.5) | {"record": name_record("judged", "eval_00006")}], mode="eval"
+    )
+    rows = RowIndex(tmp_path / "rows")
+    rows.refresh()
+    told = {
+        row["rollout"]: row["use"] for row in build_rows(SessionIndex(tmp_path / "sessions").refresh(), rows, None)
+    }
+    assert told == {
+        "trained": "trained",
+        "waiting": "to train",
+        "flat": "not trained",
+        "unjudged": "not trained",
+        "judged": "evaluation",
+        "new": None,
+    }

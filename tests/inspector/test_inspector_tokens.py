@@ -89,6 +89,18 @@ def test_without_a_tokenizer_ids_are_numbers_and_a_note_says_what_to_do(tmp_path
         load_vocabulary(None, flag=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "char", "\u061c\u00ad\u200c\u200d\u180e\u2028\u2029\U000e0041\ue000\u3164\ufe0f\U000e0100\U000e0002"
+)
+def test_no_hidden_character_passes(char: str) -> None:
+    assert clean(f"a{char}b") == f"a⟨U+{ord(char):04X}⟩b"
+
+
+def test_emoji_and_letters_stay_as_they_are() -> None:
+    text = "naïve 漢字 עברית \xa0👩🏽\u200d💻 ❤\ufe0f\u200d🔥 👨\u200d👩\u200d👧"
+    assert clean(text) == text
+
+
 def test_what_acts_on_a_reader_is_shown_by_name() -> None:
     assert show("a\x00\x1b\x7f\u200b\u2066b") == "a␀␛␡⟨U+200B⟩⟨U+2066⟩b"
     assert clean("a\n\tb\x1b[0m\u202e\ud800") == "a\n\tb␛[0m⟨U+202E⟩⟨U+D800⟩"

@@ -40,13 +40,18 @@ class SessionPage {
   }
 
   async update(run) {
-    if (run.sessions_version === this.version || this.meta.row.stage === "done") return;
+    if (run.sessions_version === this.version) return;
     this.version = run.sessions_version;
     const meta = await ask("session", { key: this.params.key });
-    if (meta.size === this.meta.size && meta.row.stage === this.meta.row.stage) return;
+    // a session that is done is trained later: its advantage and the trainer's figures come then
+    const hasGrown = meta.size !== this.meta.size || meta.row.stage !== this.meta.row.stage;
+    const isDecided = ["has_rows", "num_rows"].some((name) => meta[name] !== this.meta[name])
+      || ["advantage", "use"].some((name) => meta.row[name] !== this.meta.row[name]);
+    if (!hasGrown && !isDecided) return;
     this.meta = meta;
     this.drawHead();
-    this.view?.grow?.(meta);
+    if (isDecided && this.params.view in VIEWS && this.params.view !== "conversation") await this.showView();
+    else if (hasGrown) this.view?.grow?.(meta);
   }
 
   async navigate(params) {
@@ -94,7 +99,7 @@ class SessionPage {
     const facts = [
       ["Task", row.task],
       row.agent && ["Agent", row.agent],
-      row.batch && ["Batch", `${words(row.batch).replace(/ 0*(\d)/, " $1")}${row.step === null ? "" : `, trained in step ${row.step}`}`],
+      row.batch && ["Batch", `${words(row.batch).replace(/ 0*(\d)/, " $1")}${nameUse(row)}`],
       ["Reward", row.reward === null ? (row.stage === "done" ? "none" : "–") : number(row.reward)],
       ["Advantage", row.advantage === null ? "–" : signed(row.advantage)],
       ["Calls", count(this.meta.calls.length)],
@@ -116,4 +121,12 @@ class SessionPage {
       this.meta.dropped ? notice(`Not trained (${words(this.meta.dropped)}): ${REASONS[this.meta.dropped] ?? ""}.`) : null,
     );
   }
+}
+
+/** What the trainer did with it, after the name of its batch. */
+function nameUse(row) {
+  if (row.use === null || row.step === null) return "";
+  if (row.use === "evaluation") return `, after step ${row.step}`;
+  if (row.use === "trained") return `, trained in step ${row.step}`;
+  return row.use === "to train" ? `, for step ${row.step}` : `, not trained in step ${row.step}`;
 }
