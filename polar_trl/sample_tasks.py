@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
 from polar_trl.rollout import Finished, Job, RolloutRunner
+from polar_trl.run_log import LOG_FILE, SETTINGS_FILE
 from polar_trl.types import Task
 
 RESULTS_FILE = "results.jsonl"
-SETTINGS_FILE = "settings.json"
-_FOREIGN = ("trained.jsonl", "log.jsonl", "rows", "config.json", "adapter_config.json")
+_FOREIGN = ("trained.jsonl", LOG_FILE, "rows", "config.json", "adapter_config.json")
 """Names that a folder of something else has: a run or a model."""
 _FEWEST_FAILURES = 8
 

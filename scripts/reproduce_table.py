@@ -29,7 +29,8 @@ from polar_trl.cli.eval import format_rate
 from polar_trl.errors import PolarError
 from polar_trl.eval_summary import PASSING_REWARD
 from polar_trl.pass_rates import TaskCount, estimate_gain
-from polar_trl.sample_tasks import SETTINGS_FILE, read_results
+from polar_trl.run_log import SETTINGS_FILE
+from polar_trl.sample_tasks import read_results
 
 PAPER: Mapping[str, tuple[float, float]] = {
     "codex": (3.8, 26.4),

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-LOG_FILE = "log.jsonl"
-SETTINGS_FILE = "settings.json"
+from polar_trl.run_log import LOG_FILE, SETTINGS_FILE
 
 
 class MetricsLog(TrainerCallback):
@@ -40,20 +39,3 @@ class MetricsLog(TrainerCallback):
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-
-
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log in the order of steps, of each kind (training, evaluation) the latest of a step.
-
-    A line that a kill has torn is left out. Empty where there is no log.
-    """
-    path = folder / LOG_FILE
-    latest: dict[tuple[int, bool, bool], dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        is_evaluation = any(name.startswith("eval_") for name in line)  # else the summary of the end would replace it
-        latest[line["step"], "reward" in line, is_evaluation] = line
-    return [latest[key] for key in sorted(latest)]

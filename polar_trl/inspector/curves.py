@@ -1,10 +1,8 @@
 """RUN/log.jsonl -> the curves of a page: which numbers, under which names, one list per series.
 
-The rule for a step that has several lines is that of `grpo.metrics_log.read_log`, whose import would load torch. It
-refuses to show numbers that the run did not log: a chart without any is left out.
+It refuses to show numbers that the run did not log: a chart without any is left out.
 """
 
-import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOG_FILE = "log.jsonl"
+from polar_trl.run_log import LOG_FILE, read_log
+
 _GAP = "sampling/sampling_logp_difference"
 
 
@@ -103,7 +102,7 @@ class Curves:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOG_FILE
+        self._folder, self._path = folder, folder / LOG_FILE
         self._lock = threading.Lock()
         self._seen: tuple[int, int] = (0, 0)
         self._lines: list[dict[str, Any]] = []
@@ -120,7 +119,7 @@ class Curves:
             seen = (status.st_size, status.st_mtime_ns)
             if seen != self._seen:
                 self._seen = seen
-                self._lines = read_lines(self._path)
+                self._lines = read_log(self._folder)
                 self.version += 1
             return self._lines
 
@@ -131,20 +130,6 @@ class Curves:
         evaluated = [line for line in lines if any(key.startswith("eval_") for key in line)]
         charts = [built for chart in CHARTS if (built := _build_chart(chart, train, evaluated))]
         return {"version": self.version, "charts": charts}
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Of each step and kind (training, evaluation, summary) the latest line; what is none is left out."""
-    latest: dict[tuple[int, bool, bool], dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-            step = int(line["step"])
-            is_evaluation = any(name.startswith("eval_") for name in line)
-            latest[step, "reward" in line, is_evaluation] = line | {"step": step}
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # {"step": Infinity} overflows
-            continue
-    return [latest[key] for key in sorted(latest)]
 
 
 def _build_chart(

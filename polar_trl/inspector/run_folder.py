@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError
-from polar_trl.inspector.curves import LOG_FILE, Curves
+from polar_trl.inspector.curves import Curves
 from polar_trl.inspector.rows import RowIndex
 from polar_trl.inspector.sessions import QUIET_S, Entry, SessionIndex, is_alive
 from polar_trl.inspector.table import build_row, build_rows, count_choices
 from polar_trl.inspector.view import SessionView
 from polar_trl.inspector.vocabulary import Vocabulary, load_vocabulary
 from polar_trl.record import read_record
+from polar_trl.run_log import LOG_FILE, SETTINGS_FILE
 
-SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
 KEPT_VIEWS = 3
 """Sessions that stay open in memory; one of 200 calls of 100,000 tokens takes some tens of megabytes."""

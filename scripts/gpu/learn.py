@@ -24,8 +24,8 @@ import torch
 from report import Report
 from training_runs import GAP, build_launch, render_gap
 
-from polar_trl.grpo.metrics_log import read_log
 from polar_trl.grpo.summary import plot_rewards
+from polar_trl.run_log import read_log
 
 GPU_FLAGS = {
     "use_cpu": "false",

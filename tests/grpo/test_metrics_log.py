@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from polar_trl.grpo.metrics_log import MetricsLog, read_log
+from polar_trl.grpo.metrics_log import MetricsLog
+from polar_trl.run_log import read_log
 
 
 def state(step: int, *, rank: int = 0) -> SimpleNamespace:
