@@ -14,9 +14,9 @@ from transformers import TrainerControl, TrainerState
 from wandb.proto.wandb_internal_pb2 import Record
 
 from polar_trl.grpo.completions_table import MAX_COMPLETION_CHARS, CompletionsTable, cut
-from polar_trl.grpo.metrics_log import read_log
 from polar_trl.reconstruct import Reconstruction
 from polar_trl.record import read_session
+from polar_trl.run_log import read_log
 from polar_trl.session_run import Finished
 from polar_trl.types import Rollout
 
