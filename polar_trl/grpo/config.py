@@ -11,6 +11,8 @@ from trl import GRPOConfig
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES
+from polar_trl.rollout import RolloutConfig
+from polar_trl.session import SessionLimits
 
 LOSS_TYPES = ROLLOUT_MEAN_LOSSES | {"dapo", "bnpo", "cispo", "vespo"}
 """What TRL computes."""
@@ -218,3 +220,15 @@ class PolarGRPOConfig(PackedGRPOConfig):
         )
         for name in ("max_agents", "max_preparing", "max_grading", "max_session_calls"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
+
+    def build_rollout_config(self) -> RolloutConfig:
+        """How sessions run."""
+        return RolloutConfig(
+            max_preparing=self.max_preparing,
+            max_agents=self.max_agents,
+            max_grading=self.max_grading,
+            limits=SessionLimits(max_calls=self.max_session_calls, max_sampled_tokens=self.max_session_tokens),
+            builder=self.trajectory_builder,
+            train_auxiliary=self.train_auxiliary,
+            straggler_quantile=self.straggler_quantile,
+        )

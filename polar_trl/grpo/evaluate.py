@@ -32,7 +32,7 @@ from polar_trl.grpo.model_folder import Checkpoint, find_model, merge_adapter
 from polar_trl.grpo.served import open_served_model
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout import RolloutConfig, RolloutRunner
+from polar_trl.rollout import RolloutRunner
 from polar_trl.run_setup import RunArguments, RunParts, build_parts
 from polar_trl.sample_tasks import (
     Sample,
@@ -43,7 +43,6 @@ from polar_trl.sample_tasks import (
     read_results,
     sample_tasks,
 )
-from polar_trl.session import SessionLimits
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.tokens.base import Renderer
@@ -285,14 +284,8 @@ def open_runner(
             tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
         )
         ends = {*renderer.stop_token_ids, *find_end_tokens(model, tokenizer)}
-    config = RolloutConfig(
-        max_preparing=args.max_preparing,
-        max_agents=args.max_agents,
-        max_grading=args.max_grading,
-        limits=SessionLimits(max_calls=args.max_session_calls, max_sampled_tokens=args.max_session_tokens),
-        builder=args.trajectory_builder,
-        train_auxiliary=args.train_auxiliary,
-    )
+    # an evaluation that cuts agents would measure how quick the others were
+    config = replace(args.build_rollout_config(), straggler_quantile=None)
     params = replace(params, stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})))
     with Proxy(engine, renderer, params=params, model=args.model_label) as proxy:
         runner = RolloutRunner(

@@ -45,11 +45,10 @@ from polar_trl.grpo.trained_rows import TrainedRows, describe_rollout
 from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout import Finished, Job, RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.sandbox.pool import WarmPool
-from polar_trl.session import SessionLimits
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
 
@@ -157,15 +156,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             backend=backend,
             harness=harness,
             grader=self.grader,
-            config=RolloutConfig(
-                max_preparing=args.max_preparing,
-                max_agents=args.max_agents,
-                max_grading=args.max_grading,
-                limits=SessionLimits(max_calls=args.max_session_calls, max_sampled_tokens=args.max_session_tokens),
-                builder=args.trajectory_builder,
-                train_auxiliary=args.train_auxiliary,
-                straggler_quantile=args.straggler_quantile,
-            ),
+            config=args.build_rollout_config(),
         )
         self.carry_over: CarryOver | None = None
         if args.max_policy_lag:
