@@ -16,8 +16,9 @@ if [ ! -x /usr/bin/chromium ]; then
     { echo "test.sh: the tests of polar-trl inspect need /usr/bin/chromium; install it" >&2; exit 1; }
 fi
 bash scripts/check
+workers=(-n 2 --dist loadfile)  # two files at a time; the tests of one share an engine or a trained run
 if [ "${CONTAINERS:-yes}" = no ]; then
-  exec "$bin/python" -m pytest -m "not containers" "$@"
+  exec "$bin/python" -m pytest "${workers[@]}" -m "not containers" "$@"
 fi
 POLAR_ENGINE=$(mktemp -d /tmp/polar-trl-engine.XXXXXX)
 export POLAR_ENGINE
@@ -25,4 +26,4 @@ trap 'bash scripts/container_engine.sh down' EXIT
 engine=$(bash scripts/container_engine.sh up)
 eval "$engine"
 "$bin/python" scripts/make_test_image.py
-"$bin/python" -m pytest "$@"
+"$bin/python" -m pytest "${workers[@]}" "$@"
