@@ -11,9 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from polar_trl.pass_rates import TaskCount, estimate_pass_rate
-from polar_trl.sample_tasks import SampleResult
-
-PASSING_REWARD = 1.0
+from polar_trl.sample_tasks import PASSING_REWARD, SampleResult
 
 
 def build_summary(

@@ -38,8 +38,6 @@ from polar_trl.wire import DIALECTS
 from polar_trl.wire.base import Dialect, Incoming, ReplyHead, Route, parse_key
 from polar_trl.wire.compression import decode_body
 
-__all__ = ["Proxy", "SessionLimits"]
-
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20

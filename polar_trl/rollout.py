@@ -20,10 +20,11 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.group_choice import GroupState, choose_groups
 from polar_trl.harness.base import Harness
+from polar_trl.progress import Board
 from polar_trl.proxy import Proxy
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.session import SessionLimits
-from polar_trl.session_run import STAGES, Board, Finished, Job, SessionRun, Surroundings
+from polar_trl.session_run import STAGES, Finished, Job, SessionRun, Shared
 from polar_trl.stragglers import StragglerCut
 
 __all__ = ["STAGES", "Finished", "Job", "RolloutConfig", "RolloutRunner"]
@@ -69,12 +70,22 @@ class RolloutRunner:
         self.harness = harness
         self.grader = grader
         self.config = config
-        self.places = {
-            "prepare": threading.BoundedSemaphore(config.max_preparing),
-            "agent": threading.BoundedSemaphore(config.max_agents),
-            "grade": threading.BoundedSemaphore(config.max_grading),
-        }
-        self._board = Board()
+        self._board = Board(STAGES)
+        self._shared = Shared(
+            proxy=proxy,
+            backend=backend,
+            harness=harness,
+            grader=grader,
+            limits=config.limits,
+            builder=config.builder,
+            train_auxiliary=config.train_auxiliary,
+            places={
+                "prepare": threading.BoundedSemaphore(config.max_preparing),
+                "agent": threading.BoundedSemaphore(config.max_agents),
+                "grade": threading.BoundedSemaphore(config.max_grading),
+            },
+            board=self._board,
+        )
         self._changed = threading.Condition()
         """Guards what follows; told whenever a session ends."""
         self._groups: list[_Group] = []
@@ -146,12 +157,11 @@ class RolloutRunner:
     def _start(self, jobs: Sequence[Job], straggler_quantile: float | None) -> tuple[list["_Group"], list["_Member"]]:
         """The groups, in the order of their first jobs, and the sessions in the order of the jobs."""
         cut = StragglerCut(len(jobs), straggler_quantile)
-        around = self._build_surroundings()
         by_group: dict[str, list[_Member]] = defaultdict(list)
         with self._changed:
             if opened := {group.id for group in self._groups} & {job.group_id for job in jobs}:
                 raise ValueError(f"groups {sorted(opened)} are open already")
-            members = [_Member(self._end, SessionRun(around, job, cut)) for job in jobs]
+            members = [_Member(self._end, SessionRun(self._shared, job, cut)) for job in jobs]
             for member in members:
                 by_group[member.job.group_id].append(member)
             groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
@@ -160,20 +170,6 @@ class RolloutRunner:
         for member in members:
             member.thread.start()
         return groups, members
-
-    def _build_surroundings(self) -> Surroundings:
-        config = self.config
-        return Surroundings(
-            proxy=self.proxy,
-            backend=self.backend,
-            harness=self.harness,
-            grader=self.grader,
-            limits=config.limits,
-            builder=config.builder,
-            train_auxiliary=config.train_auxiliary,
-            places=self.places,
-            board=self._board,
-        )
 
     def _end(self, member: "_Member") -> None:
         """A session has ended. On its own thread."""

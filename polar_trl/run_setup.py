@@ -198,10 +198,10 @@ def build_sandbox(run: RunArguments, mounts: Sequence[Path], run_id: str) -> San
 
 def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
     """What to train on and what to evaluate on, with a Python for their tests where they need one."""
-    builds_images = run.sandbox == "docker" and run.sandbox_image is None
     sources = (run.tasks, run.eval_tasks)
     train, evals = (
-        provide_python(load_task_set(source), builds_images=builds_images) if source else [] for source in sources
+        provide_python(load_task_set(source), sandbox=run.sandbox, image=run.sandbox_image) if source else []
+        for source in sources
     )
     return train, evals
 

@@ -30,6 +30,7 @@ from polar_trl.run_log import LOG_FILE, SETTINGS_FILE
 from polar_trl.types import Task
 
 RESULTS_FILE = "results.jsonl"
+PASSING_REWARD = 1.0
 _FOREIGN = ("trained.jsonl", LOG_FILE, "rows", "config.json", "adapter_config.json")
 """Names that a folder of something else has: a run or a model."""
 _FEWEST_FAILURES = 8
@@ -194,7 +195,7 @@ def sample_tasks(
             _append(folder / RESULTS_FILE, result)
             if result.reward is not None:
                 failures.clear()
-                graded, passed = graded + 1, passed + (result.reward >= 1.0)
+                graded, passed = graded + 1, passed + (result.reward >= PASSING_REWARD)
             else:
                 failures.append(result.error or "no grader gave it a reward")
                 if sample.attempt < max_attempts:

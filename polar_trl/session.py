@@ -42,9 +42,9 @@ Classify = Callable[[ChatRequest], Purpose]
 INLINE_BODY_BYTES = 64 << 10
 """Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
 ENCODING_WEIGHT = 8
-"""Bytes that are new to a session are encoded, at some 3 MB/s: so many times the work of those that are only read."""
+"""A byte that is new to the session is encoded (about 3 MB/s): this many times the work of one that is only read."""
 BYTES_PER_TOKEN = 4
-"""Of a request, about."""
+"""Rough bytes of a request per token, where its tokens are another server's."""
 NO_TOKENS = Completion(token_ids=(), logprobs=(), finish_reason="stop")
 BUDGET_TEXT = "The budget of this session is used up. Stop here: no further work will be counted."
 
@@ -176,6 +176,8 @@ class Session:
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 self._check_length(prompt)
+                if prompt.forked:
+                    self._log.count("prompts_forked")
                 purpose = self._classify(parsed.request) if parsed.purpose == "policy" else parsed.purpose
                 settings = _TurnSettings(
                     dialect_name=dialect.name,
@@ -280,8 +282,6 @@ class Session:
         if len(prompt.ids) >= self._policy.engine.max_model_len:
             self._log.count("context_overflows")
             raise ContextOverflowError(len(prompt.ids), self._policy.engine.max_model_len)
-        if prompt.forked:
-            self._log.count("prompts_forked")
 
     def _build_params(self, prompt: Prompt) -> GenerationParams:
         params, limit = self._policy.params, self._limits.max_sampled_tokens

@@ -12,22 +12,20 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
 
 from polar_trl.engine.gate import Visits
 from polar_trl.errors import LawError, PolarError
 from polar_trl.grade.attempts import count_peeks
 from polar_trl.grade.base import FreshSandboxGrader, Grader
 from polar_trl.harness.base import Harness
+from polar_trl.progress import Board
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, digest, summarise
+from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, count_calls, digest
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.session import SessionLimits
@@ -64,7 +62,7 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
+class Shared:
     """What all sessions of a runner share."""
 
     proxy: Proxy
@@ -75,22 +73,22 @@ class Surroundings:
     builder: str
     train_auxiliary: bool
     places: Mapping[str, threading.BoundedSemaphore]
-    board: "Board"
+    board: Board
 
 
 class SessionRun:
     """One job on its way through the stages.
 
     Args:
-        around: What it shares with others.
+        shared: What it shares with others.
         job: Its own; a file is begun at `job.record_path`.
         cut: Says how long agents of its batch may run, and hears how long this one did.
     """
 
-    def __init__(self, around: Surroundings, job: Job, cut: StragglerCut) -> None:
+    def __init__(self, shared: Shared, job: Job, cut: StragglerCut) -> None:
         self.job = job
         self.visits = Visits()
-        self._around = around
+        self._shared = shared
         self._cut = cut
         self._log = SessionLog(
             session_id=job.rollout_id, task_id=job.task.id, group_id=job.group_id, path=job.record_path
@@ -148,16 +146,16 @@ class SessionRun:
 
     def _reconstruct(self, rollout: Rollout) -> Reconstruction:
         """Rebuild the trajectories, check the laws, and close the record with what is needed to check them again."""
-        around = self._around
-        trained = count_as_policy(rollout) if around.train_auxiliary else rollout
-        reconstruction = BUILDERS[around.builder](trained)
-        if not around.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
+        shared = self._shared
+        trained = count_as_policy(rollout) if shared.train_auxiliary else rollout
+        reconstruction = BUILDERS[shared.builder](trained)
+        if not shared.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
             check_laws(trained, reconstruction)
         extra = {
             "trajectory_digest": digest(reconstruction.trajectories),
-            "builder": around.builder,
-            "train_auxiliary": around.train_auxiliary,
-            "summary": summarise(rollout, reconstruction),
+            "builder": shared.builder,
+            "train_auxiliary": shared.train_auxiliary,
+            "summary": count_calls(rollout, reconstruction),
         }
         self._log.close(rollout, extra)
         return reconstruction
@@ -174,34 +172,34 @@ class SessionRun:
 
     def _prepare(self) -> Sandbox:
         with self._stage("prepare"):
-            return self._around.backend.create(self.job.task, self.job.rollout_id)
+            return self._shared.backend.create(self.job.task, self.job.rollout_id)
 
     def _order_grading(self) -> None:
-        grader = self._around.grader
+        grader = self._shared.grader
         if isinstance(grader, FreshSandboxGrader):
             grader.order(self.job.task)
             self._grading_is_ordered = True
 
     def _withdraw_grading(self) -> None:
-        grader = self._around.grader
+        grader = self._shared.grader
         if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
             grader.withdraw(self.job.task)
 
     def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, str | None]:
         """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
-        around, task = self._around, self.job.task
+        shared, task = self._shared, self.job.task
         with self._stage("agent"):
-            endpoint = around.proxy.open_session(
-                self._log, around.limits, around.harness.classify, sandbox.open_listener(), self.visits
+            endpoint = shared.proxy.open_session(
+                self._log, shared.limits, shared.harness.classify, sandbox.open_listener(), self.visits
             )
             try:
-                launch = around.harness.build_launch(task, endpoint)
+                launch = shared.harness.build_launch(task, endpoint)
                 for path, text in launch.files.items():
                     sandbox.put(f"~/{path}", text.encode())
                 with _Clock(sandbox, self.visits, task.agent_timeout_s, self._cut) as clock:
                     result = sandbox.run(launch.command, env={**task.env, **launch.env}, timeout_s=BACKSTOP_S)
             finally:
-                around.proxy.close_session(endpoint.api_key)
+                shared.proxy.close_session(endpoint.api_key)
         self._seconds["held"] = self.visits.held_s
         self._seconds["agent"] -= self._seconds["held"]
         self._raise_if_cancelled()
@@ -217,10 +215,10 @@ class SessionRun:
             return "no_calls", f"the agent got no answer of the model ({why})"
         if clock.stopped_as is not None:
             return clock.stopped_as, None
-        return ("completed" if around.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
+        return ("completed" if shared.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
 
     def _grade(self, sandbox: Sandbox) -> tuple[float | None, str | None]:
-        grader = self._around.grader
+        grader = self._shared.grader
         if grader is None:
             return None, None
         with self._stage("grade"):
@@ -239,16 +237,16 @@ class SessionRun:
     def _stage(self, name: str) -> Iterator[None]:
         """Wait for a place in a stage, then run its clock."""
         asked = time.monotonic()
-        with self._around.places[name]:
+        with self._shared.places[name]:
             started = time.monotonic()
             self._seconds["queue"] += started - asked
             self._raise_if_cancelled()
-            self._around.board.enter(name)
+            self._shared.board.enter(name)
             try:
                 yield
             finally:
                 self._seconds[name] = time.monotonic() - started
-                self._around.board.leave(name)
+                self._shared.board.leave(name)
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
@@ -293,43 +291,6 @@ class _Clock:
                 # again and again until it has ended: the command may be about to start
                 self._sandbox.kill()
                 left_s = LOOK_S
-
-
-class Board:
-    """The progress bar: sessions by stage."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._bar = tqdm(disable=True)
-
-    @contextmanager
-    def showing(self, num_sessions: int) -> Iterator[None]:
-        """Show a bar inside the block, which is full when so many sessions more have finished."""
-        self._bar = tqdm(total=num_sessions, desc="rollouts", unit="session", leave=False)
-        try:
-            yield
-        finally:
-            self._bar.close()
-
-    def enter(self, stage: str) -> None:
-        """A session is in this stage."""
-        self._change(stage, +1)
-
-    def leave(self, stage: str) -> None:
-        """It no longer is."""
-        self._change(stage, -1)
-
-    def finish(self) -> None:
-        """A session has finished."""
-        with self._lock:
-            self._bar.update(1)
-
-    def _change(self, stage: str, by: int) -> None:
-        with self._lock:
-            self._counts[stage] += by
-            self._bar.set_postfix({name: self._counts[name] for name in STAGES}, refresh=False)
-            self._bar.update(0)
 
 
 def _describe_exit(result: ExecResult, *, is_stopped: bool) -> str:

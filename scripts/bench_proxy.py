@@ -29,8 +29,9 @@ from typing import Any
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.proxy import Proxy
 from polar_trl.record import SessionLog
+from polar_trl.session import SessionLimits
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall

@@ -28,7 +28,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.advantage import compute_advantages
-from polar_trl.grpo.metrics import build_rollout_metrics, summarise
+from polar_trl.grpo.metrics import build_rollout_metrics, count_rollout
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.trained_rows import TrainedRows, describe_rollout, describe_row
 from polar_trl.harness.base import without_tools_is_auxiliary
@@ -275,7 +275,7 @@ class Writer:
         self._rows.write_rollouts("train", step + 1, described)
         rows, others = build_rows(kept, max_tokens=5000, oldest_version=step, name_record=self._rows.name_record)
         gaps = self._write_rows(step + 1, rows)
-        metrics = build_rollout_metrics([summarise(result) for result in finished])
+        metrics = build_rollout_metrics([count_rollout(result) for result in finished])
         metrics |= {f"polar/dropped/{reason}": count for reason, count in (dropped + others).items()}
         self._log(
             step + 1,

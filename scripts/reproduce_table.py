@@ -27,10 +27,9 @@ import yaml
 
 from polar_trl.cli.eval import format_rate
 from polar_trl.errors import PolarError
-from polar_trl.eval_summary import PASSING_REWARD
 from polar_trl.pass_rates import TaskCount, estimate_gain
 from polar_trl.run_log import SETTINGS_FILE
-from polar_trl.sample_tasks import read_results
+from polar_trl.sample_tasks import PASSING_REWARD, read_results
 
 PAPER: Mapping[str, tuple[float, float]] = {
     "codex": (3.8, 26.4),
@@ -82,7 +81,7 @@ def main() -> None:
         for command in commands.values():
             print(shlex.join(command))
         return
-    failed = run_cells(commands, args.out)
+    failed = run_cells(commands)
     report = build_report(args.out, args.agents, failed=failed)
     write_report(args.out, report)
     sys.exit(1 if failed else 0)
@@ -151,7 +150,7 @@ def build_command(cell: Cell, config: str, tasks: str, out: Path, extra: Sequenc
     return [sys.executable, "-m", "polar_trl.cli", "eval", *keys, *extra]
 
 
-def run_cells(commands: Mapping[Cell, Sequence[str]], out: Path) -> list[str]:
+def run_cells(commands: Mapping[Cell, Sequence[str]]) -> list[str]:
     """One after the other; names of those that failed. Ctrl-C ends the one that runs, and then this."""
     failed = []
     for number, (cell, command) in enumerate(commands.items(), start=1):

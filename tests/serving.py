@@ -10,6 +10,8 @@ import httpx
 import openai
 
 from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.errors import EngineBusyError
 from polar_trl.proxy import Proxy
 from polar_trl.record import SessionLog
 from polar_trl.tokens.base import Renderer
@@ -47,6 +49,16 @@ def http(endpoint: Endpoint) -> httpx.Client:
 
 def client(endpoint: Endpoint) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{endpoint.origin}/v1", api_key=endpoint.api_key, timeout=20, max_retries=0)
+
+
+class BusyEngine(ScriptedEngine):
+    """Sends the first request back."""
+
+    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
+        if not self.params:
+            self.params.append(params)
+            raise EngineBusyError("the weights are changing", retry_after_s=0.2)
+        return await super().generate(prompt_ids, params)
 
 
 class GatedEngine:

@@ -25,8 +25,9 @@ from polar_trl.errors import ConfigError
 from polar_trl.eval_summary import build_summary
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.eval_arguments import EvalArguments
+from polar_trl.grpo.eval_setup import parse_eval
 from polar_trl.grpo.eval_workers import find_devices
-from polar_trl.grpo.evaluate import parse_eval, summarise
+from polar_trl.grpo.evaluate import summarise_results
 from polar_trl.grpo.model_folder import find_model, merge_adapter
 from polar_trl.run_setup import RunArguments
 from polar_trl.sample_tasks import SampleResult, read_results
@@ -275,7 +276,7 @@ def test_the_numbers_of_a_summary_by_hand() -> None:
         (["--task_ids", "nope"], "has no task 'nope'"),
         (["--by", "colour"], "by is 'colour', and no task has it in its metadata"),
         (["--tasks", "nope.jsonl"], "no task file at nope.jsonl"),
-        (["--model_name_or_path", "no/such"], "model_name_or_path 'no/such': no model there"),
+        (["--model_name_or_path", "no/such"], "no model at 'no/such'"),
         (["--model_name_or_path", "configs"], "'configs' holds no model: neither config.json nor adapter_config.json"),
         (["--model_name_or_path", "README.md"], "'README.md' is a file; name the folder"),
         (["--attn_implementation", "odd"], "attn_implementation is not read here"),
@@ -404,7 +405,7 @@ def vars_of(group: type) -> set[str]:
 
 def test_pass_at_1_is_always_in_the_summary(tmp_path: Path) -> None:
     setup = parse_eval(ROOT / "configs" / "quickstart.yaml", ["--num_samples", "4", "--k", "4"], tmp_path)
-    assert list(summarise(setup, [])["pass_at"]) == ["1", "4"]
+    assert list(summarise_results(setup, [])["pass_at"]) == ["1", "4"]
 
 
 def test_the_second_ctrl_c_is_answered_in_one_line() -> None:

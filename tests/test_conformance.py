@@ -3,7 +3,6 @@
 Each row runs for each dialect that has the thing at all: `LACKS` names what a format does not have.
 """
 
-import asyncio
 import gzip
 import socket
 import threading
@@ -15,17 +14,15 @@ from typing import Any
 import httpx
 import pytest
 from sdks import SDKS, Sdk
+from serving import RENDERER, BusyEngine, GatedEngine, say, wait_until
 
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.errors import EngineBusyError
 from polar_trl.proxy import Proxy
 from polar_trl.record import SessionLog
-from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.types import Completion, Endpoint, Message, TokenIds, ToolCall
+from polar_trl.types import Endpoint, TokenIds, ToolCall
 from polar_trl.wire import DIALECTS
 
-RENDERER = ByteRenderer()
 STOPS = {
     "openai_chat": {"end": "stop", "tools": "tool_calls", "length": "length", "sequence": "stop"},
     "openai_responses": {"end": "completed", "tools": "completed", "length": "max_output_tokens"},
@@ -66,10 +63,6 @@ plain_and_streamed = pytest.mark.parametrize("stream", [False, True], ids=["plai
 def those_with(thing: str) -> pytest.MarkDecorator:
     names = [dialect.name for dialect in DIALECTS if thing not in LACKS[dialect.name]]
     return pytest.mark.parametrize("name", names)
-
-
-def say(text: str = "", **fields: Any) -> TokenIds:
-    return RENDERER.spell(Message(role="assistant", text=text, **fields))
 
 
 def call_sh(*commands: str, **fields: Any) -> TokenIds:
@@ -220,16 +213,6 @@ def test_a_conversation_that_does_not_fit(name: str) -> None:
     assert bench.log.counters == {"context_overflows": 1}
 
 
-class BusyEngine(ScriptedEngine):
-    """Sends the first request back."""
-
-    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
-        if not self.params:
-            self.params.append(params)
-            raise EngineBusyError("the weights are changing", retry_after_s=0.2)
-        return await super().generate(prompt_ids, params)
-
-
 @every_dialect
 def test_a_busy_engine(name: str) -> None:
     with serve(BusyEngine([])) as bench:
@@ -296,33 +279,13 @@ def test_an_answer_that_was_lost_is_given_again(name: str) -> None:
     assert bench.log.counters == {"retries_replayed": 1}
 
 
-class GatedEngine:
-    """Tells when a request has come in; answers when it is let."""
-
-    max_model_len = 1000
-    policy_version = 0
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.aborted = threading.Event()
-
-    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
-        try:
-            while not self.gate.is_set():
-                await asyncio.sleep(0.005)
-        except asyncio.CancelledError:
-            self.aborted.set()
-            raise
-        return Completion(token_ids=say("done"), logprobs=(-1.0,) * 5, finish_reason="stop")
-
-
 @every_dialect
 def test_hanging_up_aborts_the_generation(name: str) -> None:
     engine = GatedEngine()
     with serve(engine) as bench:
         with SDKS[name](bench.endpoint).open_stream():
-            assert not engine.aborted.is_set()
-        assert engine.aborted.wait(10)
+            assert engine.num_aborted == 0
+        wait_until(lambda: engine.num_aborted == 1)
         engine.gate.set()
         assert SDKS[name](bench.endpoint).ask().text == "done"
     assert bench.log.counters == {"calls_aborted": 1}

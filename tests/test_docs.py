@@ -116,7 +116,7 @@ def find_test(entry: Elsewhere) -> None:
 def check_settings(command: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its settings are keys of a run, with values that can be."""
     from polar_trl.grpo.arguments import parse_run
-    from polar_trl.grpo.evaluate import parse_eval
+    from polar_trl.grpo.eval_setup import parse_eval
     from polar_trl.grpo.plan import PlanParser
 
     monkeypatch.chdir(workspace.folder)

@@ -13,11 +13,24 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import CHAT, HELLO, PARAMS, RENDERER, GatedEngine, client, http, new_log, say, serve, wait_until
+from serving import (
+    CHAT,
+    HELLO,
+    PARAMS,
+    RENDERER,
+    BusyEngine,
+    GatedEngine,
+    client,
+    http,
+    new_log,
+    say,
+    serve,
+    wait_until,
+)
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.errors import EngineBusyError, EngineError, LawError
+from polar_trl.errors import EngineError, LawError
 from polar_trl.proxy import Proxy
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Completion, Endpoint, Message, TokenIds
@@ -106,16 +119,6 @@ def test_an_image_is_refused_by_a_text_model() -> None:
         400,
         "could not process image: this model reads text only; leave the images out",
     )
-
-
-class BusyEngine(ScriptedEngine):
-    """Sends the first request back."""
-
-    async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
-        if not self.params:
-            self.params.append(params)
-            raise EngineBusyError("the weights are changing", retry_after_s=0.2)
-        return await super().generate(prompt_ids, params)
 
 
 def test_a_busy_engine_sends_the_client_back_with_a_time() -> None:

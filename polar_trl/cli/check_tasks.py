@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"no task of {args.source} has tests or a verifier; there is nothing to check")
     if len(tasks) < len(loaded):
         print(f"polar-trl: {len(loaded) - len(tasks)} tasks have no tests and are left out", file=sys.stderr)
-    tasks = provide_python(tasks, builds_images=args.sandbox == "docker" and args.sandbox_image is None)
+    tasks = provide_python(tasks, sandbox=args.sandbox, image=args.sandbox_image)
     limits = Limits(memory_mb=args.sandbox_memory_mb, cpus=args.sandbox_cpus, disk_mb=args.sandbox_disk_mb)
     mounts = list_environments(tasks)
     backend = build_backend(args.sandbox, image=args.sandbox_image, limits=limits, mounts=mounts, run_id="check-tasks")

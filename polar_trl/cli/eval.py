@@ -47,7 +47,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """`polar-trl eval`."""
     # torch, transformers, TRL and vLLM; the other subcommands start without
-    from polar_trl.grpo.evaluate import parse_eval, run_evaluation, run_worker
+    from polar_trl.grpo.eval_setup import parse_eval
+    from polar_trl.grpo.evaluate import run_evaluation, run_worker
 
     with sigterm_interrupts(), stdout_on_stderr():  # vLLM prints on it
         setup = parse_eval(args.config, args.overrides, args.output_dir)

@@ -11,7 +11,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from polar_trl.collect.data_set import Report, Selection, build_data_set
-from polar_trl.grpo.evaluate import EvalSetup, parse_eval, run_evaluation
+from polar_trl.grpo.eval_setup import EvalSetup, parse_eval
+from polar_trl.grpo.evaluate import run_evaluation
 
 DATA_SET_FOLDER = "dataset"
 
@@ -33,7 +34,7 @@ class Collection:
         """What answers, by the name that the settings know it by."""
         evaluation = self.setup.evaluation
         name = evaluation.served_name or self.setup.model or evaluation.base_url or ""
-        return Path(name).name if Path(name).is_dir() else name  # where it lies is nobody's business
+        return Path(name).name if Path(name).is_dir() else name  # a path of this machine does not belong in a data set
 
 
 def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path, selection: Selection) -> Collection:

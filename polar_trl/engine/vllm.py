@@ -10,7 +10,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,7 @@ class _Request:
     def fail(self, error: EngineError) -> None:
         self._settle(lambda: self.future.set_exception(error))
 
-    def _settle(self, action: Any) -> None:
+    def _settle(self, action: Callable[[], None]) -> None:
         def settle() -> None:
             if not self.future.done():
                 action()
@@ -108,6 +108,8 @@ class VllmEngine:
             raise EngineError(f"the engine refused the request: {error}") from error
         request = _Request(f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future())
         self._inbox.put(request)
+        if self._failure is not None:  # the engine has ended since the look above: nobody may read the inbox again
+            request.fail(self._failure)
         try:
             return await request.future
         except asyncio.CancelledError:

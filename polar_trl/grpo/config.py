@@ -132,8 +132,8 @@ class PolarGRPOConfig(PackedGRPOConfig):
     straggler_quantile: float | None = field(
         default=None,
         metadata={
-            "help": "Once this share of a batch's sessions has ended, agents that still run are stopped, and graded "
-            "and trained as after a time limit. None: wait for all."
+            "help": "Once this share of a batch's agents has ended, those that have used as much time as the slowest "
+            "of them are stopped, graded and trained; the rest may use as much. None: wait for all."
         },
     )
     max_policy_lag: int = field(
@@ -195,8 +195,6 @@ class PolarGRPOConfig(PackedGRPOConfig):
         check_cuda_graphs(self.engine_cuda_graphs)
         self._require(self.vllm_sleep_level in (1, 2), "vllm_sleep_level", "must be 1 or 2")
         self._require(self.thinking in ("keep", "template"), "thinking", "must be 'keep' or 'template'")
-        quantile = self.straggler_quantile
-        self._require(quantile is None or 0 < quantile < 1, "straggler_quantile", "must be between 0 and 1")
         for name in ("max_policy_lag", "resample_zero_variance"):
             value = getattr(self, name)
             self._require(isinstance(value, int) and value >= 0, name, "must be 0 or more")
@@ -220,6 +218,12 @@ class PolarGRPOConfig(PackedGRPOConfig):
         )
         for name in ("max_agents", "max_preparing", "max_grading", "max_session_calls"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
+        self.build_rollout_config()  # which refuses what it cannot run
+
+    @property
+    def engine_slots(self) -> int:
+        """Requests that the engine samples at once."""
+        return self.engine_max_num_seqs or min(256, 4 * self.max_agents)
 
     def build_rollout_config(self) -> RolloutConfig:
         """How sessions run."""

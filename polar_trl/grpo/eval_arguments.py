@@ -21,7 +21,9 @@ class EvalArguments:
         metadata={"help": "Sessions that are spent on one sample where the infrastructure fails and gives no reward."},
     )
     limit: int | None = field(default=None, metadata={"help": "The first so many tasks. None: all of them."})
-    task_ids: list[str] = field(default_factory=list, metadata={"help": "Ids of the tasks to evaluate. None: all."})
+    task_ids: list[str] = field(
+        default_factory=list, metadata={"help": "Ids of the tasks to evaluate. Left out: all."}
+    )
     eval_temperature: float | None = field(
         default=None, metadata={"help": "Of sampling; 0 is greedy. None: the run's temperature."}
     )

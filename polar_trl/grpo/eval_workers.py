@@ -21,7 +21,7 @@ from polar_trl.errors import ConfigError, PolarError
 from polar_trl.sample_tasks import RESULTS_FILE
 
 if TYPE_CHECKING:
-    from polar_trl.grpo.evaluate import EvalSetup
+    from polar_trl.grpo.eval_setup import EvalSetup
 
 LOG_FILE = "engine-{}.log"
 LOOK_S = 1.0

@@ -43,8 +43,7 @@ class PackedRows:
     labels: Tensor
     """[1, S]: those tokens."""
     row_of_S: Tensor
-    position_of_S: Tensor
-    """[S]: which row each scored token is in, and its position there."""
+    """[S]: which row each scored token is in."""
 
 
 def choose_layout(model: PreTrainedModel, wanted: str | None) -> LayoutKind:
@@ -122,7 +121,7 @@ def pack_rows(
     layout = build_layout(rows, share_prefixes=kind == "tree")
     if device.type == "cuda" and kind != "single":
         layout = layout.pad(BLOCK_SIZE)
-    positions, labels, row_of, position_of = [], [], [], []
+    positions, labels, row_of = [], [], []
     for index, (ids, wanted) in enumerate(zip(rows, scored, strict=True)):
         at = np.flatnonzero(wanted)
         if len(at) and at[0] == 0:
@@ -130,7 +129,6 @@ def pack_rows(
         positions.append(layout.positions_of(index)[at - 1])
         labels.append(ids[at])
         row_of.append(np.full(len(at), index))
-        position_of.append(at)
 
     def move(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -143,7 +141,6 @@ def pack_rows(
         scored_positions=move(np.concatenate(positions)),
         labels=move(np.concatenate(labels).astype(np.int64))[None],
         row_of_S=move(np.concatenate(row_of)),
-        position_of_S=move(np.concatenate(position_of)),
     )
 
 

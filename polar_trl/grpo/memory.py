@@ -18,7 +18,6 @@ from polar_trl.grpo.activations import Activations, build_meta_model, count_acti
 
 GIB = 1 << 30
 Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
-PHASES = ("load", "weight sync", "rollouts", "training", "save")
 
 ALLOWANCE = GIB * 3 // 2
 """CUDA context, libraries, CUDA graphs and what the allocator cannot use. A sleeping engine and its context were

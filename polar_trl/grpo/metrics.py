@@ -10,7 +10,7 @@ from torch import Tensor
 from polar_trl.rollout import STAGES, Finished
 
 
-def summarise(result: Finished) -> dict[str, float]:
+def count_rollout(result: Finished) -> dict[str, float]:
     """Numbers of one rollout, all of which may be added up over rollouts."""
     rollout, reconstruction = result.rollout, result.reconstruction
     summary: dict[str, float] = {

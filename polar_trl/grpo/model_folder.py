@@ -47,7 +47,7 @@ class Checkpoint:
     """Of an adapter: the model that it belongs to."""
 
 
-def find_model(name: str | None) -> Checkpoint:
+def find_model(name: str | None, *, trust_remote_code: bool = False) -> Checkpoint:
     """The checkpoint of that name. Raises `ConfigError` with what is wrong and what to do."""
     if not name:
         raise ConfigError("model_name_or_path is needed: a model folder, a run's checkpoint-N, or a hub name")
@@ -55,29 +55,33 @@ def find_model(name: str | None) -> Checkpoint:
     if folder.is_file():
         raise ConfigError(f"model_name_or_path {name!r} is a file; name the folder that it is in")
     if not folder.is_dir():
-        load_config(name)
+        load_config(name, trust_remote_code=trust_remote_code)
         return Checkpoint(name=name, identity=name)
     if (folder / PART_FILE).exists() and not (folder / STATE_FILE).exists():
         raise ConfigError(f"model_name_or_path {name!r} was not written to its end; name an older checkpoint")
     if (folder / ADAPTER_CONFIG).exists():
-        return _find_adapter(folder)
-    _require_whole(folder)
+        return _find_adapter(folder, trust_remote_code=trust_remote_code)
+    _require_whole(folder, trust_remote_code=trust_remote_code)
     return Checkpoint(name=name, identity=f"{folder.resolve().name} {_digest(_list_weights(folder))}")
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """transformers' configuration of a folder or hub name. Raises `ConfigError`."""
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ConfigError(
+                f"the model {name!r} brings code of its own: read it, and if you trust it set trust_remote_code: true"
+            ) from error
         reason = str(error).strip().splitlines()[0]
         hint = "give a folder with config.json and weights, or a hub name that this machine can reach"
         if not _HUB_NAME.fullmatch(name):
             hint = "no such folder; " + hint
-        raise ConfigError(f"model_name_or_path {name!r}: no model there: {hint} ({reason})") from error
+        raise ConfigError(f"no model at {name!r}: {hint} ({reason})") from error
 
 
-def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
+def merge_adapter(checkpoint: Checkpoint, folder: Path, *, trust_remote_code: bool = False) -> Path:
     """Write base plus adapter to `folder`, tokenizer included, unless they are there already; returns the folder.
 
     Merged in float32 and saved in the base's own dtype, on the CPU: 4 bytes per weight of host memory.
@@ -97,8 +101,9 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
     from trl.trainer.utils import create_model_from_path
 
     adapter = Path(checkpoint.name)
-    dtype = load_config(checkpoint.base).get_text_config().dtype or torch.float32
-    model = create_model_from_path(checkpoint.base, dtype=torch.float32, device_map=None)
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    dtype = load_config(checkpoint.base, **trust).get_text_config().dtype or torch.float32
+    model = create_model_from_path(checkpoint.base, dtype=torch.float32, device_map=None, **trust)
     try:
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except (ValueError, RuntimeError, KeyError) as error:
@@ -109,14 +114,14 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Path:
     (part / MERGED_FILE).write_text(origin, encoding="utf-8")  # first: what a kill leaves is known for ours
     merged.to(dtype).save_pretrained(part)
     has_tokenizer = any((adapter / name).exists() for name in _TOKENIZER)
-    load_processing_class(str(adapter) if has_tokenizer else checkpoint.base).save_pretrained(part)
+    load_processing_class(str(adapter) if has_tokenizer else checkpoint.base, **trust).save_pretrained(part)
     if folder.exists():
         shutil.rmtree(folder)  # an earlier merge, as was asked above
     part.rename(folder)
     return folder
 
 
-def _find_adapter(folder: Path) -> Checkpoint:
+def _find_adapter(folder: Path, *, trust_remote_code: bool) -> Checkpoint:
     try:
         base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
@@ -127,7 +132,7 @@ def _find_adapter(folder: Path) -> Checkpoint:
     for path in weights:
         _require_whole_file(path)
     try:
-        found = find_model(base)
+        found = find_model(base, trust_remote_code=trust_remote_code)
     except ConfigError as error:
         raise ConfigError(f"{folder} is an adapter of {base!r}, and that is not to be had: {error}") from error
     if found.base is not None:
@@ -137,14 +142,14 @@ def _find_adapter(folder: Path) -> Checkpoint:
     )
 
 
-def _require_whole(folder: Path) -> None:
+def _require_whole(folder: Path, *, trust_remote_code: bool) -> None:
     """A full model, with every file of its weights and a tokenizer."""
     name = f"model_name_or_path {str(folder)!r}"
     if not (folder / "config.json").exists():
         if steps := list_checkpoints(folder):
             raise ConfigError(f"{name} is a run's folder without a final model; name {steps[-1][1]}")
         raise ConfigError(f"{name} holds no model: neither config.json nor {ADAPTER_CONFIG}")
-    load_config(str(folder))
+    load_config(str(folder), trust_remote_code=trust_remote_code)
     weights = _list_weights(folder)
     shards = [path for index in sorted(folder.glob("*.index.json")) for path in _list_shards(index)]
     missing = [path.name for path in shards if not path.exists()]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 from trl import ModelConfig, get_peft_config
 
@@ -20,6 +19,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.memory import GIB, QUANTISED, Plan, Setup, Sharding, build_plan
+from polar_trl.grpo.model_folder import load_config
 
 _REPORTED = 0.98
 """Of the memory in a GPU's name, what CUDA reports and vLLM counts from (79.2 GiB of an A100 "80GB")."""
@@ -78,7 +78,7 @@ def read_setup(
     if parser.uses_cpu:
         raise ConfigError("use_cpu is true: this run uses no GPU; add --use_cpu false to plan it for one")
     refuse_unread(model)
-    model_config = load_model_config(model.model_name_or_path)
+    model_config = load_config(model.model_name_or_path, trust_remote_code=args.trust_remote_code)
     dtype = read_dtype(args, model_config)
     longest = args.vllm_max_model_length or model_config.get_text_config().max_position_embeddings
     return Setup(
@@ -95,7 +95,7 @@ def read_setup(
         num_gpus=num_gpus,
         gpu_bytes=gpu_bytes,
         engine_share=args.vllm_gpu_memory_utilization,
-        engine_num_seqs=args.engine_max_num_seqs or min(256, 4 * args.max_agents),
+        engine_num_seqs=args.engine_slots,
         sleep_level=args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0,
         max_model_len=longest,
     )
@@ -149,15 +149,6 @@ def _choose_sharding(sharding: Sharding | None, num_gpus: int) -> Sharding:
     if sharding is not None:
         return sharding
     return "ddp" if num_gpus > 1 else "none"
-
-
-def load_model_config(name: str) -> Any:
-    """transformers' configuration of a model folder or hub id."""
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model_name_or_path {name!r}: its configuration cannot be read: {reason}") from error
 
 
 def read_dtype(args: PolarGRPOConfig, model_config: Any) -> torch.dtype:

@@ -1,33 +1,31 @@
 """What a trainer is given -> what is wrong with it, said in one sentence before anything is loaded.
 
-It refuses models that lead nowhere, too few tasks for a step, and tasks of which only some have a reward.
+It refuses models that lead nowhere, too few tasks for a step, tasks of which only some have a reward, and a run that
+nothing rewards.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import transformers
 from datasets import Dataset
-from transformers import AutoConfig
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import parse_task
+from polar_trl.grpo.model_folder import load_config
 from polar_trl.sandbox.base import SandboxBackend
 
 
-def read_model_config(model: str) -> Any:
-    """The model's configuration. Fails in one sentence, before anything is loaded, where `model` leads to none."""
-    try:
-        config = AutoConfig.from_pretrained(model)
-        named = getattr(transformers, (config.architectures or [""])[0], None)
-        # vLLM, once it has built an engine, puts classes of its own in the place of some of transformers'
-        config_class = getattr(named, "config_class", None)
-        return config if config_class is None else config_class.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        hint = "give a folder with config.json and weights, or a hub id that this machine can reach"
-        raise ConfigError(f"no model at {model!r}: {hint} ({str(error).splitlines()[0]})") from error
+def read_model_config(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The model's configuration, in transformers' own class. Raises `ConfigError` where `model` leads to none."""
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    # vLLM, once it has built an engine, puts classes of its own in the place of some of transformers'
+    config_class = getattr(named, "config_class", None)
+    return config if config_class is None else config_class.from_pretrained(model)
 
 
 def require_a_step(train_rows: Dataset | None, args: PolarGRPOConfig) -> None:
@@ -48,5 +46,29 @@ def build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> 
     if len(missing) == len(tasks):
         return None
     if missing:
-        raise ConfigError(f"task {missing[0]!r} has no 'grader' command and no tests while others do, or pass grader=")
+        raise ConfigError(
+            f"task {missing[0]!r} has no 'grader' command and no tests, and others have: give it one, or pass grader="
+        )
     return GraderByTask(backend)
+
+
+def choose_reward_functions(
+    grader: Grader | None, reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]]
+) -> list[Callable[..., Any]]:
+    """What TRL is to call: the grader's verdicts first, if there is a grader. Raises `ConfigError` for none at all."""
+    functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+    if grader is not None:
+        functions = [grader_reward, *functions]
+    if not functions:
+        raise ConfigError(
+            "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
+        )
+    return functions
+
+
+def grader_reward(rollouts: Sequence[Any], **_: Any) -> list[float | None]:
+    """The reward function that hands the grader's verdicts to TRL; None where there is none."""
+    return [rollout.reward for rollout in rollouts]
+
+
+grader_reward.__name__ = "grader"  # the metric's name

@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from polar_trl.errors import ConfigError
 from polar_trl.grpo import checkpoint
 from polar_trl.grpo.checkpoint import RankState, RunState
-from polar_trl.grpo.trained import TrainedLog, rewind_trained
+from polar_trl.grpo.trained_log import TrainedLog, rewind_trained
 
 _SETTINGS = (
     "per_device_train_batch_size",

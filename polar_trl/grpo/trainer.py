@@ -33,10 +33,15 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.forward import pack_rows, score
-from polar_trl.grpo.metrics import build_rollout_metrics, nan_std, summarise
+from polar_trl.grpo.metrics import build_rollout_metrics, count_rollout, nan_std
 from polar_trl.grpo.metrics_log import MetricsLog
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
-from polar_trl.grpo.preflight import build_default_grader, read_model_config, require_a_step
+from polar_trl.grpo.preflight import (
+    build_default_grader,
+    choose_reward_functions,
+    read_model_config,
+    require_a_step,
+)
 from polar_trl.grpo.resumable import ResumableTrainer
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
@@ -97,18 +102,15 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        config = read_model_config(model) if isinstance(model, str) else model.config
+        if isinstance(model, str):
+            config = read_model_config(model, trust_remote_code=args.trust_remote_code)
+        else:
+            config = model.config
         train_rows = build_dataset(train_dataset) if train_dataset is not None else None
         eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
         backend = sandbox or LocalSandboxBackend()
         self.grader = grader or build_default_grader(backend, train_rows, eval_rows)
-        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-        if self.grader is not None:
-            functions = [grader_reward, *functions]
-        if not functions:
-            raise ConfigError(
-                "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
-            )
+        functions = choose_reward_functions(self.grader, reward_funcs)
         require_a_step(train_rows, args)
         harness.install()
         if is_multimodal(config):
@@ -116,11 +118,10 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             if processing_class is None and isinstance(model, str):
                 processing_class = load_processing_class(model, trust_remote_code=args.trust_remote_code)
             if args.ddp_find_unused_parameters is None:
-                args.ddp_find_unused_parameters = False  # what TRL fears for, the vision tower, is not trained here
-        num_seqs = args.engine_max_num_seqs or min(256, 4 * args.max_agents)
+                args.ddp_find_unused_parameters = False  # TRL turns it on for vision towers; here they are not trained
         set_environment(cpu=args.device.type == "cpu")
         graphs = cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs]
-        with colocated_vllm(max_num_seqs=num_seqs, sleep_level=args.vllm_sleep_level, **graphs):
+        with colocated_vllm(max_num_seqs=args.engine_slots, sleep_level=args.vllm_sleep_level, **graphs):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
@@ -198,7 +199,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             params=GenerationParams(
                 max_tokens=args.max_completion_length,
                 temperature=args.temperature,
-                stop_token_ids=tuple(sorted({*renderer.stop_token_ids, *self.eos_token_ids})),
+                stop_token_ids=tuple(sorted(set(self.eos_token_ids))),
             ),
             model=args.model_label,
         )
@@ -220,7 +221,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     # From data rows to rows to train.
 
     def get_train_dataloader(self) -> Any:
-        """TRL's, with an ear for the batch after the current one."""
+        """TRL's, whose collator also notes the batch after the current one."""
         if self.upcoming is None:
             return super().get_train_dataloader()
         collate, self.data_collator = self.data_collator, self.upcoming.wrap(self.data_collator)
@@ -474,7 +475,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self, finished: list[Finished], rows: list[Row], dropped: Counter[str], advantages: Advantages, mode: str
     ) -> None:
         """Counts and times of a generation batch, over all ranks (a collective)."""
-        summaries: list[dict[str, float]] = gather_object([summarise(result) for result in finished])
+        summaries: list[dict[str, float]] = gather_object([count_rollout(result) for result in finished])
         lengths: list[int] = gather_object([len(row.token_ids_T) for row in rows])
         metrics = self._metrics[mode]
         for name, value in build_rollout_metrics(summaries).items():
@@ -489,12 +490,5 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     def _shows_progress(self) -> bool:
         return self.args.show_rollout_progress and self.accelerator.is_main_process and not self.args.disable_tqdm
 
-
-def grader_reward(rollouts: Sequence[Any], **_: Any) -> list[float | None]:
-    """The reward function that hands the grader's verdicts to TRL; None where there is none."""
-    return [rollout.reward for rollout in rollouts]
-
-
-grader_reward.__name__ = "grader"
 
 _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")

@@ -5,8 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from polar_trl.harness.install import Package
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+
+INSTRUCTION_FILE = ".polar/instruction.txt"
+"""Under HOME: where agents that read the instruction from stdin get it from, so that it may be of any length."""
+SHORT_PROMPT = """\
+You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
+Use the tools to look at files, change them and run commands. Check your work by running it.
+When the task is done, answer with a short summary and call no tool.
+"""
+"""In place of an agent's own system prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +63,6 @@ class AgentHarness(Harness, Protocol):
     """One of the known command-line agents, whose behaviour was verified at one version."""
 
     verified_version: str
-    parallel_tool_calls: bool
-    """Whether it runs several tool calls of one reply."""
 
     def find_installed_version(self) -> str | None:
         """The version that `build_launch` would run; None where it is not installed."""
@@ -67,6 +75,32 @@ class AgentHarness(Harness, Protocol):
     def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """Text and tool calls with which a model ends the agent's task."""
         ...
+
+
+class PackagedAgent:
+    """The part of `AgentHarness` that is the same for every agent from a registry.
+
+    Args:
+        packages: What it needs, in the order of installation; the last one is the agent itself.
+    """
+
+    def __init__(self, *packages: Package) -> None:
+        self._packages = packages
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """See `Harness.folders`."""
+        return tuple(package.folder for package in self._packages)
+
+    def install(self) -> None:
+        """See `Harness.install`."""
+        for package in self._packages:
+            package.install()
+
+    def find_installed_version(self) -> str | None:
+        """The agent's own version; None where it, or anything that it needs, is missing."""
+        versions = [package.find_version() for package in self._packages]
+        return versions[-1] if all(versions) else None
 
 
 def judge_by_answer(calls: Sequence[Call]) -> bool:

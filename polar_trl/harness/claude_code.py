@@ -7,16 +7,14 @@ asks of a web search is answered by the policy, since no other model can be reac
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
 from polar_trl.harness.install import NpmPackage
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 VERIFIED_VERSION = "2.1.332"
-_INSTRUCTION = ".polar/instruction.txt"
 _MODEL_VARIABLES = (
     "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_MODEL", "ANTHROPIC_DEFAULT_FABLE_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL",
     "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL",
@@ -42,7 +40,7 @@ _BUFFER_TOKENS = 13_000
 """What it leaves free of its window, beside an answer, before it compacts: made for windows of 200,000 tokens."""
 
 
-class ClaudeCodeHarness:
+class ClaudeCodeHarness(PackagedAgent):
     """Runs `claude -p` once per session.
 
     Args:
@@ -54,7 +52,6 @@ class ClaudeCodeHarness:
 
     name = "claude_code"
     verified_version = VERIFIED_VERSION
-    parallel_tool_calls = True
 
     def __init__(
         self, *, short_prompt: bool = False, max_turns: int | None = None, version: str = VERIFIED_VERSION
@@ -64,19 +61,7 @@ class ClaudeCodeHarness:
         self._short_prompt = short_prompt
         self._max_turns = max_turns
         self._package = NpmPackage(name="@anthropic-ai/claude-code", version=version, binary="claude")
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """See `Harness.folders`."""
-        return (self._package.folder,)
-
-    def install(self) -> None:
-        """Claude Code, from npm. Raises `ConfigError`."""
-        self._package.install()
-
-    def find_installed_version(self) -> str | None:
-        """The version that would run; None where it is missing."""
-        return self._package.find_version()
+        super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Claude Code without questions, its events as JSON lines on stdout."""
@@ -94,7 +79,7 @@ class ClaudeCodeHarness:
         return Launch(
             command=(
                 'export CLAUDE_CONFIG_DIR="$HOME/.claude"\n'
-                f'exec {shlex.join([str(self._package.program), *arguments])} <"$HOME/{_INSTRUCTION}"'
+                f'exec {shlex.join([str(self._package.program), *arguments])} <"$HOME/{INSTRUCTION_FILE}"'
             ),
             env={
                 "ANTHROPIC_BASE_URL": endpoint.origin,
@@ -105,7 +90,7 @@ class ClaudeCodeHarness:
                 "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_tokens),
                 **_SWITCHES,
             },
-            files={_INSTRUCTION: task.instruction},
+            files={INSTRUCTION_FILE: task.instruction},
         )
 
     def build_shell_call(self, command: str) -> ToolCall:

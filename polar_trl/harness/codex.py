@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
 from polar_trl.harness.install import NpmPackage
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
@@ -21,7 +21,6 @@ _BUILDS = {
     "x86_64": ("linux-x64", "x86_64-unknown-linux-musl"),
     "aarch64": ("linux-arm64", "aarch64-unknown-linux-musl"),
 }
-_INSTRUCTION = ".polar/instruction.txt"
 _CATALOGUE = ".codex/models.json"
 _PROVIDER = "polar"
 _KEY_VARIABLE = "POLAR_API_KEY"
@@ -39,11 +38,11 @@ _INSTRUCTIONS = (
 )
 
 
-class CodexHarness:
+class CodexHarness(PackagedAgent):
     """Runs `codex exec` once per session.
 
     Args:
-        short_prompt: A prompt of 8 kB and not 41: the model is described to Codex in a catalogue of its own, with
+        short_prompt: A prompt of 6 kB and not 38: the model is described to Codex in a catalogue of its own, with
             short instructions and the `apply_patch` tool; no goals, sub-agents or bundled skills.
         images: With the short prompt, tell it that the model reads images. Otherwise it answers `view_image` with a
             refusal of its own. With its default prompt it takes every model for one that does, and at the 400 of a
@@ -53,37 +52,24 @@ class CodexHarness:
 
     name = "codex"
     verified_version = VERIFIED_VERSION
-    parallel_tool_calls = True
 
     def __init__(self, *, short_prompt: bool = False, images: bool = False, version: str = VERIFIED_VERSION) -> None:
         self._short_prompt = short_prompt
         self._images = images
         self._package = NpmPackage(name="@openai/codex", version=version, binary="codex")
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """See `Harness.folders`."""
-        return (self._package.folder,)
-
-    def install(self) -> None:
-        """Codex, from npm. Raises `ConfigError`."""
-        self._package.install()
-
-    def find_installed_version(self) -> str | None:
-        """The version that would run; None where it is missing."""
-        return self._package.find_version()
+        super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Codex with the instruction on stdin, its events as JSON lines on stdout."""
         program = self._find_build() / "bin" / "codex"
-        files = {_INSTRUCTION: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
+        files = {INSTRUCTION_FILE: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
         if self._short_prompt:
             files[_CATALOGUE] = json.dumps({"models": [_describe_model(endpoint, images=self._images)]})
         return Launch(
             command=(
                 'export CODEX_HOME="$HOME/.codex"\n'
                 f"exec {shlex.quote(str(program))} exec --json --skip-git-repo-check - "
-                f'<"$HOME/{_INSTRUCTION}"'
+                f'<"$HOME/{INSTRUCTION_FILE}"'
             ),
             env={_KEY_VARIABLE: endpoint.api_key},
             files=files,

@@ -7,27 +7,27 @@ be JSON.
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
-from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
-from polar_trl.harness.install import NODE, NpmPackage
+from polar_trl.harness.base import (
+    INSTRUCTION_FILE,
+    SHORT_PROMPT,
+    Launch,
+    PackagedAgent,
+    judge_by_answer,
+    without_tools_is_auxiliary,
+)
+from polar_trl.harness.install import NODE, NpmPackage, put_node_first
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 VERIFIED_VERSION = "0.61.0"
-_INSTRUCTION = ".polar/instruction.txt"
 _SYSTEM_PROMPT = ".polar/system.md"
-_SHORT_PROMPT = """\
-You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
-Use the tools to look at files, change them and run commands. Check your work by running it.
-When the task is done, answer with a short summary and call no tool.
-"""
 _SHORT_PROMPT_TOOLS = [
     "run_shell_command", "read_file", "write_file", "replace", "list_directory", "glob", "grep_search",
 ]  # fmt: skip
 
 
-class GeminiCLIHarness:
+class GeminiCLIHarness(PackagedAgent):
     """Runs `gemini` headless once per session.
 
     As for anyone who types it, a file of the work folder that the instruction names as `@path` is read into it. A
@@ -40,25 +40,11 @@ class GeminiCLIHarness:
 
     name = "gemini_cli"
     verified_version = VERIFIED_VERSION
-    parallel_tool_calls = True
 
     def __init__(self, *, short_prompt: bool = False, version: str = VERIFIED_VERSION) -> None:
         self._short_prompt = short_prompt
         self._package = NpmPackage(name="@google/gemini-cli", version=version, binary="gemini")
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """See `Harness.folders`."""
-        return (NODE.folder, self._package.folder)
-
-    def install(self) -> None:
-        """Node 22 and Gemini CLI, from npm. Raises `ConfigError`."""
-        NODE.install()
-        self._package.install()
-
-    def find_installed_version(self) -> str | None:
-        """The version that would run; None where it or its Node is missing."""
-        return self._package.find_version() if NODE.find_version() else None
+        super().__init__(NODE, self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Gemini CLI without questions, its system prompt by the option."""
@@ -71,16 +57,16 @@ class GeminiCLIHarness:
         }
         files = {
             ".gemini/settings.json": json.dumps(self._build_settings()),
-            _INSTRUCTION: task.instruction,
+            INSTRUCTION_FILE: task.instruction,
         }
         if self._short_prompt:
             env["GEMINI_SYSTEM_MD"] = f"~/{_SYSTEM_PROMPT}"
-            files[_SYSTEM_PROMPT] = _SHORT_PROMPT
+            files[_SYSTEM_PROMPT] = SHORT_PROMPT
         return Launch(
             command=(
-                f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"\n'
+                f"{put_node_first()}\n"
                 f"exec {program} --skip-trust --yolo -m {shlex.quote(endpoint.model)} "
-                f'<"$HOME/{_INSTRUCTION}"'
+                f'<"$HOME/{INSTRUCTION_FILE}"'
             ),
             env=env,
             files=files,

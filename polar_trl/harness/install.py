@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -116,14 +117,12 @@ class PyPIPackage:
         name: As on PyPI.
         version: Exact.
         binary: The program's name in the environment's bin.
-        constraints: Further requirements, such as "openai>=3,<4".
         installer: pip installs uv itself.
     """
 
     name: str
     version: str
     binary: str
-    constraints: tuple[str, ...] = ()
     installer: Literal["uv", "pip"] = "uv"
 
     @property
@@ -148,24 +147,29 @@ class PyPIPackage:
     def install(self) -> None:
         if self.installer == "uv" and self.find_version() != self.version:
             UV.install()
-        requirements = [f"{self.name}=={self.version}", *self.constraints]
+        requirement = f"{self.name}=={self.version}"
         with _installing(self) as folder:
             if folder is None:
                 return
             python = str(folder / "bin" / "python")
             if self.installer == "pip":
                 _run([sys.executable, "-m", "venv", str(folder)], self)
-                _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements], self)
+                _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement], self)
             else:
                 uv = str(UV.program)
                 _run([uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(folder)], self)
                 install = [uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", "--python", python]
-                _run([*install, *requirements], self)
+                _run([*install, requirement], self)
 
 
 NODE = NpmPackage(name="node", version="22.23.3", binary="node")
 """Node.js for the agents that need 22 where the machine's own is older."""
 UV = PyPIPackage(name="uv", version="0.13.9", binary="uv", installer="pip")
+
+
+def put_node_first() -> str:
+    """The line of an agent's command that runs it on `NODE`."""
+    return f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"'
 
 
 def _find_version(package: Package) -> str | None:

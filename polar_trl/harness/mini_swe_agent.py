@@ -6,9 +6,8 @@ Verified at 2.4.6. It refuses no instruction: none is an argument, so none is to
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
-from polar_trl.harness.base import Launch, without_tools_is_auxiliary
+from polar_trl.harness.base import Launch, PackagedAgent, without_tools_is_auxiliary
 from polar_trl.harness.install import PyPIPackage
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
@@ -22,7 +21,7 @@ _CONFIG = ".polar/mini.yaml"
 _SETTINGS = ".config/mini-swe-agent"
 
 
-class MiniSWEAgentHarness:
+class MiniSWEAgentHarness(PackagedAgent):
     """Runs `mini --yolo` once per session.
 
     Args:
@@ -35,25 +34,12 @@ class MiniSWEAgentHarness:
 
     name = "mini_swe_agent"
     verified_version = VERIFIED_VERSION
-    parallel_tool_calls = True
 
     def __init__(self, *, step_limit: int = 0, command_timeout_s: int = 30, version: str = VERIFIED_VERSION) -> None:
         self._step_limit = step_limit
         self._command_timeout_s = command_timeout_s
         self._package = PyPIPackage(name="mini-swe-agent", version=version, binary="mini")
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """See `Harness.folders`."""
-        return (self._package.folder,)
-
-    def install(self) -> None:
-        """mini-swe-agent, from PyPI. Raises `ConfigError`."""
-        self._package.install()
-
-    def find_installed_version(self) -> str | None:
-        """The version that would run; None where it is not installed."""
-        return self._package.find_version()
+        super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """mini with its own settings first and ours laid over them."""

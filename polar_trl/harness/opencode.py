@@ -7,11 +7,17 @@ it, and after the user's. The instruction comes by stdin, since this version wra
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.base import (
+    INSTRUCTION_FILE,
+    SHORT_PROMPT,
+    Launch,
+    PackagedAgent,
+    judge_by_answer,
+    without_tools_is_auxiliary,
+)
 from polar_trl.harness.install import NpmPackage
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
@@ -26,12 +32,6 @@ _APIS: dict[str, tuple[str, str]] = {
     "google": ("@ai-sdk/google", "/v1beta"),
 }
 _PROVIDER = "polar"
-_INSTRUCTION = ".polar/instruction.txt"
-_SHORT_PROMPT = """\
-You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
-Use the tools to look at files, change them and run commands. Check your work by running it.
-When the task is done, answer with a short summary and call no tool.
-"""
 # "invalid" is never shown to the model; without it, a call that does not parse is answered with a wrong reason
 _SHORT_PROMPT_TOOLS = ("bash", "read", "edit", "write", "glob", "grep", "invalid")
 # At its start it installs its plugin library from npm into this folder, unless these say that it is there. Only
@@ -44,7 +44,7 @@ _NO_INSTALL = {
 }
 
 
-class OpenCodeHarness:
+class OpenCodeHarness(PackagedAgent):
     """Runs `opencode run` once per session.
 
     Args:
@@ -55,7 +55,6 @@ class OpenCodeHarness:
 
     name = "opencode"
     verified_version = VERIFIED_VERSION
-    parallel_tool_calls = True
 
     def __init__(
         self, *, api: OpenCodeAPI = "openai", short_prompt: bool = False, version: str = VERIFIED_VERSION
@@ -65,19 +64,7 @@ class OpenCodeHarness:
         self._api = api
         self._short_prompt = short_prompt
         self._package = NpmPackage(name="opencode-ai", version=version, binary="opencode")
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """See `Harness.folders`."""
-        return (self._package.folder,)
-
-    def install(self) -> None:
-        """OpenCode, from npm. Raises `ConfigError`."""
-        self._package.install()
-
-    def find_installed_version(self) -> str | None:
-        """The version that would run; None where it is not installed."""
-        return self._package.find_version()
+        super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """OpenCode with the instruction on stdin."""
@@ -87,10 +74,10 @@ class OpenCodeHarness:
                 # all of its folders under HOME
                 "unset XDG_CONFIG_HOME XDG_DATA_HOME XDG_STATE_HOME XDG_CACHE_HOME\n"
                 # a title given is a title that the model is not asked for
-                f'exec {program} run --pure --title task <"$HOME/{_INSTRUCTION}"'
+                f'exec {program} run --pure --title task <"$HOME/{INSTRUCTION_FILE}"'
             ),
             env={"OPENCODE_CONFIG_CONTENT": json.dumps(self._build_config(endpoint)), **_SWITCHES},
-            files={_INSTRUCTION: task.instruction, **_NO_INSTALL},
+            files={INSTRUCTION_FILE: task.instruction, **_NO_INSTALL},
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
@@ -140,7 +127,7 @@ class OpenCodeHarness:
         }
         if self._short_prompt:
             tools = {"*": False} | dict.fromkeys(_SHORT_PROMPT_TOOLS, True)
-            config["agent"] = {"build": {"prompt": _SHORT_PROMPT, "tools": tools}}
+            config["agent"] = {"build": {"prompt": SHORT_PROMPT, "tools": tools}}
         return config
 
 

@@ -6,12 +6,11 @@ Verified at 1.6.0. It refuses an API that Pi does not speak. Pi reads the instru
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
-from polar_trl.harness.install import NODE, NpmPackage
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.install import NODE, NpmPackage, put_node_first
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
@@ -25,7 +24,6 @@ _APIS: dict[str, tuple[str, str]] = {
     "google": ("google-generative-ai", "/v1beta"),
 }
 _TOOLS = ("read", "bash", "edit", "write", "grep", "find", "ls")
-_INSTRUCTION = ".polar/instruction.txt"
 _SYSTEM_PROMPT = ".pi/agent/SYSTEM.md"
 _EARLIER_SESSION = ".polar/earlier.jsonl"
 _SESSIONS = ".polar/sessions"
@@ -44,7 +42,7 @@ _EARLIER = "2026-01-01T00:00:00.000Z"
 _EARLIER_MS = 1_767_225_600_000
 
 
-class PiHarness:
+class PiHarness(PackagedAgent):
     """Runs `pi -p` once per session.
 
     Args:
@@ -59,7 +57,6 @@ class PiHarness:
 
     name = "pi"
     verified_version = VERIFIED_VERSION
-    parallel_tool_calls = True
 
     def __init__(
         self,
@@ -79,20 +76,7 @@ class PiHarness:
         self._tools = _check_tools(tools)
         self._demonstrations = _check_demonstrations(demonstrations, self._tools)
         self._package = NpmPackage(name="@earendil-works/pi-coding-agent", version=version, binary="pi")
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """See `Harness.folders`."""
-        return (NODE.folder, self._package.folder)
-
-    def install(self) -> None:
-        """Node 22 and Pi, from npm. Raises `ConfigError`."""
-        NODE.install()
-        self._package.install()
-
-    def find_installed_version(self) -> str | None:
-        """The version that would run; None where it or its Node is missing."""
-        return self._package.find_version() if NODE.find_version() else None
+        super().__init__(NODE, self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Pi with the instruction on stdin. Raises `ConfigError` where the window leaves no room for an answer."""
@@ -101,7 +85,7 @@ class PiHarness:
         files = {
             ".pi/agent/models.json": json.dumps(self._build_models(endpoint)),
             ".pi/agent/settings.json": json.dumps(_build_settings(endpoint)),
-            _INSTRUCTION: task.instruction,
+            INSTRUCTION_FILE: task.instruction,
         }
         options = [f"--provider {_PROVIDER} --model {shlex.quote(endpoint.model)}"]
         if self._system_prompt is not None:
@@ -115,10 +99,7 @@ class PiHarness:
         else:
             options.append("--no-session")
         return Launch(
-            command=(
-                f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"\n'
-                f'exec {program} -p {" ".join(options)} <"$HOME/{_INSTRUCTION}"'
-            ),
+            command=(f'{put_node_first()}\nexec {program} -p {" ".join(options)} <"$HOME/{INSTRUCTION_FILE}"'),
             env={"POLAR_API_KEY": endpoint.api_key, "PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
             files=files,
         )

@@ -7,12 +7,11 @@ none longer than 128 kB. (Of stdin this version waits half a second for the firs
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Launch, judge_by_answer, without_tools_is_auxiliary
-from polar_trl.harness.install import NODE, NpmPackage
+from polar_trl.harness.base import Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.install import NODE, NpmPackage, put_node_first
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
@@ -30,7 +29,7 @@ _MEMORY_AGENT = "managed memory extraction subagent"
 _SUMMARISER = "component that summarizes a conversation"
 
 
-class QwenCodeHarness:
+class QwenCodeHarness(PackagedAgent):
     """Runs `qwen --yolo` once per session.
 
     Args:
@@ -44,7 +43,6 @@ class QwenCodeHarness:
 
     name = "qwen_code"
     verified_version = VERIFIED_VERSION
-    parallel_tool_calls = True
 
     def __init__(
         self,
@@ -60,20 +58,7 @@ class QwenCodeHarness:
         self._short_prompt = short_prompt
         self._images = images
         self._package = NpmPackage(name="@qwen-code/qwen-code", version=version, binary="qwen")
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """See `Harness.folders`."""
-        return (NODE.folder, self._package.folder)
-
-    def install(self) -> None:
-        """Node 22 and Qwen Code, from npm. Raises `ConfigError`."""
-        NODE.install()
-        self._package.install()
-
-    def find_installed_version(self) -> str | None:
-        """The version that would run; None where it or its Node is missing."""
-        return self._package.find_version() if NODE.find_version() else None
+        super().__init__(NODE, self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Qwen Code with the instruction as an argument. Raises `ConfigError` for one that cannot be an argument."""
@@ -88,10 +73,7 @@ class QwenCodeHarness:
             f"--prompt={task.instruction}",
         ]
         return Launch(
-            command=(
-                f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"\n'
-                f"exec {shlex.join([str(self._package.program), *arguments])} </dev/null"
-            ),
+            command=(f"{put_node_first()}\nexec {shlex.join([str(self._package.program), *arguments])} </dev/null"),
             env={
                 url_name: endpoint.origin + path,
                 key_name: endpoint.api_key,

@@ -121,7 +121,7 @@ def _explain(
     if call.request.tools != before.request.tools:
         return _explain_tools(call, before, same)
     if same >= len(theirs):
-        return _explain_rewriting(call, calls, other, num_shared)
+        return _explain_rewriting(calls, other, num_shared)
     return _explain_messages(this, theirs, same, before)
 
 
@@ -142,7 +142,7 @@ def _explain_tools(call: Call, before: Call, same: int) -> tuple[str, str, int |
     )
 
 
-def _explain_rewriting(call: Call, calls: Sequence[Call], other: Lane, num_shared: int) -> tuple[str, str, int | None]:
+def _explain_rewriting(calls: Sequence[Call], other: Lane, num_shared: int) -> tuple[str, str, int | None]:
     """The messages go on and the tokens do not: the chat template wrote an earlier turn differently."""
     place = next((i for i, (start, end) in enumerate(other.spans) if num_shared < end), len(other.spans) - 1)
     turn, (start, _) = other.calls[place], other.spans[place]

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, summarise
+from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, count_calls
 from polar_trl.record import SessionRecord, read_record
 
 HEAD_BYTES = 4096
@@ -121,7 +121,7 @@ class SessionIndex:
         problem = None
         try:
             record = read_record(waiting.path)
-            summary = summarise(record.rollout, reconstruct(record))
+            summary = count_calls(record.rollout, reconstruct(record))
         except Exception as error:  # noqa: BLE001 - whatever a file holds, the sessions after it get their counts
             problem = str(error) or type(error).__name__
         with self._lock:

@@ -19,9 +19,8 @@ second thing that the agent said after a1, then p1 a1 u1' -> b2 becomes a second
 trained, since a1 is trained already.
 
 Two kinds of samples are dropped, and counted: calls of purpose "auxiliary" (unless a run wants them: see
-`count_as_policy`), and "superseded" copies of a retried
-request, which are those that the agent did not go on from. Everything else is trained exactly once, which `check_laws`
-establishes without trusting the builder.
+`count_as_policy`), and "superseded" copies of a retried request, which are those that the agent did not go on from.
+Everything else is trained exactly once, which `check_laws` establishes without trusting the builder.
 """
 
 from polar_trl.reconstruct.cut import cut_trajectory
@@ -32,8 +31,8 @@ from polar_trl.reconstruct.merge import (
     build_per_request,
     build_prefix_merged,
     count_as_policy,
+    count_calls,
     digest,
-    summarise,
 )
 
 __all__ = [
@@ -43,7 +42,7 @@ __all__ = [
     "build_prefix_merged",
     "check_laws",
     "count_as_policy",
+    "count_calls",
     "cut_trajectory",
     "digest",
-    "summarise",
 ]

@@ -71,7 +71,7 @@ def count_as_policy(rollout: Rollout) -> Rollout:
     return replace(rollout, calls=calls)
 
 
-def summarise(rollout: Rollout, reconstruction: Reconstruction) -> dict[str, Any]:
+def count_calls(rollout: Rollout, reconstruction: Reconstruction) -> dict[str, Any]:
     """Counts that a record's end brings, so that a list of sessions need not read their tokens (JSON values)."""
     return {
         "calls": len(rollout.calls),

@@ -33,14 +33,17 @@ class Installed:
     """Its metadata, or the file that names what a package carries along."""
 
 
-def provide_python(tasks: Sequence[Task], *, builds_images: bool = False) -> list[Task]:
+def provide_python(tasks: Sequence[Task], *, sandbox: str = "local", image: str | None = None) -> list[Task]:
     """Install what the tests of these tasks require, once for each requirements file, and have the tasks use it.
 
     Args:
-        builds_images: The run makes a task's image from its own `build_context`, which then has the packages.
+        sandbox: The kind of the run's sandboxes.
+        image: Of all of them. Docker without one makes a task's image from its own `build_context`, which then has
+            the packages.
 
     Raises `ConfigError` where it cannot be installed, or holds a task's answer.
     """
+    builds_images = sandbox == "docker" and image is None
     pythons: dict[str, Path] = {}
     releases: dict[str, list[Installed]] = {}
     provided = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import TaskError
-from polar_trl.tasks.rules import RUNNERS, check_paths, check_task, require_limit
+from polar_trl.tasks.rules import RUNNERS, check_paths, check_task, collect_tasks, require_limit
 from polar_trl.types import Task, TestSpec
 
 _FIELDS = {field.name for field in dataclasses.fields(Task)}
@@ -33,19 +33,11 @@ def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
         raise TaskError(f"no task file at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"cannot read {path}: {error}") from error
-    tasks: dict[str, Task] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        task = _parse_row(line, f"{path}:{number}")
-        if task.id in tasks:
-            raise TaskError(f"{path}:{number}: the id {task.id!r} is there twice; ids must be unique")
-        tasks[task.id] = task
-        if len(tasks) == limit:
-            break
+    numbered = ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+    tasks = collect_tasks(((where, _parse_row(line, where)) for where, line in numbered), limit)
     if not tasks:
         raise TaskError(f"{path} holds no task; write one JSON object per line")
-    return list(tasks.values())
+    return tasks
 
 
 def save_tasks(path: Path, tasks: Sequence[Task]) -> None:

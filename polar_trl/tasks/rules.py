@@ -6,7 +6,7 @@ else's, and what is laid or removed there for grading is laid and removed by thi
 """
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -86,6 +86,22 @@ def check_limits(tasks: Sequence[Task], limits: Limits, capabilities: Capabiliti
                 f"{getattr(limits, name):g}: set sandbox_{name} to {max(wishes.values()):g}, the most that any of "
                 f"{len(tasks)} tasks asks for, or take the {len(greedy)} that ask for so much out"
             )
+
+
+def collect_tasks(rows: Iterable[tuple[str, Task]], limit: int | None) -> list[Task]:
+    """The first `limit` tasks, or all. Raises `TaskError` where an id comes twice.
+
+    Args:
+        rows: Where each task stands, as an error says it, and the task.
+    """
+    tasks: dict[str, Task] = {}
+    for where, task in rows:
+        if task.id in tasks:
+            raise TaskError(f"{where}: the id {task.id!r} is there twice; ids must be unique")
+        tasks[task.id] = task
+        if len(tasks) == limit:
+            break
+    return list(tasks.values())
 
 
 def require_limit(limit: int | None) -> None:

@@ -13,7 +13,15 @@ from typing import Any
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.names import list_patched_paths
-from polar_trl.tasks.rules import COLUMNS, READ_COLUMNS, check_columns, check_task, render_json, require_limit
+from polar_trl.tasks.rules import (
+    COLUMNS,
+    READ_COLUMNS,
+    check_columns,
+    check_task,
+    collect_tasks,
+    render_json,
+    require_limit,
+)
 from polar_trl.types import Task, TestSpec
 
 DATASETS = {
@@ -66,17 +74,11 @@ def load_swebench(
 
 def build_swebench_tasks(rows: Iterable[Mapping[str, Any]], *, limit: int | None = None) -> list[Task]:
     """Tasks of rows, such as a loaded `datasets.Dataset`. Raises `TaskError`."""
-    tasks: dict[str, Task] = {}
-    for index, row in enumerate(rows):
-        task = parse_row(row, f"row {index}")
-        if task.id in tasks:
-            raise TaskError(f"row {index}: the id {task.id!r} is there twice; ids must be unique")
-        tasks[task.id] = task
-        if len(tasks) == limit:
-            break
+    numbered = ((f"row {index}", row) for index, row in enumerate(rows))
+    tasks = collect_tasks(((where, parse_row(row, where)) for where, row in numbered), limit)
     if not tasks:
         raise TaskError("the data set has no rows")
-    return list(tasks.values())
+    return tasks
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Task:

@@ -28,8 +28,9 @@ from throughput import DEFAULT_TOKENIZER, build_client_session, build_lengths, f
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.vllm import VllmEngine
-from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.proxy import Proxy
 from polar_trl.record import SessionLog
+from polar_trl.session import SessionLimits
 from polar_trl.tokens.load import load_renderer
 
 COLUMNS = {

@@ -54,8 +54,9 @@ from polar_trl.engine.colocate import set_environment
 from polar_trl.engine.cuda_graphs import LLM_KWARGS, require_safe_graphs
 from polar_trl.engine.vllm import VllmEngine, build_sampling_params
 from polar_trl.errors import ConfigError
-from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.proxy import Proxy
 from polar_trl.record import SessionLog
+from polar_trl.session import SessionLimits
 from polar_trl.types import Call
 
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"

@@ -1,5 +1,6 @@
 """Sessions of real agents with a scripted model, whose settings a test changes and whose requests it hears."""
 
+import asyncio
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from polar_trl.types import ChatRequest, Completion, Message, Rollout, Task, Tok
 from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest
 
 Change = Callable[[Launch], Launch]
+INSTRUCTION = "Do the work."
 SUMMARY = "<state_snapshot>Some of the work is done; go on with the rest.</state_snapshot>"
 LOOKUPS = """
 const fs = require("fs"), dns = require("dns"), log = process.env.HOME + "/lookups.txt";
@@ -54,8 +56,9 @@ def say(text: str, *tool_calls: ToolCall) -> Message:
     return Message(role="assistant", text=text, tool_calls=tool_calls)
 
 
-def call_tool(name: str, arguments: str) -> ToolCall:
-    return ToolCall(id="", name=name, arguments=arguments)
+def call_tool(name: str, arguments: str | Mapping[str, object]) -> ToolCall:
+    """Arguments as the model writes them, or what it writes as JSON."""
+    return ToolCall(id="", name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def results(rollout: Rollout) -> list[str]:
@@ -80,7 +83,7 @@ def run_session(
     """One session; a list of replies is one per turn of the conversation, as in `run_scripted_session`."""
     if not isinstance(engine, ScriptedEngine):
         engine = ScriptedEngine(answer_by_turn(engine), max_model_len=MAX_MODEL_LEN)
-    task = Task(id="t", instruction="Do the work.", agent_timeout_s=120.0, grader=grader)
+    task = Task(id="t", instruction=INSTRUCTION, agent_timeout_s=120.0, grader=grader)
     params = GenerationParams(max_tokens=max_tokens)
     with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s) as running:
         runner = RolloutRunner(
@@ -106,15 +109,17 @@ def answer_in_order(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds
 
 
 class BusyEngine(ScriptedEngine):
-    """Sends its second request back."""
+    """Sends its second request back, at once or (when the stream has begun) after a while."""
 
-    def __init__(self, replies: Sequence[Message]) -> None:
+    def __init__(self, replies: Sequence[Message], busy_after_s: float = 0.0) -> None:
         super().__init__(answer_by_turn(replies), max_model_len=MAX_MODEL_LEN)
+        self.busy_after_s = busy_after_s
         self.num_asked = 0
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         self.num_asked += 1
         if self.num_asked == 2:
+            await asyncio.sleep(self.busy_after_s)
             raise EngineBusyError("weights are being updated", retry_after_s=1.0)
         return await super().generate(prompt_ids, params)
 

@@ -1,25 +1,24 @@
 """Claude Code as npm ships it: what it does with answers that are late, empty, cut, wrong, refused or too long."""
 
 import asyncio
-import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from sessions import INSTRUCTION, BusyEngine, call_tool, change_env, purposes, results, run_session, say
 from test_three_turns import GRADER, build_replies, count_drifted
 
-from polar_trl.doctor import RENDERER, answer_by_turn, run_scripted_session
-from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn, run_scripted_session
+from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.errors import EngineBusyError
 from polar_trl.harness.base import Launch
 from polar_trl.harness.claude_code import ClaudeCodeHarness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout import Finished, Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.types import Completion, Endpoint, Message, Rollout, Task, TokenIds, ToolCall
+from polar_trl.types import Completion, Endpoint, Rollout, Task, TokenIds
 
 TASK = Task(id="t", instruction="Write three files: one.txt, two.txt, three.txt.")
 HARNESS = ClaudeCodeHarness()
@@ -33,44 +32,8 @@ def installed() -> None:
     HARNESS.install()
 
 
-def say(text: str, *tool_calls: ToolCall) -> Message:
-    return Message(role="assistant", text=text, tool_calls=tool_calls)
-
-
-def call_tool(name: str, arguments: object) -> ToolCall:
-    return ToolCall(id="", name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments))
-
-
 def read_text(prompt_ids: TokenIds) -> str:
     return bytes(token_id for token_id in prompt_ids if token_id < 256).decode()
-
-
-def session(replies: Sequence[Message], **options: object) -> Finished:
-    return run_scripted_session(HARNESS, replies, TASK, **options)  # type: ignore[arg-type]
-
-
-def run_with(
-    engine: Engine, harness: ClaudeCodeHarness = HARNESS, *, max_tokens: int = 4096, ping_interval_s: float = 0.1
-) -> Finished:
-    params = GenerationParams(max_tokens=max_tokens)
-    with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s) as proxy:
-        return run_on(proxy, harness)
-
-
-def run_on(proxy: Proxy, harness: ClaudeCodeHarness) -> Finished:
-    runner = RolloutRunner(
-        proxy=proxy, backend=LocalSandboxBackend(), harness=harness, grader=None, config=RolloutConfig()
-    )
-    return runner.run([Job(rollout_id="r", group_id="g", task=TASK)])[0]
-
-
-def results(rollout: Rollout) -> list[str]:
-    """The texts that tools gave, as the last call saw them."""
-    return [message.text for message in rollout.calls[-1].request.messages if message.role == "tool"]
-
-
-def purposes(rollout: Rollout) -> str:
-    return "".join(call.purpose[0] for call in rollout.calls)
 
 
 def chains(finished: Finished) -> list[tuple[int, ...]]:
@@ -87,7 +50,7 @@ def test_wrong_tool_calls_are_answered_and_the_session_goes_on() -> None:
         [call_tool("NoSuchTool", {"a": 1})],
         [call_tool("Bash", {"command": 3})],
     ]
-    finished = session([*(say("", *tool_calls) for tool_calls in wrong), say("I give up.")])
+    finished = run_session(HARNESS, [*(say("", *tool_calls) for tool_calls in wrong), say("I give up.")])
     rollout = finished.rollout
     assert (rollout.stop_reason, purposes(rollout), count_drifted(rollout)) == ("completed", "ppppp", 0)
     assert len(finished.reconstruction.trajectories) == 1
@@ -105,7 +68,7 @@ def test_wrong_tool_calls_are_answered_and_the_session_goes_on() -> None:
 def test_a_tool_that_is_looked_up_forks_and_a_search_is_a_side_request() -> None:
     look_up = call_tool("ToolSearch", {"query": "select:WebSearch"})
     search = call_tool("WebSearch", {"query": "weather"})
-    finished = session([say("", look_up), say("", search), say("Sunny.")])
+    finished = run_session(HARNESS, [say("", look_up), say("", search), say("Sunny.")])
     rollout = finished.rollout
     assert (rollout.stop_reason, purposes(rollout)) == ("completed", "ppap")
     # the prompt begins with the tools, of which there is now one more
@@ -126,13 +89,14 @@ def test_sub_agents_are_the_policys_own_and_have_trajectories_of_their_own() -> 
 
     def answer(prompt_ids: TokenIds) -> TokenIds:
         text = read_text(prompt_ids)
-        if TASK.instruction not in text:
+        if INSTRUCTION not in text:
             seen = "tool\nlooked" in text
             return RENDERER.spell(say("seen") if seen else say("", HARNESS.build_shell_call("echo looked")))
         step = text.count("STEP")
         return RENDERER.spell([say("STEP 1", *delegate), say("STEP 2", WRITE), say("STEP 3")][min(step, 2)])
 
-    finished = run_with(ScriptedEngine(answer, delay_s=0.3, max_model_len=1 << 20))
+    engine = ScriptedEngine(answer, delay_s=0.3, max_model_len=MAX_MODEL_LEN)
+    finished = run_session(HARNESS, engine, ping_interval_s=0.1)
     rollout = finished.rollout
     assert rollout.stop_reason == "completed"
     assert set(purposes(rollout)) == {"p"}
@@ -163,7 +127,7 @@ def test_images_and_documents_are_left_out_for_a_model_that_reads_text() -> None
             [say("STEP", reads[0]), say("STEP", reads[1]), say("Nothing to see.")][text.count("STEP") - 1]
         )
 
-    finished = run_with(ScriptedEngine(answer, max_model_len=1 << 20))
+    finished = run_session(HARNESS, ScriptedEngine(answer, max_model_len=MAX_MODEL_LEN))
     rollout = finished.rollout
     assert (rollout.stop_reason, rollout.counters) == ("completed", {"prompts_forked": 1})
     removals = [rollout.calls[index].request.messages[-1].text for index in (2, 3)]
@@ -193,7 +157,7 @@ def answer_until(last_step: int, num_lines: Callable[[int], int]) -> Callable[[T
 def test_a_small_window_leaves_room_to_work() -> None:
     # the first prompt has 48 kB; the agent's own margin, made for large windows, would have it compact from here on
     engine = ScriptedEngine(answer_until(3, lambda step: 100), max_model_len=60_000)
-    finished = run_with(engine, max_tokens=2000)
+    finished = run_session(HARNESS, engine, max_tokens=2000)
     assert (finished.rollout.stop_reason, chains(finished)) == ("completed", [(0, 1, 2, 3)])
     assert finished.rollout.counters == {}
 
@@ -206,7 +170,7 @@ def test_a_small_window_leaves_room_to_work() -> None:
 )
 def test_it_compacts(max_model_len: int, num_lines: tuple[int, ...], counters: dict[str, int]) -> None:
     engine = ScriptedEngine(answer_until(3, lambda step: num_lines[step]), max_model_len=max_model_len)
-    finished = run_with(engine, max_tokens=2000)
+    finished = run_session(HARNESS, engine, max_tokens=2000)
     rollout = finished.rollout
     assert (rollout.stop_reason, rollout.counters) == ("completed", counters)
     assert purposes(rollout).endswith("pap") and purposes(rollout).count("a") == 1
@@ -219,7 +183,7 @@ def test_it_compacts(max_model_len: int, num_lines: tuple[int, ...], counters: d
 
 
 def test_an_empty_answer_is_asked_for_once_more() -> None:
-    finished = session([say("", WRITE), say(""), say("never asked")])
+    finished = run_session(HARNESS, [say("", WRITE), say(""), say("never asked")])
     rollout = finished.rollout
     assert (rollout.stop_reason, chains(finished)) == ("agent_failed", [(0, 1), (2,)])
     assert "no visible output" in last_words(rollout, 2)
@@ -228,7 +192,7 @@ def test_an_empty_answer_is_asked_for_once_more() -> None:
 
 def test_a_cut_answer_is_asked_to_go_on_three_times() -> None:
     words = " ".join(f"word{number * number}" for number in range(1000))
-    finished = session([say("", WRITE), say(words)])
+    finished = run_session(HARNESS, [say("", WRITE), say(words)])
     rollout = finished.rollout
     assert [call.completion.finish_reason for call in rollout.calls] == ["stop", *["length"] * 4]
     assert (rollout.stop_reason, chains(finished)) == ("agent_failed", [(0, 1, 2, 3, 4)])
@@ -236,8 +200,8 @@ def test_a_cut_answer_is_asked_to_go_on_three_times() -> None:
 
 def test_a_cut_tool_call_is_not_run_and_the_one_before_it_is() -> None:
     cut = HARNESS.build_shell_call("touch cut.txt; echo " + "x" * 6000)
-    task = replace(TASK, grader="test -f one.txt && test ! -e cut.txt")
-    finished = run_scripted_session(HARNESS, [say("", WRITE, cut), say("The end.")], task)
+    grader = "test -f one.txt && test ! -e cut.txt"
+    finished = run_session(HARNESS, [say("", WRITE, cut), say("The end.")], grader=grader)
     rollout = finished.rollout
     assert (rollout.stop_reason, rollout.reward, chains(finished)) == ("completed", 1.0, [(0, 1)])
     assert rollout.calls[0].completion.finish_reason == "length"
@@ -249,27 +213,10 @@ def test_a_cut_tool_call_is_not_run_and_the_one_before_it_is() -> None:
 
 @pytest.mark.parametrize("busy_after_s", [0.0, 0.5])
 def test_a_busy_engine_is_asked_again(busy_after_s: float) -> None:
-    class BusyEngine(ScriptedEngine):
-        num_asked = 0
-
-        async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
-            self.num_asked += 1
-            if self.num_asked == 2:
-                await asyncio.sleep(busy_after_s)
-                raise EngineBusyError("weights are being updated", retry_after_s=1.0)
-            return await super().generate(prompt_ids, params)
-
-    finished = run_with(BusyEngine(answer_by_turn([say("one", WRITE), say("end")]), max_model_len=1 << 20))
+    engine = BusyEngine([say("one", WRITE), say("end")], busy_after_s)
+    finished = run_session(HARNESS, engine, ping_interval_s=0.1)
     assert (finished.rollout.stop_reason, finished.rollout.counters) == ("completed", {"calls_sent_back": 1})
     assert chains(finished) == [(0, 1)]
-
-
-class ImpatientHarness(ClaudeCodeHarness):
-    """Gives up on a stream that is silent for ten seconds, the least that it can be told."""
-
-    def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        launch = super().build_launch(task, endpoint)
-        return replace(launch, env={**launch.env, "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS": "10000"})
 
 
 def test_pings_keep_a_stream_alive_longer_than_the_agent_waits() -> None:
@@ -278,8 +225,10 @@ def test_pings_keep_a_stream_alive_longer_than_the_agent_waits() -> None:
             await asyncio.sleep(0.0 if self.params else 12.0)
             return await super().generate(prompt_ids, params)
 
-    engine = SlowEngine(answer_by_turn([say("one", WRITE), say("end")]), max_model_len=1 << 20)
-    finished = run_with(engine, ImpatientHarness(), ping_interval_s=1.0)
+    engine = SlowEngine(answer_by_turn([say("one", WRITE), say("end")]), max_model_len=MAX_MODEL_LEN)
+    # ten seconds of silence are the least that it can be told to give up after
+    change = change_env(CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS="10000")
+    finished = run_session(HARNESS, engine, change=change, ping_interval_s=1.0)
     assert (finished.rollout.stop_reason, finished.rollout.counters) == ("completed", {})
     assert chains(finished) == [(0, 1)]
 
@@ -300,9 +249,12 @@ def test_a_closed_session_ends_the_agent() -> None:
             return await super().generate(prompt_ids, params)
 
     spy = Spy()
-    engine = ClosingEngine(answer_by_turn([say("one", WRITE)]), max_model_len=1 << 20)
+    engine = ClosingEngine(answer_by_turn([say("one", WRITE)]), max_model_len=MAX_MODEL_LEN)
     with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=4096)) as proxy:
-        rollout = run_on(proxy, spy).rollout
+        runner = RolloutRunner(
+            proxy=proxy, backend=LocalSandboxBackend(), harness=spy, grader=None, config=RolloutConfig()
+        )
+        rollout = runner.run([Job(rollout_id="r", group_id="g", task=TASK)])[0].rollout
     # it would ask eleven times, for three minutes, if it were let
     assert rollout.stop_reason == "agent_failed"
     assert len(rollout.calls) == 1
@@ -313,7 +265,7 @@ def test_a_closed_session_ends_the_agent() -> None:
 
 def test_the_short_prompt_is_a_tenth_as_long() -> None:
     short = ClaudeCodeHarness(short_prompt=True)
-    finished = run_scripted_session(short, build_replies(short), replace(TASK, grader=GRADER))
+    finished = run_session(short, build_replies(short), grader=GRADER)
     assert (finished.rollout.reward, finished.rollout.stop_reason) == (1.0, "completed")
     assert len(finished.reconstruction.trajectories) == 1
     first = finished.rollout.calls[0]
@@ -322,7 +274,7 @@ def test_the_short_prompt_is_a_tenth_as_long() -> None:
 
 
 def test_it_stops_after_max_turns() -> None:
-    finished = run_scripted_session(ClaudeCodeHarness(max_turns=2), [say("", WRITE)], TASK)
+    finished = run_session(ClaudeCodeHarness(max_turns=2), [say("", WRITE)])
     assert (len(finished.rollout.calls), finished.rollout.stop_reason) == (2, "agent_failed")
 
 

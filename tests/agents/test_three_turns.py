@@ -3,7 +3,6 @@
 Only what is sampled is scripted. The agents are installed at their verified versions on first use.
 """
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -37,15 +36,13 @@ def test_three_turns_become_one_trajectory(name: str) -> None:
 
 
 def build_replies(harness: AgentHarness) -> list[Message]:
-    """A shell command; two at once where the agent allows it; the end."""
+    """A shell command; two at once; the end."""
     write = [harness.build_shell_call(f"printf {word} > {word}.txt") for word in ("one", "two", "three")]
     text, last_calls = harness.build_last_message("All three files are written.")
     first = Message(role="assistant", reasoning="Three files.", text="The first one.", tool_calls=(write[0],))
     both = Message(role="assistant", reasoning="Now the others.", text="", tool_calls=(write[1], write[2]))
     last = Message(role="assistant", text=text, tool_calls=last_calls)
-    if harness.parallel_tool_calls:
-        return [first, both, last]
-    return [first, replace(both, tool_calls=write[1:2]), replace(both, tool_calls=write[2:]), last]
+    return [first, both, last]
 
 
 def count_drifted(rollout: Rollout) -> int:

@@ -240,6 +240,23 @@ def test_closing_fails_who_waits_and_who_comes_later(llm: Any) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+def test_a_call_that_comes_while_the_engine_ends_does_not_wait_for_ever(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polar_trl.engine import vllm
+
+    engine = vllm.VllmEngine(llm)
+    build = vllm.build_sampling_params
+
+    def close_and_build(params: GenerationParams) -> Any:
+        engine.close()  # after `generate` has looked for a failure, and before it asks
+        return build(params)
+
+    monkeypatch.setattr(vllm, "build_sampling_params", close_and_build)
+    with pytest.raises(EngineError, match="the engine was closed"):
+        asyncio.run(asyncio.wait_for(engine.generate(PROMPTS[0], GenerationParams(max_tokens=4)), 20))
+
+
 def test_a_failing_step_reaches_every_waiter(llm: Any) -> None:
     from polar_trl.engine.vllm import VllmEngine
 

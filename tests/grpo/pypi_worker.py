@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from worker_common import CPU_SETTINGS
+
 from polar_trl.grade.by_task import GraderByTask
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trainer import PolarGRPOTrainer
@@ -41,13 +43,8 @@ trainer = PolarGRPOTrainer(
         learning_rate=1e-3,
         vllm_max_model_length=16384,
         max_agents=2,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         save_strategy="no",
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
+        **CPU_SETTINGS,
     ),
     train_dataset=tasks,
     harness=agent,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from worker_common import AGENT, build_tasks, grade
+from worker_common import AGENT, CPU_SETTINGS, build_tasks, grade
 
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -66,13 +66,8 @@ arguments = {
     "learning_rate": 1e-3,
     "vllm_max_model_length": 512,
     "max_agents": 4,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
     "drop_zero_variance": False,
+    **CPU_SETTINGS,
 }
 trainer = Doomed(
     model=model,

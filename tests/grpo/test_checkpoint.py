@@ -29,7 +29,7 @@ from polar_trl.grpo.checkpoint import (
     save_rank_state,
 )
 from polar_trl.grpo.forward import pack_rows
-from polar_trl.grpo.trained import rewind_trained
+from polar_trl.grpo.trained_log import rewind_trained
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
     assert torch.equal(read["advantages"], passed["advantages"])
     assert "subtree_ends_N" not in vars(read["packed"].layout)
     assert [read["packed"].layout.positions_of(row).tolist() for row in (0, 1)] == [[0, 1, 2, 3], [0, 1, 4]]
-    for name in ("input_ids", "position_ids", "scored_positions", "labels", "row_of_S", "position_of_S"):
+    for name in ("input_ids", "position_ids", "scored_positions", "labels", "row_of_S"):
         assert torch.equal(getattr(read["packed"], name), getattr(packed, name)), name
     with pytest.raises(ConfigError, match="was written by fewer processes: polar_rank1"):
         load_state(folder, 1, CPU)

@@ -80,7 +80,7 @@ def test_an_empty_set_is_refused() -> None:
         ({"loss_type": "foo"}, r"loss_type must be one of bnpo, cispo, .* \(it is 'foo'\)"),
         ({"max_policy_lag": None}, "max_policy_lag must be 0 or more"),
         ({"resample_zero_variance": -1}, "resample_zero_variance must be 0 or more"),
-        ({"straggler_quantile": 1.0}, "straggler_quantile must be between 0 and 1"),
+        ({"straggler_quantile": 1.0}, "straggler_quantile is 1.0: give a share between 0 and 1"),
         ({"max_tokens_per_device": 0}, "max_tokens_per_device must be at least 1"),
         ({"sequence_layout": "padded"}, "sequence_layout must be 'tree', 'packed', 'single'"),
         ({"max_trajectory_tokens": 1}, "max_trajectory_tokens must be at least 2"),

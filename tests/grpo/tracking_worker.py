@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from worker_common import AGENT, build_tasks, grade
+from worker_common import AGENT, CPU_SETTINGS, build_tasks, grade
 
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -25,7 +25,6 @@ trainer = PolarGRPOTrainer(
         output_dir=str(out),
         project="polar",
         run_name="tracked",
-        report_to=["tensorboard", "wandb", "trackio"],
         trackio_static_space_id=False,
         log_completions=True,
         num_completions_to_print=1,
@@ -39,13 +38,9 @@ trainer = PolarGRPOTrainer(
         max_completion_length=12,
         vllm_max_model_length=512,
         max_agents=4,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
         shuffle_dataset=False,
+        **{**CPU_SETTINGS, "report_to": ["tensorboard", "wandb", "trackio"]},
     ),
     train_dataset=build_tasks(["grader_raises", "ok"]),
     eval_dataset=build_tasks(["fork"]),

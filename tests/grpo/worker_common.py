@@ -13,6 +13,15 @@ from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
 AGENT = Path(__file__).with_name("counting_agent.py")
+CPU_SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Of `PolarGRPOConfig`: a short run without a GPU, which reports every step to its own log and nowhere else."""
 
 
 def grade(task: Task, sandbox: Sandbox) -> float:
@@ -58,14 +67,9 @@ def build_trainer(
         "learning_rate": 1e-3,
         "vllm_max_model_length": 512,
         "max_agents": 4,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
         "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
         "shuffle_dataset": False,
+        **CPU_SETTINGS,
     }
     return PolarGRPOTrainer(
         model=model,

@@ -16,7 +16,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.harness.install import UV, NpmPackage, PyPIPackage
 
 AGENT = NpmPackage(name="@org/agent", version="1.2.3", binary="agent")
-TOOL = PyPIPackage(name="My.Tool", version="4.5", binary="my-tool", constraints=("dep<2",))
+TOOL = PyPIPackage(name="My.Tool", version="4.5", binary="my-tool")
 # the last two arguments are the folder and name@version
 NPM = """#!/bin/bash
 echo "$@" >> {log}
@@ -159,7 +159,7 @@ def test_a_python_package_gets_an_environment_of_its_own(log: Path) -> None:
     assert TOOL.find_version() == "4.5"
     venv, pip = log.read_text().splitlines()
     assert venv.endswith(f"--python {sys.executable} {TOOL.folder}")
-    assert pip.endswith(f"--compile-bytecode --python {TOOL.folder}/bin/python My.Tool==4.5 dep<2")
+    assert pip.endswith(f"--compile-bytecode --python {TOOL.folder}/bin/python My.Tool==4.5")
     # its Python was removed from the machine
     TOOL.folder.joinpath("bin").chmod(0o755)
     (TOOL.folder / "bin" / "python").unlink()

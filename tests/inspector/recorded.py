@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polar_trl.reconstruct import build_prefix_merged, digest, summarise
+from polar_trl.reconstruct import build_prefix_merged, count_calls, digest
 from polar_trl.record import SessionLog
 from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout, TokenIds, Tool
 
@@ -60,7 +60,7 @@ def write_session(
         ended = Rollout(id=name, task_id=task, group_id=group, calls=tuple(calls), **fields)
         built = build_prefix_merged(ended)
         extra: dict[str, Any] = {"trajectory_digest": digest(built.trajectories), "builder": "prefix_merging"}
-        log.close(ended, extra | ({"summary": summarise(ended, built)} if summary else {}))
+        log.close(ended, extra | ({"summary": count_calls(ended, built)} if summary else {}))
     return path
 
 

@@ -51,7 +51,8 @@ def test_a_python_for_those_who_have_none(tmp_path: Path) -> None:
     built = replace(task, build_context=str(tmp_path))
     for other in (make_task(None), Task(id="t", instruction="x"), replace(task, image="i")):
         assert provide_python([other]) == [other]
-    assert provide_python([built], builds_images=True) == [built]
+    assert provide_python([built], sandbox="docker") == [built]
+    assert provide_python([built], sandbox="docker", image="python:3.11")[0].tests == provided.tests
     assert provide_python([built])[0].tests == provided.tests
 
 

@@ -20,8 +20,9 @@ from large_bodies import SHAPES, build
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import WireError
-from polar_trl.proxy import Proxy, SessionLimits
+from polar_trl.proxy import Proxy
 from polar_trl.record import SessionLog
+from polar_trl.session import SessionLimits
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.tokens.continuation import Continuations
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Tool, ToolCall, ToolKind

@@ -1,0 +1,53 @@
+"""Sessions that enter and leave stages -> a progress bar that says how many are in each.
+
+It refuses to decide anything: nothing waits for it and nothing reads it.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+
+class Board:
+    """The bar. Sessions enter and leave stages whether it is shown or not.
+
+    Args:
+        stages: Those that it names.
+    """
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        self._stages = stages
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._bar = tqdm(disable=True)
+
+    @contextmanager
+    def showing(self, num_sessions: int) -> Iterator[None]:
+        """Show a bar inside the block, which is full when so many sessions more have finished."""
+        self._bar = tqdm(total=num_sessions, desc="rollouts", unit="session", leave=False)
+        try:
+            yield
+        finally:
+            self._bar.close()
+
+    def enter(self, stage: str) -> None:
+        """A session is in this stage."""
+        self._change(stage, +1)
+
+    def leave(self, stage: str) -> None:
+        """It no longer is."""
+        self._change(stage, -1)
+
+    def finish(self) -> None:
+        """A session has finished."""
+        with self._lock:
+            self._bar.update(1)
+
+    def _change(self, stage: str, by: int) -> None:
+        with self._lock:
+            self._counts[stage] += by
+            self._bar.set_postfix({name: self._counts[name] for name in self._stages}, refresh=False)
+            self._bar.update(0)
