@@ -45,6 +45,15 @@ def tiny_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `pytest -n 2 --dist loadgroup` runs one after the other."""
+    # the tests of a file share an engine or a trained run; files with containers share a container engine, in which
+    # whoever starts removes what the dead left behind
+    contained = {item.path for item in items if item.get_closest_marker("containers")}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("containers" if item.path in contained else item.path.name))
+
+
 def pytest_configure() -> None:
     # Before anything imports torch or vLLM, here and in the processes that tests start: two threads that spin
     # against each other and against agents on two cores cost more than they give.

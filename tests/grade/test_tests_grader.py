@@ -159,7 +159,7 @@ def test_closed_files_and_folders(tmp_path: Path, closed: str) -> None:
     (after / "m.py").write_text("x")
     (after / closed).chmod(0)
     for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.getuid() and folder.name.startswith(("pytest-", "test_")):
+        if folder.stat().st_uid == os.getuid() and folder.name.startswith(("pytest-", "popen-", "test_")):
             folder.chmod(0o755)
     user = os.geteuid()
     try:

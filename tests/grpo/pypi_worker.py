@@ -28,7 +28,7 @@ limits = Limits(memory_mb=1500, disk_mb=1024)
 agent = build_agent("pi")
 tasks = provide_python(load_task_set(folder))
 mounts = [*agent.folders, *list_environments(tasks)]
-backend = build_backend("docker", image="polar-trl-test:latest", limits=limits, mounts=mounts)
+backend = build_backend("docker", image="polar-trl-test:latest", limits=limits, mounts=mounts, run_id=out.name)
 pool = WarmPool(backend, depth=2)
 trainer = PolarGRPOTrainer(
     model=model,

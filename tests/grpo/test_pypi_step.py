@@ -1,8 +1,10 @@
 """A task to a gradient through real parts: Pi in Docker, a bug of a PyPI release, hidden tests, vLLM, TRL."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import docker
@@ -11,7 +13,7 @@ from test_loss import run_worker
 from tiny_qwen import build_tiny_qwen3
 
 from polar_trl.record import read_session
-from polar_trl.sandbox.owner import find_state_folder
+from polar_trl.sandbox.docker import LABEL
 
 pytestmark = pytest.mark.containers
 
@@ -20,13 +22,16 @@ TASK = "xmltodict-0.14.1-to-0.14.2"
 
 
 @pytest.mark.timeout(600)
-def test_one_step_on_a_real_bug(smollm2: Path, tmp_path: Path) -> None:
+def test_one_step_on_a_real_bug(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_tiny_qwen3(smollm2, tmp_path / "tiny-qwen3")
-    tasks, out = tmp_path / "tasks", tmp_path / "run"
+    tasks, out = tmp_path / "tasks", tmp_path / f"pypi-{os.getpid()}"  # the run's name in the engine
     build = [sys.executable, str(ROOT / "scripts" / "build_pypi_tasks.py"), "--out", str(tasks), "--only", TASK]
     subprocess.run(build, check=True, timeout=300)
     out.mkdir()
-    run_worker("pypi_worker.py", str(model), str(out), str(tasks))
+    with tempfile.TemporaryDirectory(prefix="pypi-") as folder:  # sandboxes of its own, with short paths
+        monkeypatch.setenv("TMPDIR", folder)
+        run_worker("pypi_worker.py", str(model), str(out), str(tasks))
+        assert [list(root.iterdir()) for root in Path(folder).glob("polar-trl-*")] == [[]]
 
     result = json.loads((out / "result.json").read_text())
     (step,) = [entry for entry in result["log"] if "reward" in entry]
@@ -40,5 +45,4 @@ def test_one_step_on_a_real_bug(smollm2: Path, tmp_path: Path) -> None:
     for rollout in rollouts:
         assert rollout.calls and rollout.reward == 0.0 and rollout.error is None
         assert any(tool.name == "bash" for tool in rollout.calls[0].request.tools), "these are Pi's own tools"
-    assert not [c for c in docker.from_env().containers.list(all=True) if "xmltodict" in str(c.attrs["Mounts"])]
-    assert not list(find_state_folder().glob("train-*"))
+    assert docker.from_env().containers.list(all=True, filters={"label": f"{LABEL}={out.name}"}) == []

@@ -13,6 +13,7 @@ import pytest
 
 from polar_trl.cache import CACHE_VARIABLE
 from polar_trl.errors import ConfigError
+from polar_trl.harness.base import PackagedAgent
 from polar_trl.harness.install import UV, NpmPackage, PyPIPackage
 
 AGENT = NpmPackage(name="@org/agent", version="1.2.3", binary="agent")
@@ -168,3 +169,14 @@ def test_a_python_package_gets_an_environment_of_its_own(log: Path) -> None:
     TOOL.install()
     assert TOOL.find_version() == "4.5"
     assert count_runs(log) == 4
+
+
+def test_an_agent_is_there_when_all_that_it_needs_is(log: Path) -> None:
+    put_npm(log)
+    put_uv(log)
+    agent = PackagedAgent(TOOL, AGENT)
+    assert agent.folders == (TOOL.folder, AGENT.folder)
+    AGENT.install()
+    assert agent.find_installed_version() is None
+    agent.install()
+    assert agent.find_installed_version() == "1.2.3"

@@ -172,7 +172,9 @@ def test_memory_kills_are_known_however_much_else_happens(backend: DockerSandbox
         def make_events() -> None:
             wait_until(lambda: box.get("killed") is not None)
             # an engine remembers its last 256 events
-            (noisy,) = [one for one in client.containers.list() if find_source(one) == other.host_workdir]
+            (noisy,) = [
+                one for one in client.containers.list(ignore_removed=True) if find_source(one) == other.host_workdir
+            ]
             for _ in range(300):
                 client.api.exec_create(noisy.id, ["true"])
             box.put("go", b"")
