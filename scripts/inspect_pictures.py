@@ -3,6 +3,7 @@
 
     python scripts/make_demo_run.py --out /tmp/demo-run
     python scripts/inspect_pictures.py /tmp/demo-run --out docs/img
+    python scripts/inspect_pictures.py RUN --out docs/img --curves quickstart_run    the curves alone, of any run
 
 It refuses to make a picture of a page on which a script failed.
 """
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pictures")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--all", action="store_true", help="every view, not only those of the documentation")
+    parser.add_argument("--curves", metavar="NAME", help="the page of the run alone, as OUT/NAME.png")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with serve(args.run) as address, sync_playwright() as playwright:
@@ -36,7 +38,11 @@ def main() -> None:
         page = browser.new_page(viewport=SIZE, color_scheme=scheme, reduced_motion="reduce")
         failures: list[str] = []
         page.on("pageerror", lambda error: failures.append(str(error)))
-        take_pictures(page, address, args.out, everything=args.all)
+        if args.curves:
+            open_page(page, f"{address}#/", ".chart svg")
+            keep(page, args.out / f"{args.curves}.png")
+        else:
+            take_pictures(page, address, args.out, everything=args.all)
         browser.close()
     if failures:
         sys.exit(f"inspect_pictures: a script failed: {failures[0]}")
@@ -58,39 +64,49 @@ def serve(run: Path, *options: str) -> Iterator[str]:
         process.wait()
 
 
+def open_page(page: Any, place: str, ready: str) -> None:
+    """Go there, and wait for what matches `ready`."""
+    page.goto(place)
+    page.wait_for_selector(ready)
+    page.wait_for_timeout(700)  # fonts, and what is fetched after the first paint
+
+
+def keep(page: Any, path: Path) -> None:
+    """A picture of what is seen, with nothing under the pointer."""
+    page.mouse.move(0, 0)
+    page.screenshot(path=path)
+
+
 def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> None:
     """The pages in the order that a person would open them."""
 
-    def open_page(place: str, ready: str) -> None:
-        page.goto(f"{address}#{place}")
-        page.wait_for_selector(ready)
-        page.wait_for_timeout(700)  # fonts, and what is fetched after the first paint
+    def look_at(place: str, ready: str) -> None:
+        open_page(page, f"{address}#{place}", ready)
 
-    def keep(name: str) -> None:
-        page.mouse.move(0, 0)
-        page.screenshot(path=out / f"inspect_{name}.png")
+    def take(name: str) -> None:
+        keep(page, out / f"inspect_{name}.png")
 
-    open_page("/", ".chart svg")
-    keep("run")
-    open_page("/sessions", ".rows .row")
-    keep("sessions")
+    look_at("/", ".chart svg")
+    take("run")
+    look_at("/sessions", ".rows .row")
+    take("sessions")
     # a session of the second task, a trained one if there is any: compaction, a sub-agent, a second turn
     keys = page.evaluate("fetch('/api/sessions?task=audit').then((reply) => reply.json())")["rows"]
     key = max(keys, key=lambda row: bool(row["advantage"]) and not row["left_out"])["key"]
     if everything:
-        open_page(f"/session?key={key}", ".message.reply")
-        keep("conversation_top")
-    open_page(f"/session?key={key}&call=9", ".message.reply")
-    keep("conversation")
+        look_at(f"/session?key={key}", ".message.reply")
+        take("conversation_top")
+    look_at(f"/session?key={key}&call=9", ".message.reply")
+    take("conversation")
     for color in ("gap", "state", "engine", "version", "advantage", "size") if everything else ("gap",):
-        open_page(f"/session?key={key}&view=tokens&lane=1&color={color}", ".tk")
+        look_at(f"/session?key={key}&view=tokens&lane=1&color={color}", ".tk")
         page.keyboard.press("Escape")
         page.click("text=call ›")
         page.wait_for_timeout(500)
-        keep(f"tokens_{color}" if everything else "tokens")
+        take(f"tokens_{color}" if everything else "tokens")
         page.goto("about:blank")
-    open_page(f"/session?key={key}&view=forks&lane=1", ".excerpts figure")
-    keep("forks")
+    look_at(f"/session?key={key}&view=forks&lane=1", ".excerpts figure")
+    take("forks")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ bin=${VENV:-.venv}/bin
 # glibc gives large blocks back to the kernel and asks for them again on every pass; keeping them saves time.
 export MALLOC_MMAP_THRESHOLD_=4294967295 MALLOC_TRIM_THRESHOLD_=17179869184
 run=runs/quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)
-echo "quickstart: $steps steps into $run; a step takes about half a minute on two cores" >&2
+echo "quickstart: $steps steps into $run; a step takes about 12 seconds on two cores" >&2
 "$bin/accelerate" launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
   --num_cpu_threads_per_process "$(nproc)" \
   scripts/train.py --config configs/quickstart.yaml --seed "$seed" --max_steps "$steps" --output_dir "$run" \

@@ -45,8 +45,8 @@ def write_report(summaries: dict[str, dict[str, Any]]) -> str:
         GOALS,
         "",
         "| run | steps | reward, first quarter | last quarter | gain | last step | seconds | sampled tokens | "
-        "trained tokens | rows per rollout | calls per rollout | engine-trainer gap (nats) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "trained tokens | rows per rollout | calls per rollout | engine-trainer gap, mean (nats) | 99th percentile |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, s in summaries.items():
         gain = s["reward_last_quarter"] - s["reward_first_quarter"]
@@ -54,9 +54,14 @@ def write_report(summaries: dict[str, dict[str, Any]]) -> str:
             f"| {name.rsplit('-', 2)[0]} | {s['steps']} | {s['reward_first_quarter']:.3f} | "
             f"{s['reward_last_quarter']:.3f} | {gain:+.3f} | {s['rewards'][-1]:.3f} | {s['seconds']:.0f} | "
             f"{s['sampled_tokens']} | {s['trained_tokens']} | {s['trajectories_per_rollout']:.2f} | "
-            f"{s['calls_per_rollout']:.2f} | {s['logprob_gap_mean']:.1e} |"
+            f"{s['calls_per_rollout']:.2f} | {s['logprob_gap_mean']:.1e} | {s['logprob_gap_p99']:.1e} |"
         )
-    lines += ["", "Seconds are those of the run itself; installation and the model come on top once.", ""]
+    lines += [
+        "",
+        "Seconds are those of the run itself; installation and the model come on top once. Groups whose rollouts all",
+        "have one reward are not trained, so fewer tokens are trained than sampled.",
+        "",
+    ]
     lines += ["![mean reward per step](img/quickstart.png)", "", "Reward of every step:", ""]
     for name, s in summaries.items():
         lines.append(f"- {name.rsplit('-', 2)[0]}: {' '.join(f'{reward:.2f}' for reward in s['rewards'])}")

@@ -63,7 +63,8 @@ def main() -> None:
             sys.exit(f"train: {error}")
         write_summary(folder, summary)
         print_summary(summary)
-        print(f"run folder: {folder}\npicture:    {folder / 'rewards.png'}\nlook back:  polar-trl replay {folder}")
+        print(f"run folder: {folder}\npicture:    {folder / 'rewards.png'}")
+        print(f"look at it: polar-trl inspect {folder}\ncheck it:   polar-trl replay {folder}")
 
 
 def stop_once(signum: int, _frame: Any) -> None:

@@ -74,7 +74,7 @@ GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | First | Page | Elsewhere | Install] = {
     # the way from nothing to a run
-    QUICKSTART: First(says=r"reward_last_quarter[^$]*look back:  polar-trl replay runs/first"),
+    QUICKSTART: First(says=r"reward_last_quarter[^$]*check it:   polar-trl replay runs/first"),
     "bash scripts/test.sh": CI,
     "source .venv/bin/activate": Run("&& command -v python", says="bin/python"),
     "polar-trl inspect RUN": Page("<title>"),
@@ -82,7 +82,7 @@ COMMANDS: dict[str, Run | First | Page | Elsewhere | Install] = {
     "polar-trl replay RUN/sessions/.*": Run(says=r"sessions +│ +1 "),
     "tail -n 1 RUN/log.jsonl": Run(says='"step": 1'),
     r"accelerate launch scripts/train.py --config configs/ladder_2_write_command.yaml": Run(
-        f"{ONE_STEP} --output_dir runs/rung2", says="look back: +polar-trl replay runs/rung2"
+        f"{ONE_STEP} --output_dir runs/rung2", says="check it: +polar-trl replay runs/rung2"
     ),
     # agents
     "polar-trl doctor pi --install": Run(says="pi"),
@@ -100,7 +100,7 @@ COMMANDS: dict[str, Run | First | Page | Elsewhere | Install] = {
         "--max_agents 2", says="2, 2 graded"
     ),
     "accelerate launch scripts/train.py --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
-        ONE_STEP, says="look back: +polar-trl replay runs/mine"
+        ONE_STEP, says="check it: +polar-trl replay runs/mine"
     ),
     "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --agent codex .*": PAPER_RUN,
     # tasks
@@ -121,7 +121,7 @@ COMMANDS: dict[str, Run | First | Page | Elsewhere | Install] = {
     "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --sandbox_image IMAGE": Run(
         "$(grep -v '^#' configs/miniature.txt) --num_generations 4 --gradient_accumulation_steps 1 "
         "--model_name_or_path tiny --output_dir runs/rung5",
-        says="look back: +polar-trl replay runs/rung5",
+        says="check it: +polar-trl replay runs/rung5",
         containers=True,
     ),
     # memory, GPUs, going on

@@ -28,6 +28,8 @@ class Chart:
     unit: str = ""
     evaluated: str | None = None
     """Key of the evaluation's points."""
+    first: tuple[str, ...] = ()
+    """Names of a prefix's series that come first, so that the usual ones look the same in every run."""
 
 
 CHARTS = (
@@ -64,6 +66,7 @@ CHARTS = (
         title="Seconds of a step",
         hint="Where the time goes. Rollouts and training are what a step is made for.",
         series="polar/phase/",
+        first=("rollouts", "training"),
         kind="stack",
         unit="s",
     ),
@@ -78,6 +81,7 @@ CHARTS = (
         title="How sessions ended",
         hint="Rollouts of a step by stop reason.",
         series="polar/stopped/",
+        first=("completed", "agent failed", "agent timeout"),
         kind="stack",
         unit="rollouts",
     ),
@@ -87,6 +91,7 @@ CHARTS = (
         title="Seconds of a session",
         hint="Mean per phase.",
         series="polar/seconds/",
+        first=("queue", "prepare", "agent", "held", "grade"),
         kind="stack",
         unit="s",
     ),
@@ -165,7 +170,8 @@ def _name_series(chart: Chart, lines: Sequence[Mapping[str, Any]]) -> dict[str, 
     if not isinstance(chart.series, str):
         return dict(chart.series)
     keys = sorted({key for line in lines for key in line if key.startswith(chart.series)} - _NO_PHASE)
-    return {key.removeprefix(chart.series).removesuffix("_s").replace("_", " "): key for key in keys}
+    named = {key.removeprefix(chart.series).removesuffix("_s").replace("_", " "): key for key in keys}
+    return {name: named[name] for name in (*chart.first, *named) if name in named}
 
 
 def _read_number(value: Any) -> float | None:

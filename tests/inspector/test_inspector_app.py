@@ -76,6 +76,14 @@ def test_curves_follow_the_log(run: Path) -> None:
     assert curves.version == version, "a log that has not changed is not read again"
 
 
+def test_the_usual_parts_of_a_stack_come_first(tmp_path: Path) -> None:
+    stopped = {f"polar/stopped/{name}": 1 for name in ("agent_timeout", "agent_failed", "completed", "zebra", "ant")}
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, **stopped}) + "\n")
+    (chart,) = [chart for chart in Curves(tmp_path).build()["charts"] if chart["title"] == "How sessions ended"]
+    names = [series["name"] for series in chart["series"]]
+    assert names == ["completed", "agent failed", "agent timeout", "ant", "zebra"]
+
+
 def test_a_session_with_anything_in_it_is_json(client: TestClient) -> None:
     rows = client.get("/api/sessions", params={"sort": "rollout"}).json()["rows"]
     assert [(row["reward"], row["advantage"]) for row in rows] == [(1.0, -0.5), (None, None)]
