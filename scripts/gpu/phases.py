@@ -24,16 +24,12 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from model_sizes import QWEN3_06B, QWEN3_4B, build_sizes
 from report import Report
 from training_runs import GAP, build_launch, render_gap
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-SIZES = {
-    "tiny": (64, 128, 2, 2, 1),
-    # of Qwen3-0.6B and Qwen3-4B: hidden, intermediate, layers, heads, key-value heads
-    "0.6b": (1024, 3072, 28, 16, 8),
-    "4b": (2560, 9728, 36, 32, 8),
-}
+SIZES = {"tiny": build_sizes(2, 64, 128, 2, 1, 32), "0.6b": QWEN3_06B, "4b": QWEN3_4B}
 COLUMNS = {
     "processes": "GPUs",
     "sessions": "sessions a step",
@@ -56,15 +52,9 @@ COLUMNS = {
 def make_model(name: str, tokenizer_folder: str, folder: Path) -> None:
     """Save a random Qwen3 of these sizes, with the tokenizer's vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    hidden, intermediate, layers, heads, kv_heads = SIZES[name]
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128 if hidden > 64 else 32,
+        **SIZES[name],
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

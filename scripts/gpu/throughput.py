@@ -46,6 +46,7 @@ from typing import Any
 import torch
 from agent_clients import Clients, ClientSession
 from engine_watch import EngineWatch, Side, WatchedEngine, build_key, find_busy
+from model_sizes import QWEN3_06B, QWEN3_4B, SMOLLM2_135M, build_sizes
 from report import Report
 from session_lengths import TASK_TOKENS, SessionLengths, build_sessions
 
@@ -61,13 +62,12 @@ from polar_trl.types import Call
 
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 MODELS: dict[str, dict[str, Any]] = {
-    # layers, hidden, feed-forward, heads, key-value heads, head size
-    "tiny": {"class": LLAMA, "sizes": (2, 64, 128, 2, 1, 32), "calls": (4, 3, 3), "scale": 0.02},
-    "135m": {"class": LLAMA, "sizes": (30, 576, 1536, 9, 3, 64), "calls": (16, 14, 6), "scale": 1.0},
-    "0.6b": {"class": QWEN3, "sizes": (28, 1024, 3072, 16, 8, 128), "calls": (12, 10, 3), "scale": 0.5},
-    "4b": {"class": QWEN3, "sizes": (36, 2560, 9728, 32, 8, 128), "calls": (6, 6, 3), "scale": 0.4},
+    "tiny": {"class": LLAMA, "sizes": build_sizes(2, 64, 128, 2, 1, 32), "calls": (4, 3, 3), "scale": 0.02},
+    "135m": {"class": LLAMA, "sizes": SMOLLM2_135M, "calls": (16, 14, 6), "scale": 1.0},
+    "0.6b": {"class": QWEN3, "sizes": QWEN3_06B, "calls": (12, 10, 3), "scale": 0.5},
+    "4b": {"class": QWEN3, "sizes": QWEN3_4B, "calls": (6, 6, 3), "scale": 0.4},
 }
-"""SmolLM2-135M's, Qwen3-0.6B's and Qwen3-4B's sizes, with the vocabulary of the tokenizer that is given. `calls` a
+"""Sizes, with the vocabulary of the tokenizer that is given. `calls` a
 session begins on average at 8, 64 and 256 sessions and the factor of lengths: what an H100 does in half a minute."""
 CONCURRENCY = (8, 64, 256)
 MAX_MODEL_LEN = 32768
@@ -292,18 +292,12 @@ def build_offline_params(num_tokens: int) -> Any:
 
 def write_model(folder: Path, name: str, tokenizer_folder: Path, vocab_size: int) -> None:
     """A configuration of the model's sizes and the tokenizer's files. Weights are made by `load_weights`."""
-    layers, hidden, feed_forward, heads, kv_heads, head_dim = MODELS[name]["sizes"]
     kind = MODELS[name]["class"]
     config = {
         "architectures": [kind],
         "model_type": "llama" if kind == LLAMA else "qwen3",
         "vocab_size": vocab_size,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        **MODELS[name]["sizes"],
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": MAX_MODEL_LEN,
@@ -402,7 +396,7 @@ def main() -> None:
         folder = Path(name)
         write_model(folder, options.model, options.tokenizer, len(tokenizer))
         llm = build_llm(folder, options)
-        chain_words(llm, list(words.values()), len(tokenizer), MODELS[options.model]["sizes"][1])
+        chain_words(llm, list(words.values()), len(tokenizer), MODELS[options.model]["sizes"]["hidden_size"])
         scheduler_config = llm.llm_engine.vllm_config.scheduler_config
         report.note(
             model=options.model,

@@ -42,6 +42,7 @@ from bench_train import PresetRows, read_peak, reset_peak
 from datasets import Dataset
 from fla_tuning import limit_tuning
 from kernel_shares import profile_step
+from model_sizes import QWEN3_06B, QWEN3_4B, QWEN35_4B, VOCABULARY, build_sizes
 from peft import LoraConfig
 from report import Report
 from tokenizers import Tokenizer
@@ -62,21 +63,8 @@ from polar_trl.grpo.linear_attention import is_gated_delta_net
 from polar_trl.grpo.memory import Setup, count_kept, count_training
 from polar_trl.grpo.rows import Row
 
-NAMES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-MODELS = {
-    "qwen3.5-4b": (248320, 2560, 9216, 32, 16, 4, 256),
-    "qwen3-4b": (151936, 2560, 9728, 36, 32, 8, 128),
-    "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
-}
-TINY = (512, 64, 128, 4, 4, 2, 16)
+MODELS = {"qwen3.5-4b": QWEN35_4B, "qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_06B}
+TINY = build_sizes(4, 64, 128, 4, 2, 16)
 DELTA_NET = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
 ROW_LENGTHS = (7168, 5120, 4096, 16384, 8192, 12288, 12288)
 """Tokens per row: the first three are a pass of 16,384, the first four of 32,768, all of 65,536."""
@@ -128,8 +116,8 @@ class Case:
 
 
 def build_config(name: str, *, tiny: bool) -> Any:
-    sizes: dict[str, Any] = dict(zip(NAMES, TINY if tiny else MODELS[name], strict=True))
-    sizes |= {"max_position_embeddings": 1 << 18, "tie_word_embeddings": True}
+    sizes: dict[str, Any] = {**(TINY if tiny else MODELS[name]), "max_position_embeddings": 1 << 18}
+    sizes |= {"vocab_size": 512 if tiny else VOCABULARY[name.partition("-")[0]], "tie_word_embeddings": True}
     if name != "qwen3.5-4b":
         return Qwen3Config(**sizes)
     heads = {key: value // 8 for key, value in DELTA_NET.items()} if tiny else DELTA_NET
