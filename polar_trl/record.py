@@ -38,9 +38,15 @@ class SessionLog:
     """One session's append-only record: kept in memory and, where a path is given, on disk line by line.
 
     Threads may share it. Raises `RecordError` if `path` exists, and on `append` after `close`.
+
+    Args:
+        owner: A tag of the process that writes (`sandbox.owner`): who looks at a session without an end asks whether
+            that process is alive.
     """
 
-    def __init__(self, *, session_id: str, task_id: str, group_id: str, path: Path | None = None) -> None:
+    def __init__(
+        self, *, session_id: str, task_id: str, group_id: str, path: Path | None = None, owner: str | None = None
+    ) -> None:
         self.session_id = session_id
         self._task_id = task_id
         self._group_id = group_id
@@ -50,7 +56,8 @@ class SessionLog:
         self._lock = threading.Lock()
         self._file = None if path is None else _create(path)
         ids = {"session_id": session_id, "task_id": task_id, "group_id": group_id}
-        self._write(_encode({"type": "session", "version": VERSION} | ids))
+        whose = {} if owner is None else {"owner": owner}
+        self._write(_encode({"type": "session", "version": VERSION} | ids | whose))
 
     @property
     def calls(self) -> tuple[Call, ...]:

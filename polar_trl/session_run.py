@@ -28,6 +28,7 @@ from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, count_calls, digest
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
+from polar_trl.sandbox.owner import build_owner_tag
 from polar_trl.session import SessionLimits
 from polar_trl.stragglers import StragglerCut
 from polar_trl.types import Rollout, StopReason, Task
@@ -91,7 +92,11 @@ class SessionRun:
         self._shared = shared
         self._cut = cut
         self._log = SessionLog(
-            session_id=job.rollout_id, task_id=job.task.id, group_id=job.group_id, path=job.record_path
+            session_id=job.rollout_id,
+            task_id=job.task.id,
+            group_id=job.group_id,
+            path=job.record_path,
+            owner=build_owner_tag(),
         )
         self._sandbox: Sandbox | None = None
         self._cancelled = threading.Event()

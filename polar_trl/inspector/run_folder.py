@@ -19,6 +19,7 @@ from polar_trl.inspector.view import SessionView
 from polar_trl.inspector.vocabulary import Vocabulary, load_vocabulary
 from polar_trl.record import read_record
 from polar_trl.run_log import LOG_FILE, SETTINGS_FILE
+from polar_trl.sandbox.owner import is_dead, is_running
 
 RESULTS_FILE = "results.jsonl"
 KEPT_VIEWS = 3
@@ -95,6 +96,11 @@ class RunFolder:
         if any(is_alive(entry, now_s) for entry in later):
             return True
         if lines and isinstance(limit, int) and lines[-1]["step"] >= limit > 0:
+            return False
+        owners = {entry.owner for entry in later}
+        if any(map(is_running, owners)):
+            return True
+        if owners and all(map(is_dead, owners)):
             return False
         files = [_find_change(self.folder / name) for name in (LOG_FILE, RESULTS_FILE)]
         newest_s = max([*files, *(entry.changed_s for entry in later)])

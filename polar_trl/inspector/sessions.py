@@ -7,7 +7,6 @@ It refuses to parse a session's tokens again because somebody asked for a table.
 import json
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,15 +18,15 @@ import orjson
 
 from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, count_calls
 from polar_trl.record import SessionRecord, read_record
+from polar_trl.sandbox.owner import is_dead, is_running
 
 HEAD_BYTES = 4096
 TAIL_BYTES = 65536
 LOOK_S = 0.5
 """Looks at the folder are at least so far apart."""
 QUIET_S = 900.0
-"""After so long without a byte a session counts as cut off, unless its run's process is alive on this machine."""
+"""After so long without a byte a session counts as cut off, where its process cannot be seen from here."""
 _END = b'\n{"type":"end"'
-_PROCESS = re.compile(r"^\d{8}-\d{6}-(\d+)-rank\d+$")
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +39,8 @@ class Entry:
     rollout: str = ""
     task: str = ""
     group: str = ""
+    owner: str = ""
+    """Tag of the process that writes it; "" in older records."""
     finished: bool = False
     stop_reason: str | None = None
     reward: float | None = None
@@ -69,12 +70,6 @@ class Entry:
     def batch(self) -> str:
         """Its folder in that, such as "train_00003"; "" where there is none, as in evaluations."""
         return self.key.rsplit("/", 2)[-2] if self.key.count("/") > 1 else ""
-
-    @property
-    def process(self) -> int | None:
-        """Id of the process that made it, from the name of its attempt."""
-        match = _PROCESS.match(self.attempt)
-        return int(match[1]) if match else None
 
 
 class SessionIndex:
@@ -176,13 +171,10 @@ def reconstruct(record: SessionRecord) -> Reconstruction:
 
 def is_alive(entry: Entry, now_s: float) -> bool:
     """Whether a session without an end may still get one."""
-    if entry.finished or entry.problem:
+    if entry.finished or entry.problem or is_dead(entry.owner):
         return False
-    quiet_s = now_s - entry.changed_s
-    if entry.process is not None and Path(f"/proc/{entry.process}").exists():
-        return True
     # a run on another machine that shares the folder has no process here
-    return quiet_s < QUIET_S
+    return is_running(entry.owner) or now_s - entry.changed_s < QUIET_S
 
 
 def parse_line(text: bytes) -> dict[str, Any]:
@@ -249,6 +241,7 @@ def _read_lines(entry: Entry, file: BinaryIO) -> None:
 
 def _take_header(entry: Entry, line: Mapping[str, Any]) -> None:
     entry.rollout, entry.task, entry.group = str(line["session_id"]), str(line["task_id"]), str(line["group_id"])
+    entry.owner = str(line.get("owner", ""))
 
 
 def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:

@@ -34,6 +34,12 @@ def build_owner_tag(pid: int | None = None) -> str:
     return ":".join((_read_machine(), _read_boot_id(), _read_pid_namespace(), str(pid), _read_start_ticks(pid)))
 
 
+def is_running(tag: str) -> bool:
+    """Whether the tag's process runs here; False as well for one that cannot be seen from here."""
+    pid = tag.rsplit(":", 2)[-2] if tag.count(":") == 4 else ""
+    return pid.isdigit() and tag == build_owner_tag(int(pid)) and not tag.endswith(":")
+
+
 def is_dead(tag: str) -> bool:
     """Whether the tag's process ran here and is no more, or this machine was booted since."""
     machine, _, rest = tag.partition(":")

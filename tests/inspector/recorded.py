@@ -46,13 +46,14 @@ def write_session(
     batch: str = "train_00000",
     finish: bool = True,
     summary: bool = True,
+    owner: str | None = None,
     **rollout: Any,
 ) -> Path:
     """RUN/sessions/ATTEMPT/BATCH/NAME.jsonl with these calls (whose session id is the name)."""
     path = run / "sessions" / ATTEMPT / batch / f"{name}.jsonl"
     group = name.rpartition("-r")[0] or name
     task = rollout.pop("task_id", "task")
-    log = SessionLog(session_id=name, task_id=task, group_id=group, path=path)
+    log = SessionLog(session_id=name, task_id=task, group_id=group, path=path, owner=owner)
     for call in calls:
         log.append(call)
     if finish:

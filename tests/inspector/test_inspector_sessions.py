@@ -4,6 +4,7 @@ import cProfile
 import json
 import os
 import pstats
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from inspector.recorded import ATTEMPT, build_call, describe_rollout, name_recor
 
 from polar_trl.inspector import sessions
 from polar_trl.inspector.rows import RowIndex
+from polar_trl.inspector.run_folder import RunFolder
 from polar_trl.inspector.sessions import Entry, SessionIndex
 from polar_trl.inspector.table import build_rows, name_stage, parse_reward, select
 from polar_trl.record import SessionLog
+from polar_trl.sandbox.owner import build_owner_tag
 from polar_trl.types import Call
 
 CALLS = (((1,), (10, 11)), ((1, 10, 11, 2), (12,)), ((7,), (20, 21, 22)))
@@ -54,6 +57,24 @@ def test_a_record_without_a_summary_is_counted_afterwards(tmp_path: Path) -> Non
     assert (entry.num_calls, entry.sampled_tokens, entry.trajectories, entry.dropped) == (3, 6, 2, {})
     assert index.version > version
     assert not index.count_next()
+
+
+def test_a_session_is_cut_off_once_its_process_is_gone(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            owner = build_owner_tag(process.pid)
+            write_session(tmp_path, "a", build_calls("a"), finish=False, owner=owner)
+            write_session(tmp_path, "b", build_calls("b"), finish=False, owner="another machine:x:1:2:3")
+            (gone, elsewhere) = SessionIndex(tmp_path / "sessions").refresh()
+            long_after_s = gone.changed_s + 10 * sessions.QUIET_S
+            assert name_stage(gone, long_after_s) == "running", "it may think for an hour"
+            assert name_stage(elsewhere, long_after_s) == "cut off"
+            assert RunFolder(tmp_path).is_live()
+        finally:
+            process.kill()
+    assert (name_stage(gone, gone.changed_s), name_stage(elsewhere, gone.changed_s)) == ("cut off", "running")
+    (tmp_path / "sessions" / elsewhere.key).with_suffix(".jsonl").unlink()
+    assert not RunFolder(tmp_path).is_live()
 
 
 def test_a_session_is_followed_while_it_is_written(tmp_path: Path) -> None:
