@@ -67,8 +67,6 @@ class RolloutRunner:
     ) -> None:
         self.proxy = proxy
         self.backend = backend
-        self.harness = harness
-        self.grader = grader
         self.config = config
         self._board = Board(STAGES)
         self._shared = Shared(

@@ -3,8 +3,10 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
@@ -45,13 +47,18 @@ def tiny_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What `pytest -n 2 --dist loadgroup` runs one after the other."""
-    # the tests of a file share an engine or a trained run; files with containers share a container engine, in which
-    # whoever starts removes what the dead left behind
-    contained = {item.path for item in items if item.get_closest_marker("containers")}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("containers" if item.path in contained else item.path.name))
+class _ByFile(LoadFileScheduling):
+    """The tests of a file share an engine or a trained run, so they stay together. Files with containers follow each
+    other: they share a container engine, in which whoever starts removes what the dead left behind."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "containers" if "mark.containers" in (ROOT / file).read_text() else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """How `pytest -n 2` spreads tests over processes."""
+    return _ByFile(config, log)
 
 
 def pytest_configure() -> None:

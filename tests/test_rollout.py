@@ -38,7 +38,7 @@ def runner(
     tmp_path: Path,
     grade: Callable[..., Any] = lambda task, box: 1.0,
     *,
-    command: str = CALL,
+    harness: ShellHarness | None = None,
     reply: Callable[..., Any] = lambda prompt: REPLY,
     **config: Any,
 ) -> Iterator[RolloutRunner]:
@@ -47,7 +47,7 @@ def runner(
         yield RolloutRunner(
             proxy=proxy,
             backend=LocalSandboxBackend(tmp_path / "boxes"),
-            harness=ShellHarness(command),
+            harness=harness or ShellHarness(CALL),
             grader=FunctionGrader(grade),
             config=RolloutConfig(**config),
         )
@@ -104,8 +104,7 @@ class AsideHarness(ShellHarness):
 def test_auxiliary_calls_are_trained_only_where_the_run_says_so(
     tmp_path: Path, train_auxiliary: bool, num_trained: int
 ) -> None:
-    with runner(tmp_path, train_auxiliary=train_auxiliary) as rollouts:
-        rollouts.harness = AsideHarness(CALL)
+    with runner(tmp_path, harness=AsideHarness(CALL), train_auxiliary=train_auxiliary) as rollouts:
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert [call.purpose for call in result.rollout.calls] == ["auxiliary"]
     assert sum(sum(row.trainable) for row in result.reconstruction.trajectories) == num_trained
@@ -144,7 +143,7 @@ def test_a_fault_of_the_engine_is_no_zero(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_does_not_exist(tmp_path: Path) -> None:
-    with runner(tmp_path, command="no-such-agent {instruction}") as rollouts:
+    with runner(tmp_path, harness=ShellHarness("no-such-agent {instruction}")) as rollouts:
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert result.rollout.stop_reason == "no_calls"
     assert result.rollout.reward is None
@@ -160,7 +159,7 @@ def test_a_sandbox_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_timeout_keeps_what_was_captured(tmp_path: Path) -> None:
-    with runner(tmp_path, command=f"{CALL}; sleep 60") as rollouts:
+    with runner(tmp_path, harness=ShellHarness(f"{CALL}; sleep 60")) as rollouts:
         (result,) = rollouts.run(jobs(tmp_path, 1, agent_timeout_s=4.0))
     assert result.rollout.stop_reason == "agent_timeout"
     assert result.rollout.reward == 1.0
@@ -175,7 +174,10 @@ def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(session_run, "check_laws", broken)
     batch = jobs(tmp_path, 1, env={"NAP_S": "0"}) + jobs(tmp_path, 4, env={"NAP_S": "600"})[1:]
-    with runner(tmp_path, command=f"{CALL}; sleep $NAP_S") as rollouts, pytest.raises(LawError, match="broken for"):
+    with (
+        runner(tmp_path, harness=ShellHarness(f"{CALL}; sleep $NAP_S")) as rollouts,
+        pytest.raises(LawError, match="broken for"),
+    ):
         # returns long before the other agents would have ended by themselves
         rollouts.run(batch)
 
