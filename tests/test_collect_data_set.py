@@ -16,7 +16,7 @@ from polar_trl.collect.accept import Acceptance
 from polar_trl.collect.data_set import Report, Selection, build_data_set
 from polar_trl.collect.rows import build_rows
 from polar_trl.collect.split import choose_test_tasks
-from polar_trl.errors import ConfigError, LawError, PolarError
+from polar_trl.errors import ConfigError, LawError, PolarError, RecordError
 from polar_trl.record import read_session
 from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout
 
@@ -175,14 +175,44 @@ def test_a_broken_record_stops_it_and_leaves_what_was_there(recorder: Recorder, 
     build_data_set(folder, tmp_path / "set", Selection(), agent="shell", model="tiny")
     before = (tmp_path / "set" / "README.md").read_bytes()
     path = folder / "sessions" / "start" / "b3-s0.jsonl"
-    first, second, *rest = path.read_text().splitlines()
+    whole = path.read_text()
+    first, second, *rest = whole.splitlines()
     call = json.loads(second)
     del call["request"]
-    path.write_text("\n".join([first, json.dumps(call), *rest]) + "\n")
-    with pytest.raises(PolarError, match=r"b3-s0\.jsonl, line 2: 'request' is missing"):
-        build_data_set(folder, tmp_path / "set", Selection(), agent="shell", model="tiny")
-    assert (tmp_path / "set" / "README.md").read_bytes() == before
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "set"]
+    breakages = {
+        r"b3-s0\.jsonl, line 2: 'request' is missing\. Put the file back": "\n".join([first, json.dumps(call), *rest]),
+        r"b3-s0\.jsonl: its end is missing\. Put the file back": "\n".join(whole.splitlines()[:-1]),
+        r"b3-s0\.jsonl: cannot be read \(No such file or directory\)\. Put the file back": None,
+    }
+    for message, text in breakages.items():
+        path.unlink()
+        if text is not None:
+            path.write_text(text + "\n")
+        with pytest.raises(RecordError, match=message):
+            build_data_set(folder, tmp_path / "set", Selection(), agent="shell", model="tiny")
+        path.touch()
+        assert (tmp_path / "set" / "README.md").read_bytes() == before
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "set"]
+
+
+def test_a_build_that_is_stopped_while_it_replaces_keeps_the_earlier_one(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    build(recorder, target)
+    before = (target / "README.md").read_bytes()
+    rename = Path.rename
+
+    def stop(self: Path, to: Path) -> Path:
+        if to == target and not self.name.endswith(".before"):
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        build(recorder, target, max_per_task=1)
+    assert (target / "README.md").read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["set"]
 
 
 def test_nothing_accepted_writes_nothing(recorder: Recorder, tmp_path: Path) -> None:

@@ -26,9 +26,10 @@ from polar_trl.collect.accept import NO_REPO, Acceptance, choose_accepted, count
 from polar_trl.collect.card import Files, render_card
 from polar_trl.collect.rows import Row, build_rows
 from polar_trl.collect.split import choose_test_tasks
-from polar_trl.errors import ConfigError, PolarError
-from polar_trl.record import read_session
-from polar_trl.sample_tasks import SampleResult, read_results
+from polar_trl.errors import ConfigError, PolarError, RecordError
+from polar_trl.record import read_record
+from polar_trl.sample_tasks import RESULTS_FILE, SampleResult, read_results
+from polar_trl.types import Rollout
 
 REPORT_FILE = "acceptance.json"
 SPLITS = ("train", "test")
@@ -134,7 +135,7 @@ def build_data_set(
     kept: list[tuple[SampleResult, Row]] = []
     left_out: Counter[str] = Counter()
     for number, result in enumerate(chosen, start=1):
-        for row in build_rows(read_session(folder / result.record), with_auxiliary=selection.with_auxiliary):
+        for row in build_rows(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
             if selection.max_tokens is not None and len(row.token_ids or ()) > selection.max_tokens:
                 left_out["too_long"] += 1
             else:
@@ -155,6 +156,20 @@ def build_data_set(
         target, forms, report, lambda files: render_card(report, files, asdict(selection), agent=agent, model=model)
     )
     return report
+
+
+def _read_accepted(folder: Path, result: SampleResult) -> Rollout:
+    """A session as it was graded: one that was cut since has lost tokens, and is no row."""
+    path = folder / result.record
+    try:
+        record = read_record(path)
+        if not record.finished:
+            raise RecordError(f"{path}: its end is missing")
+        return record.rollout
+    except RecordError as error:
+        raise RecordError(
+            f"{error}. Put the file back, or take its line out of {folder / RESULTS_FILE}: that sample then runs again"
+        ) from error
 
 
 def _split(
@@ -208,6 +223,8 @@ def _write(target: Path, forms: _Forms, report: Report, render: Callable[[Files]
         draft.rename(target)
     finally:
         enable_progress_bars()
+        if before.exists() and not target.exists():
+            before.rename(target)  # stopped between the two
         for folder in (draft, before):
             shutil.rmtree(folder, ignore_errors=True)
 
