@@ -50,7 +50,10 @@ def name_failure(result: SampleResult) -> str:
     """What kind of failure of the infrastructure left this session without a reward."""
     if result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
         return result.stop_reason
-    return "grader_failed" if (result.error or "").startswith("the grader") else "model_calls_failed"
+    error = result.error or ""
+    if error.startswith("the grader"):
+        return "grader_failed"
+    return "model_calls_failed" if "model calls failed on our side" in error else "sandbox_failed"
 
 
 def _summarise(

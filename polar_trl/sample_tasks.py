@@ -247,11 +247,14 @@ def _build_result(sample: Sample, finished: Finished, record: str) -> SampleResu
 
 
 def _append(path: Path, result: SampleResult) -> None:
-    """One write, under a lock: processes of one evaluation share the file."""
+    """One write, under a lock: processes of one evaluation share the file, and one may have been killed in a line."""
     line = json.dumps(asdict(result), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-    with path.open("ab", buffering=0) as file:
+    with path.open("a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         start = os.fstat(file.fileno()).st_size
+        if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
+            start = path.read_bytes().rfind(b"\n") + 1
+            file.truncate(start)
         if file.write(line) != len(line):  # a full disk: half a line in the middle would make all of it unreadable
             file.truncate(start)
             raise RecordError(f"{path} cannot be written to: the disk is full")

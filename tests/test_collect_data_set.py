@@ -158,15 +158,22 @@ def test_what_is_selected(
     assert report.num_rows("messages") == num_rows
 
 
-def test_arguments_that_no_template_takes_stay_tokens(smollm2: Path, recorder: Recorder, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"command": ls', '{"command": "\\ud83d"}', '{"command": NaN}', '{"command": 123456789012345678901234567890}'],
+)
+def test_arguments_that_templates_or_files_do_not_take_stay_tokens(
+    recorder: Recorder, tmp_path: Path, arguments: str
+) -> None:
     mine = Recorder(recorder.model, tmp_path)
-    broken = CALL.replace('{"command": "ls"}', '{"command": ls')
+    broken = CALL.replace('{"command": "ls"}', arguments)
     mine.record("t", 0, 1.0, repo=None, script=(broken, DONE))
     mine.record("u", 0, 1.0, repo=None)
     report = build(mine, tmp_path / "set")
     assert (report.num_rows("tokens"), report.num_rows("messages")) == (2, 1)
-    assert report.left_out == {"unreadable_arguments": 1}
+    assert report.left_out == {"unreadable_messages": 1}
     assert list(report.by_repo) == ["(none)"]
+    assert [row["task_id"] for row in load(tmp_path / "set", "messages")["train"]] == ["u"]
 
 
 def test_a_broken_record_stops_it_and_leaves_what_was_there(recorder: Recorder, tmp_path: Path) -> None:
@@ -276,7 +283,7 @@ def test_text_is_never_taken_for_tokens() -> None:
         text_only=True,
     )
     [row] = build_rows(Rollout(id="s", task_id="t", group_id="g", calls=(call,)))
-    assert (row.token_ids, row.mask) == (None, None)
+    assert (row.token_ids_T, row.mask_T) == (None, None)
     assert row.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 

@@ -15,7 +15,7 @@ from polar_trl.cli import main
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError, EngineError, LawError, PolarError, RecordError
-from polar_trl.eval_summary import build_summary
+from polar_trl.eval_summary import build_summary, name_failure
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
@@ -311,3 +311,34 @@ def test_each_task_once_then_each_a_second_time() -> None:
 )
 def test_what_a_task_is_about(metadata: dict[str, Any], repo: str | None) -> None:
     assert find_repo(Task(id="t", instruction="x", metadata=metadata)) == repo
+
+
+def test_a_line_that_another_process_tore_is_taken_back(tmp_path: Path) -> None:
+    with runner(tmp_path) as rollouts:
+        (first,) = evaluate(rollouts, tmp_path / "out", build_tasks(1))
+        path = tmp_path / "out" / "results.jsonl"
+        with path.open("ab") as file:
+            file.write(path.read_bytes()[:40])
+        samples = list_samples(build_tasks(2)[1:], [], num_samples=1, max_attempts=1)
+        sample_tasks(rollouts, samples, tmp_path / "out", max_attempts=1)
+    found = read_results(tmp_path / "out")
+    assert (found[0], len(found), found[1].reward) == (first, 2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("stop_reason", "error", "name"),
+    [
+        ("prepare_failed", "SandboxError: no disk", "prepare_failed"),
+        ("no_calls", "the agent got no answer of the model (exit code 1)", "no_calls"),
+        ("agent_failed", "2 model calls failed on our side; the agent's result says nothing", "model_calls_failed"),
+        ("agent_failed", "SandboxError: the engine is gone", "sandbox_failed"),
+        ("completed", "the grader failed: GradeError: x", "grader_failed"),
+        ("completed", "the grader gave nan", "grader_failed"),
+    ],
+)
+def test_failures_have_names(stop_reason: str, error: str, name: str) -> None:
+    result = SampleResult(
+        task="t", sample=0, attempt=1, rollout="r", record="r.jsonl", repo=None, reward=None, error=error,
+        stop_reason=stop_reason, calls=0, sampled_tokens=0, seconds={},
+    )  # fmt: skip
+    assert name_failure(result) == name

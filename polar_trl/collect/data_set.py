@@ -11,7 +11,7 @@ write a data set without a row to train on, and replaces an earlier one only whe
 """
 
 import json
-import os
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ class Report:
     rows: Mapping[str, Mapping[str, Mapping[str, int]]]
     """Form ("tokens", "messages") -> repository -> split -> rows."""
     left_out: Mapping[str, int]
-    """Reason -> rows: "too_long" of both forms, "unreadable_arguments" of the messages."""
+    """Reason -> rows: "too_long" of both forms, "unreadable_messages" of the messages."""
     text_only_rows: int
     """Rows without token ids."""
 
@@ -136,19 +136,20 @@ def build_data_set(
     left_out: Counter[str] = Counter()
     for number, result in enumerate(chosen, start=1):
         for row in build_rows(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
-            if selection.max_tokens is not None and len(row.token_ids or ()) > selection.max_tokens:
+            num_tokens = 0 if row.token_ids_T is None else len(row.token_ids_T)
+            if selection.max_tokens is not None and num_tokens > selection.max_tokens:
                 left_out["too_long"] += 1
             else:
                 kept.append((result, row))
         tell(number, len(chosen))
-    left_out["unreadable_arguments"] = sum(row.messages is None for _, row in kept)
+    left_out["unreadable_messages"] = sum(row.messages is None for _, row in kept)
     forms, counts = _split(kept, selection, agent)
     report = Report(
         by_repo=count_acceptance(results, min_reward=selection.min_reward),
         total=total,
         rows=counts,
         left_out={name: count for name, count in sorted(left_out.items()) if count},
-        text_only_rows=sum(row.token_ids is None for _, row in kept),
+        text_only_rows=sum(row.token_ids_T is None for _, row in kept),
     )
     if not forms.tokens["train"] and not forms.messages["train"]:
         raise PolarError(f"{len(chosen)} sessions were accepted, but none of their rows is left ({report.left_out})")
@@ -184,20 +185,24 @@ def _split(
         split, repo = "test" if result.task in test else "train", result.repo or NO_REPO
         about = {
             "id": row.id,
-            "task_id": result.task,
-            "repo": result.repo,
+            "task_id": _render_text(result.task),
+            "repo": None if result.repo is None else _render_text(result.repo),
             "reward": result.reward,
             "session": result.record,
             "agent": agent,
         }
-        if row.token_ids is not None and row.mask is not None:
-            mask = [int(trainable) for trainable in row.mask]
-            forms.tokens[split].append({"input_ids": list(row.token_ids), "assistant_masks": mask, **about})
+        if row.token_ids_T is not None:
+            forms.tokens[split].append({"input_ids": row.token_ids_T, "assistant_masks": row.mask_T, **about})
             _count(counts["tokens"], repo, split)
         if row.messages is not None:
             forms.messages[split].append({"messages": row.messages, "tools": row.tools, **about})
             _count(counts["messages"], repo, split)
     return forms, counts
+
+
+def _render_text(text: str) -> str:
+    """As UTF-8 holds it: an id may have half a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _count(counts: dict[str, dict[str, int]], repo: str, split: str) -> None:
@@ -206,7 +211,8 @@ def _count(counts: dict[str, dict[str, int]], repo: str, split: str) -> None:
 
 def _write(target: Path, forms: _Forms, report: Report, render: Callable[[Files], str]) -> None:
     """All files into a folder beside the target, which then takes its place. `render` makes the card."""
-    draft, before = (target.with_name(f".{target.name}.{os.getpid()}{end}") for end in ("", ".before"))
+    name = f".{target.name}.{secrets.token_hex(4)}"
+    draft, before = (target.with_name(f"{name}{end}") for end in ("", ".before"))
     files: dict[str, dict[str, str]] = {}
     try:
         draft.mkdir(parents=True)
@@ -216,8 +222,9 @@ def _write(target: Path, forms: _Forms, report: Report, render: Callable[[Files]
                 if rows:
                     path = _write_parquet(draft / form, split, form, rows)
                     files.setdefault(form, {})[split] = path.relative_to(draft).as_posix()
-        (draft / "README.md").write_text(render(files), encoding="utf-8")
-        (draft / REPORT_FILE).write_text(json.dumps(report.render(), indent=1, ensure_ascii=False) + "\n", "utf-8")
+        (draft / "README.md").write_text(render(files), encoding="utf-8", errors="replace")
+        counts = json.dumps(report.render(), indent=1, ensure_ascii=False) + "\n"
+        (draft / REPORT_FILE).write_text(counts, encoding="utf-8", errors="replace")
         if target.exists():
             target.rename(before)
         draft.rename(target)

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
 from polar_trl.reconstruct import BUILDERS, check_laws, count_as_policy
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
-from polar_trl.types import Call, Rollout, TokenIds
+from polar_trl.types import Call, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,13 +24,14 @@ class Row:
     id: str
     """The rollout's id and the row's number in it."""
     messages: list[dict[str, Any]] | None
-    """As chat templates read them, the last one the model's; None where the model wrote tool arguments that are no
-    JSON object, which templates refuse."""
+    """As chat templates read them, the last one the model's; None where they cannot be had: tool arguments that are
+    no JSON object, which templates refuse, or what no JSON file gives back (half a surrogate pair, NaN, an integer
+    of more than 64 bits)."""
     tools: list[dict[str, Any]]
-    token_ids: TokenIds | None
-    """[T]; None for text only."""
-    mask: tuple[bool, ...] | None
-    """[T], True exactly on what the model sampled in this row."""
+    token_ids_T: NDArray[np.int32] | None
+    """None for text only."""
+    mask_T: NDArray[np.int8] | None
+    """1 exactly on what the model sampled in this row."""
 
 
 def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
@@ -48,8 +53,8 @@ def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
             rollout,
             number,
             rollout.calls[trajectory.call_indices[-1]],
-            token_ids=trajectory.token_ids,
-            mask=trajectory.trainable,
+            token_ids_T=np.array(trajectory.token_ids, dtype=np.int32),
+            mask_T=np.array(trajectory.trainable, dtype=np.int8),
         )
         for number, trajectory in enumerate(reconstruction.trajectories)
     ]
@@ -60,26 +65,35 @@ def _build_row(
     number: int,
     last: Call,
     *,
-    token_ids: TokenIds | None = None,
-    mask: tuple[bool, ...] | None = None,
+    token_ids_T: NDArray[np.int32] | None = None,
+    mask_T: NDArray[np.int8] | None = None,
 ) -> Row:
     """Of the conversation that ends with the reply of `last`."""
     conversation = place_system((*last.request.messages, last.message), "first", at_start=True)
     messages: list[dict[str, Any]] | None
     messages = [build_message_dict(message, parse_arguments=True) for message in conversation]
-    if not all(map(_has_readable_arguments, messages)):
+    tools = [build_tool_dict(tool) for tool in last.request.tools]
+    if not (all(map(_has_readable_arguments, messages)) and _survives_json([messages, tools])):
         messages = None
     return Row(
         id=f"{rollout.id}-{number}",
         messages=messages,
-        tools=[build_tool_dict(tool) for tool in last.request.tools],
-        token_ids=token_ids,
-        mask=mask,
+        tools=tools,
+        token_ids_T=token_ids_T,
+        mask_T=mask_T,
     )
 
 
 def _has_readable_arguments(message: Mapping[str, Any]) -> bool:
     return all(isinstance(call["function"]["arguments"], dict) for call in message.get("tool_calls", ()))
+
+
+def _survives_json(value: Any) -> bool:
+    """Whether a JSON file gives back what it was given."""
+    try:
+        return bool(orjson.loads(orjson.dumps(value)) == value)
+    except (orjson.JSONEncodeError, RecursionError):
+        return False
 
 
 def _list_ends(calls: Sequence[Call]) -> list[Call]:

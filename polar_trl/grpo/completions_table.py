@@ -130,7 +130,7 @@ class CompletionsTable(TrainerCallback):
         rows, self._pending[mode] = self._pending[mode], []
         if not rows or not state.is_world_process_zero:
             return
-        rows = _fill(rows)
+        rows = _level(rows)
         step = state.global_step
         self._folder.mkdir(parents=True, exist_ok=True)
         prefix = "completions" if mode == "train" else "eval"
@@ -170,10 +170,20 @@ def _render(messages: Any) -> str:
     return "\n\n".join(parts)
 
 
-def _fill(rows: Sequence[Row]) -> list[Row]:
-    """The rows with one set of columns: reward functions may add some at some steps."""
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in columns} for row in rows]
+def _level(rows: Sequence[Row]) -> list[Row]:
+    """The rows with one set of columns, each of one kind: reward functions may add any values at some steps."""
+    columns = {name: _level_column([row.get(name) for row in rows]) for row in rows for name in row}
+    return [{name: column[index] for name, column in columns.items()} for index in range(len(rows))]
+
+
+def _level_column(values: Sequence[Any]) -> Sequence[Any]:
+    """Numbers, or truth values, or text that UTF-8 holds; None stays None."""
+    kinds = {type(value) for value in values} - {type(None)}
+    if kinds <= {bool}:
+        return values
+    if kinds <= {int, float} and all(value is None or abs(value) < 2**63 for value in values):
+        return values
+    return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
 
 
 def _number(value: float) -> float | None:

@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,7 +14,7 @@ from test_loss import run_worker
 from transformers import TrainerControl, TrainerState
 from wandb.proto.wandb_internal_pb2 import Record
 
-from polar_trl.grpo.completions_table import MAX_COMPLETION_CHARS, CompletionsTable, cut
+from polar_trl.grpo.completions_table import MAX_COMPLETION_CHARS, CompletionsTable, _level, _level_column, cut
 from polar_trl.reconstruct import Reconstruction
 from polar_trl.record import read_session
 from polar_trl.run_log import read_log
@@ -240,3 +241,13 @@ def test_what_is_printed_is_bounded(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "reply0" in shown and "reply1" in shown  # the worst and the best
     assert "reply2" not in shown and len(shown) < 60_000
+
+
+def test_a_column_of_the_table_is_of_one_kind(tmp_path: Path) -> None:
+    values = [1, 2.5, True, "a", None, 2**70, "half \ud83d", [1]]
+    assert _level_column([1, 2.5, None]) == [1, 2.5, None]
+    assert _level_column([True, None]) == [True, None]
+    assert _level_column(values) == ["1", "2.5", "True", "a", None, str(2**70), "half ?", "[1]"]
+    rows = _level([{"step": 1, "extra": value} for value in values] + [{"step": 2}])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    assert pq.read_table(tmp_path / "t.parquet")["step"].to_pylist() == [1] * len(values) + [2]
