@@ -4,13 +4,14 @@ For servers that give no token ids. What comes out can be recorded and read by a
 is marked `text_only` on every call, and the laws refuse to train on it. This file never makes up a token id.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.openai_server import OpenAIServer, RefusedError
-from polar_trl.errors import ConfigError, EngineError, RenderError, WireError
+from polar_trl.errors import ConfigError, EngineError, ErrorKind, RenderError, WireError
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
 from polar_trl.types import ChatRequest, FinishReason, Message, TokenIds, Tool, ToolCall
 from polar_trl.wire.base import is_json_object
@@ -56,14 +57,21 @@ class ChatServer:
             WireError: the server refuses the request, which is the agent's to hear.
             EngineError, EngineBusyError: as `Engine.generate` does.
         """
+        body = self._build_body(request, params)
         try:
-            answer = await self._server.post("/chat/completions", self._build_body(request, params))
+            try:
+                answer = await self._server.post("/chat/completions", body)
+            except RefusedError as error:
+                if not _is_overflow(error):
+                    raise
+                # fewer than max_tokens are left, or none: servers that are not told a number give what is left
+                del body["max_tokens"]
+                answer = await self._server.post("/chat/completions", body)
         except RefusedError as error:
             if error.status in (401, 403, 404):
                 raise  # the server does not know us, or the model: no fault of the agent's
-            said = str(error).lower()
-            is_overflow = "context" in said and ("length" in said or "window" in said)
-            raise WireError(str(error), kind="context_overflow" if is_overflow else "invalid_request") from error
+            kind: ErrorKind = "context_overflow" if _is_overflow(error) else "invalid_request"
+            raise WireError(str(error), kind=kind) from error
         return _parse_reply(answer)
 
     def probe(self, params: GenerationParams) -> None:
@@ -119,6 +127,11 @@ class ChatServer:
         return body
 
 
+def _is_overflow(error: RefusedError) -> bool:
+    said = str(error).lower()
+    return "context" in said and ("length" in said or "window" in said)
+
+
 def _parse_reply(answer: Mapping[str, Any]) -> TextReply:
     try:
         choice = answer["choices"][0]
@@ -143,6 +156,8 @@ def _parse_reply(answer: Mapping[str, Any]) -> TextReply:
 def _parse_tool_call(item: Mapping[str, Any]) -> ToolCall:
     function = item["function"]
     arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):  # an object, as some servers send it
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(
         id=item.get("id") or "",
         name=function["name"],

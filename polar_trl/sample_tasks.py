@@ -56,6 +56,7 @@ class SampleResult:
     stop_reason: str
     calls: int
     sampled_tokens: int
+    """Of text-only sessions, as their server counted."""
     seconds: Mapping[str, float]
     """As in `Rollout`."""
 
@@ -77,8 +78,8 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
 
     Args:
         folder: New, empty, or of an earlier start with the same settings (any, where no session had ended).
-        settings: What decides the results, by name (JSON values), and `tokenizer`, where the model's lies, which may
-            change.
+        settings: What decides the results, by name (JSON values); a `served_name` of None is not
+            known this time, and taken for unchanged. And `tokenizer`, where the model's lies, which may change.
 
     Raises `ConfigError` where the folder holds anything else, and names the setting that differs.
     """
@@ -102,10 +103,11 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
         before = _parse_settings(path, text)
         if results:
             _require_same(folder, before, settings)
+            settings = before | {name: value for name, value in settings.items() if value is not None}
         elif before and set(before) != set(settings):
             raise ConfigError(f"{path} is of something else; name another output_dir")
-        else:
-            file.truncate(0)  # a start that failed early decides nothing
+        if before != json.loads(json.dumps(settings)):  # a start that failed early decides nothing
+            file.truncate(0)
             file.write(json.dumps(settings, indent=1, sort_keys=True) + "\n")
             file.flush()
         yield results
@@ -241,7 +243,8 @@ def _build_result(sample: Sample, finished: Finished, record: str) -> SampleResu
         error=rollout.error,
         stop_reason=rollout.stop_reason,
         calls=len(rollout.calls),
-        sampled_tokens=sum(len(call.completion.token_ids) for call in rollout.calls),
+        sampled_tokens=sum(len(call.completion.token_ids) for call in rollout.calls)
+        + rollout.counters.get("tokens_by_server", 0),
         seconds={name: round(value, 3) for name, value in rollout.seconds.items()},
     )
 
@@ -274,7 +277,8 @@ def _parse_settings(path: Path, text: str) -> dict[str, Any]:
 def _require_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(settings))
     for name in [*now, *(name for name in before if name not in now)]:
-        if name != "tokenizer" and before.get(name) != now.get(name):
+        unknown = name == "served_name" and None in (before.get(name), now.get(name))
+        if name != "tokenizer" and not unknown and before.get(name) != now.get(name):
             raise ConfigError(
                 f"output_dir {folder} holds results with another setting: {name} is {now.get(name)!r} and was "
                 f"{before.get(name)!r}; set it back, or name another output_dir"

@@ -323,6 +323,7 @@ class Session:
         if isinstance(sampled, TextReply):
             completion, stop_text = replace(NO_TOKENS, finish_reason=sampled.finish_reason), None
             message, num_sampled = sampled.message, sampled.num_sampled_tokens
+            self._log.count("tokens_by_server", num_sampled)
         else:
             completion, num_sampled = sampled, len(sampled.token_ids)
             message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)

@@ -312,6 +312,10 @@ def test_folders_that_hold_no_whole_model(tmp_path: Path, tiny_model: Path) -> N
     whole = link("whole")
     assert find_model(str(whole)).identity.startswith("whole ")
     assert find_model(str(whole)).identity.split()[1] == find_model(str(tiny_model)).identity.split()[1]
+    other = link("other")
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    assert find_model(str(other)).identity.split()[1] != find_model(str(whole)).identity.split()[1]
     with pytest.raises(ConfigError, match="lacks weights"):
         find_model(str(link("weightless", "model.safetensors")))
     with pytest.raises(ConfigError, match="has no tokenizer"):

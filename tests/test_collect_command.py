@@ -15,6 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polar_trl.cli import main
+from polar_trl.collect.data_set import Selection
+from polar_trl.collect.run import parse_collection
+from polar_trl.grpo.eval_setup import parse_eval
 from polar_trl.reconstruct import build_prefix_merged
 from polar_trl.record import read_session
 from polar_trl.sample_tasks import read_results
@@ -163,3 +166,12 @@ def test_help_has_examples_and_loads_nothing_heavy() -> None:
     text, modules = done.stdout.rsplit("\n", 2)[0], done.stdout.strip().splitlines()[-1]
     assert "polar-trl collect --config configs/quickstart.yaml --num_samples 4 --output_dir runs/collect" in text
     assert not {"torch", "trl", "vllm", "transformers", "datasets"} & set(json.loads(modules.replace("'", '"')))
+
+
+def test_engines_take_the_tasks_that_are_collected(tmp_path: Path) -> None:
+    """They are processes of `polar-trl eval`, which prefers eval_tasks."""
+    tasks, evals = ROOT / "configs" / "tasks" / "shell_ladder.jsonl", tmp_path / "evals.jsonl"
+    keys = ["--tasks", str(tasks), "--eval_tasks", str(evals), "--agent_command", "true"]
+    collection = parse_collection(ROOT / "configs" / "quickstart.yaml", keys, tmp_path, Selection())
+    worker = parse_eval(None, collection.setup.command[2:], tmp_path)
+    assert (collection.setup.tasks, worker.tasks) == (str(tasks), str(tasks))

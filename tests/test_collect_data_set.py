@@ -160,7 +160,13 @@ def test_what_is_selected(
 
 @pytest.mark.parametrize(
     "arguments",
-    ['{"command": ls', '{"command": "\\ud83d"}', '{"command": NaN}', '{"command": 123456789012345678901234567890}'],
+    [
+        '{"command": ls',
+        '{"command": "\\ud83d"}',
+        '{"command": NaN}',
+        '{"command": 123456789012345678901234567890}',
+        '{"command": 1.7976931348623157e308}',  # which the library reads one bit off
+    ],
 )
 def test_arguments_that_templates_or_files_do_not_take_stay_tokens(
     recorder: Recorder, tmp_path: Path, arguments: str
@@ -174,6 +180,17 @@ def test_arguments_that_templates_or_files_do_not_take_stay_tokens(
     assert report.left_out == {"unreadable_messages": 1}
     assert list(report.by_repo) == ["(none)"]
     assert [row["task_id"] for row in load(tmp_path / "set", "messages")["train"]] == ["u"]
+
+
+def test_numbers_in_arguments_come_back_as_they_were_written(recorder: Recorder, tmp_path: Path) -> None:
+    mine = Recorder(recorder.model, tmp_path)
+    numbers = [1e-12, 3.141592653589793, 1e22, 2**63 - 1, -0.1]
+    call = CALL.replace('{"command": "ls"}', json.dumps({"command": "ls", "numbers": numbers}))
+    mine.record("t", 0, 1.0, repo=None, script=(call, DONE))
+    build(mine, tmp_path / "set", test_share=0.0)
+    (row,) = load(tmp_path / "set", "messages")["train"]
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"]["numbers"] == numbers
+    assert row["tools"] == [TOOL]
 
 
 def test_a_broken_record_stops_it_and_leaves_what_was_there(recorder: Recorder, tmp_path: Path) -> None:

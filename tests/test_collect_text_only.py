@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polar_trl.chat_server import ChatServer
+from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.openai_server import OpenAIServer
 from polar_trl.errors import ConfigError, LawError
 from polar_trl.grade.command import CommandGrader
@@ -29,7 +30,7 @@ from polar_trl.rollout import Job, RolloutConfig, RolloutRunner
 from polar_trl.sample_tasks import read_results
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.session import SessionLimits
-from polar_trl.types import Rollout, Task, Tool, ToolCall
+from polar_trl.types import ChatRequest, Message, Rollout, Task, Tool, ToolCall
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = {"type": "function", "function": {"name": "shell", "description": "", "parameters": {"type": "object"}}}
@@ -183,7 +184,7 @@ def test_budget_and_counts() -> None:
 )
 def test_what_a_server_cannot_do(answer: Any, status: int, counter: str | None) -> None:
     log = new_log()
-    with chat(answer) as model, serve(model, model) as proxy:
+    with chat(answer, answer) as model, serve(model, model) as proxy:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         reply = http(proxy.open_session(log)).post(CHAT, json=body)
     assert reply.status_code == status
@@ -191,6 +192,27 @@ def test_what_a_server_cannot_do(answer: Any, status: int, counter: str | None) 
     assert dict(log.counters) == ({counter: 1} if counter else {})
     if "context" in str(reply.json()):
         assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_an_answer_gets_what_is_left_of_the_context() -> None:
+    refusal = JSONResponse({"error": {"message": "max_tokens is too large for the context length of 4096"}}, 400)
+    log = new_log()
+    with chat(refusal, say("short")) as model, serve(model, model) as proxy:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        reply = http(proxy.open_session(log)).post(CHAT, json=body)
+    assert reply.json()["choices"][0]["message"]["content"] == "short"
+    first, second = ASKED
+    assert first.pop("max_tokens") > 0 and first == second
+
+
+@pytest.mark.parametrize(("sent", "kept"), [({"path": "ü"}, '{"path": "ü"}'), ([1], "[1]"), (None, "{}")])
+def test_arguments_that_are_no_text(sent: Any, kept: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "read", "arguments": sent}}
+    with chat(say(None, "tool_calls", tool_calls=[call])) as model:
+        request = ChatRequest(messages=(Message(role="user", text="x"),))
+        reply = asyncio.run(model.answer(request, GenerationParams(max_tokens=8)))
+    (made,) = reply.message.tool_calls
+    assert (made.arguments, made.parse_status) == (kept, "malformed" if sent == [1] else "ok")
 
 
 def test_the_probe_asks_with_a_tool() -> None:
@@ -262,6 +284,11 @@ def test_the_command_collects_messages_and_says_so(tmp_path: Path) -> None:
         num_asked = len(ASKED)
         again = collect("--base_url", f"{url}/v1", "--json")
         assert len(ASKED) == num_asked  # nothing is left to run
+        other = collect("--base_url", f"{url}/v1", "--served_name", "weak")
+        assert "served_name is 'weak' and was 'strong'" in other.stderr or "'weak' is not among them" in other.stderr
+    results = read_results(tmp_path / "out")
+    assert [result.sampled_tokens for result in results] == [4 * result.calls for result in results]
+    assert json.loads((tmp_path / "out" / "settings.json").read_text())["served_name"] == "strong"
     report = json.loads(again.stdout)
     assert report["total"] == {"tasks": 3, "attempts": 3, "accepted": 2, "failed": 0, "rate": 0.6667}
     assert (report["rows"]["tokens"], report["text_only_rows"]) == ({}, 2)

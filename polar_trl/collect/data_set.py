@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import orjson
 from datasets import Dataset, Features, Json, List, Value, disable_progress_bars, enable_progress_bars
 
 from polar_trl.collect.accept import NO_REPO, Acceptance, choose_accepted, count_acceptance, total_acceptance
@@ -195,9 +196,15 @@ def _split(
             forms.tokens[split].append({"input_ids": row.token_ids_T, "assistant_masks": row.mask_T, **about})
             _count(counts["tokens"], repo, split)
         if row.messages is not None:
-            forms.messages[split].append({"messages": row.messages, "tools": row.tools, **about})
+            # as text: the library's own encoder keeps ten decimals of a number
+            texts = {"messages": _render_json(row.messages), "tools": _render_json(row.tools)}
+            forms.messages[split].append({**texts, **about})
             _count(counts["messages"], repo, split)
     return forms, counts
+
+
+def _render_json(values: Sequence[Any]) -> list[str]:
+    return [orjson.dumps(value).decode() for value in values]
 
 
 def _render_text(text: str) -> str:

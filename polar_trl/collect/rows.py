@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from datasets import Json
 from numpy.typing import NDArray
 
 from polar_trl.reconstruct import BUILDERS, check_laws, count_as_policy
@@ -25,8 +26,8 @@ class Row:
     """The rollout's id and the row's number in it."""
     messages: list[dict[str, Any]] | None
     """As chat templates read them, the last one the model's; None where they cannot be had: tool arguments that are
-    no JSON object, which templates refuse, or what no JSON file gives back (half a surrogate pair, NaN, an integer
-    of more than 64 bits)."""
+    no JSON object, which templates refuse, or what `datasets` would not give back from JSON (half a surrogate pair,
+    NaN, an integer of more than 64 bits)."""
     tools: list[dict[str, Any]]
     token_ids_T: NDArray[np.int32] | None
     """None for text only."""
@@ -89,10 +90,10 @@ def _has_readable_arguments(message: Mapping[str, Any]) -> bool:
 
 
 def _survives_json(value: Any) -> bool:
-    """Whether a JSON file gives back what it was given."""
+    """Whether `datasets` gives back from JSON what was written."""
     try:
-        return bool(orjson.loads(orjson.dumps(value)) == value)
-    except (orjson.JSONEncodeError, RecursionError):
+        return bool(Json().decode_example(orjson.dumps(value).decode()) == value)
+    except (TypeError, ValueError, RecursionError):  # what orjson and the library raise
         return False
 
 

@@ -44,9 +44,10 @@ def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path
     """
     setup = parse_eval(config, overrides, folder)
     tasks = setup.run.tasks
-    # several engines are processes of `polar-trl eval`, which would take the run file's eval_tasks
+    # several engines are processes of `polar-trl eval`, which takes eval_tasks where there are any
     return Collection(
-        setup=replace(setup, tasks=tasks, command=(*setup.command, "--tasks", tasks)), selection=selection
+        setup=replace(setup, tasks=tasks, command=(*setup.command, "--tasks", tasks, "--eval_tasks", tasks)),
+        selection=selection,
     )
 
 

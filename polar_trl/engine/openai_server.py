@@ -20,6 +20,8 @@ MAX_DELAY_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 3600.0
 """An answer comes in one piece, after minutes; the agent's own time limit is what ends the wait."""
+START_TIMEOUT_S = 300.0
+"""Of a question at the start: a model that has just been loaded may compile first."""
 _BUSY = (429, 503)
 _PASSING = (*_BUSY, 502, 504)
 """Statuses after which the same request may succeed."""
@@ -83,7 +85,10 @@ class OpenAIServer:
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The same for callers without an event loop, and once only: what is wrong at the start is said at once."""
-        return asyncio.run_coroutine_threadsafe(self._ask(method, path, body), self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(self._ask(method, path, body), self._loop).result(START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineError(f"{self.base_url}{path} has not answered in {START_TIMEOUT_S:.0f} s") from error
 
     def close(self) -> None:
         """Close the connections and end the thread. Requests in flight fail. Safe to call twice."""

@@ -176,12 +176,16 @@ def _level(rows: Sequence[Row]) -> list[Row]:
     return [{name: column[index] for name, column in columns.items()} for index in range(len(rows))]
 
 
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
+
+
 def _level_column(values: Sequence[Any]) -> Sequence[Any]:
     """Numbers, or truth values, or text that UTF-8 holds; None stays None."""
-    kinds = {type(value) for value in values} - {type(None)}
-    if kinds <= {bool}:
-        return values
-    if kinds <= {int, float} and all(value is None or abs(value) < 2**63 for value in values):
+    known = [value for value in values if value is not None]
+    if all(isinstance(value, bool) for value in known) or all(map(_is_number, known)):
         return values
     return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
 

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.openai_server import OpenAIServer
+from polar_trl.engine.remote import find_served_model
 from polar_trl.errors import ConfigError
 from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grpo.arguments import RunParser, parse_groups, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.eval_arguments import EvalArguments
 from polar_trl.grpo.model_folder import Checkpoint, find_model
+from polar_trl.grpo.served import API_KEY_VARIABLE
 from polar_trl.harness.base import Harness
 from polar_trl.run_setup import RunArguments, RunParts, build_parts
 from polar_trl.sample_tasks import find_repo
@@ -170,7 +173,7 @@ def build_settings(
         "model": checkpoint.identity,
         "tokenizer": os.path.abspath(name) if Path(name := checkpoint.base or checkpoint.name).is_dir() else name,
         "engine": "vllm" if setup.evaluation.base_url is None else "server",
-        "served_name": setup.evaluation.served_name,
+        "served_name": _find_served_name(setup.evaluation),
         **{name: getattr(run, name) for name in names},
         "agent_version": None if find_version is None else find_version(),
         "agent_files": {Path(name).name: _digest(Path(name).read_bytes()) for name in run.agent_files},
@@ -178,6 +181,19 @@ def build_settings(
         **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
         **{name: getattr(args, name) for name in of_sessions},
     }
+
+
+def _find_served_name(evaluation: EvalArguments) -> str | None:
+    """What a server's answers are of; None where it cannot be asked, or there is no server."""
+    if evaluation.base_url is None:
+        return None
+    server = OpenAIServer(evaluation.base_url, api_key=os.environ.get(API_KEY_VARIABLE))
+    try:
+        return find_served_model(server, evaluation.served_name).name
+    except ConfigError:
+        return evaluation.served_name  # a folder with nothing left to run needs no server
+    finally:
+        server.close()
 
 
 def name_group(task: Task, key: str) -> str | None:

@@ -31,6 +31,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_SETTINGS = (*_TOKENIZER, "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json")
+"""Of a model, besides its weights: what decides what is sampled."""
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
 
@@ -62,7 +64,8 @@ def find_model(name: str | None, *, trust_remote_code: bool = False) -> Checkpoi
     if (folder / ADAPTER_CONFIG).exists():
         return _find_adapter(folder, trust_remote_code=trust_remote_code)
     _require_whole(folder, trust_remote_code=trust_remote_code)
-    return Checkpoint(name=name, identity=f"{folder.resolve().name} {_digest(_list_weights(folder))}")
+    settings = [folder / name for name in _SETTINGS if (folder / name).exists()]
+    return Checkpoint(name=name, identity=f"{folder.resolve().name} {_digest([*_list_weights(folder), *settings])}")
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -190,10 +193,10 @@ def _list_weights(folder: Path) -> list[Path]:
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
 
 
-def _digest(weights: list[Path]) -> str:
+def _digest(files: list[Path]) -> str:
     """Of samples spread over the files: training changes weights everywhere, and a whole read takes minutes."""
     state = hashlib.sha256()
-    for path in weights:
+    for path in files:
         size = path.stat().st_size
         state.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -229,10 +229,14 @@ def _check_tokenizer(model: LoadedModel, policy: Policy, recorded: Sequence[Call
     renderer, size = model.renderers[policy], len(model.tokenizer)
     checked = recorded[:_NUM_CHECKED]
     for call in checked:
-        ids = call.completion.token_ids
+        ids, recorded_message = call.completion.token_ids, call.message
         readable = max(ids) < size
         message = renderer.parse(call.prompt_ids, ids, call.request.tools) if readable else None
-        if message is not None and message.text.strip().startswith(call.message.text.strip()):
+        if (
+            message is not None
+            and message.text.strip().startswith(recorded_message.text.strip())
+            and [made.name for made in message.tool_calls] == [made.name for made in recorded_message.tool_calls]
+        ):
             break
     else:
         raise ConfigError(

@@ -1,11 +1,13 @@
 """What trackers hold of a run, read back from their own files: curves by step, and a table of rollouts per step."""
 
 import json
+import math
 import sqlite3
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -247,6 +249,8 @@ def test_a_column_of_the_table_is_of_one_kind(tmp_path: Path) -> None:
     values = [1, 2.5, True, "a", None, 2**70, "half \ud83d", [1]]
     assert _level_column([1, 2.5, None]) == [1, 2.5, None]
     assert _level_column([True, None]) == [True, None]
+    odd = [math.nan, math.inf, np.float64(0.5)]
+    assert _level_column(odd) is odd
     assert _level_column(values) == ["1", "2.5", "True", "a", None, str(2**70), "half ?", "[1]"]
     rows = _level([{"step": 1, "extra": value} for value in values] + [{"step": 2}])
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
