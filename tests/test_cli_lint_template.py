@@ -1,5 +1,6 @@
 """`polar-trl lint-template`: what chat templates do to sampled turns, on real templates and on some made bad."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -364,3 +365,20 @@ def test_from_python(qwen35: Path) -> None:
     report = lint(load_model(str(qwen35)))
     assert report.is_exact
     assert [turn.call for turn in report.turns if not turn.is_followed] == [9, 10]
+
+
+def test_a_bare_tool_call_of_another_tokenizer_is_refused(
+    qwen35: Path, smollm2: Path, tmp_path: Path, capsys: Any
+) -> None:
+    recorded = tmp_path / "a.jsonl"
+    record_session(qwen35, recorded)
+    calls = [
+        dataclasses.replace(call, message=dataclasses.replace(call.message, text=""), parent=None)
+        for call in read_record(recorded).rollout.calls
+        if call.message.tool_calls
+    ]
+    log = SessionLog(session_id=calls[0].session_id, task_id="t", group_id="g", path=tmp_path / "b.jsonl")
+    for index, call in enumerate(calls):
+        log.append(dataclasses.replace(call, index=index))
+    assert main(["lint-template", str(smollm2), "--session", str(tmp_path / "b.jsonl")]) == 2
+    assert "do not read as recorded with the tokenizer of" in capsys.readouterr().err

@@ -93,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"data_set": str(collection.data_set), **report.render()}))
     else:
         _print_report(report, collection.data_set)
+        if selection.test_share > 0 and not any(report.num_rows(form, "test") for form in report.rows):
+            print(
+                "no rows for testing: a repository's only task is trained on, and there are too few tasks for a share",
+                file=sys.stderr,
+            )
     return 0
 
 
