@@ -78,8 +78,8 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
 
     Args:
         folder: New, empty, or of an earlier start with the same settings (any, where no session had ended).
-        settings: What decides the results, by name (JSON values); a `served_name` of None is not
-            known this time, and taken for unchanged. And `tokenizer`, where the model's lies, which may change.
+        settings: What decides the results, by name (JSON values), and `tokenizer`, where the model's lies, which may
+            change. A `served_name` of None is one that could not be asked for, and counts as unchanged.
 
     Raises `ConfigError` where the folder holds anything else, and names the setting that differs.
     """
