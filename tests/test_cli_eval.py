@@ -226,15 +226,17 @@ def test_a_server_can_be_the_model(
 
 def find_workers(out: Path) -> list[int]:
     """Process ids of the engines that write into this folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = path.read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
         if b"--worker" in words and str(out).encode() in words:
-            found.append(int(path.parent.name))
-    return found
+            parents[int(folder.name)] = parent
+    # a child that an engine has just forked still has its arguments
+    return [pid for pid, parent in parents.items() if parent not in parents]
 
 
 def build_result(task: str, sample: int, reward: float | None, **fields: Any) -> SampleResult:
