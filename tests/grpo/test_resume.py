@@ -335,7 +335,8 @@ def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_mod
     newest = find_checkpoint(run)
     assert newest is not None
     assert said.endswith(f"; --resume_from_checkpoint auto goes on from {newest}")
-    assert len([1 for _, folder in list_checkpoints(run) if find_problem(folder) is None]) == 2
+    whole = [folder for _, folder in list_checkpoints(run) if find_problem(folder) is None]
+    assert len(whole) in (2, 3)  # three if the signal came after a save and before the oldest was removed
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert again.returncode == 1
