@@ -328,7 +328,7 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path) -> None:
     with serve_app({"/v1/models": models, "/v1/chat/completions": completions}) as url:
         command += ["--base_url", f"{url}/v1"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        wait_long(lambda: len(ASKED) == 3 or process.poll() is not None)
+        wait_long(lambda: (len(ASKED) == 3 and bool(read_results(out))) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 130, said[-3000:]
