@@ -1,4 +1,5 @@
-"""`log.jsonl` of a run's folder -> its lines, one per step and kind. Standard library only: pages and scripts read it.
+"""Names in a run's folder; `log.jsonl` there -> its lines, one per step and kind. Standard library only: pages and
+scripts read it.
 
 It refuses nothing that a kill or an odd metric has left there: what is no line of a step is left out.
 """
@@ -9,6 +10,8 @@ from typing import Any
 
 LOG_FILE = "log.jsonl"
 SETTINGS_FILE = "settings.json"
+TRAINED_FILE = "trained.jsonl"
+ROWS_FOLDER = "rows"
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
 from polar_trl.rollout import Finished, Job, RolloutRunner
-from polar_trl.run_log import LOG_FILE, SETTINGS_FILE
+from polar_trl.run_log import LOG_FILE, ROWS_FOLDER, SETTINGS_FILE, TRAINED_FILE
 from polar_trl.types import Task
 
 RESULTS_FILE = "results.jsonl"
 PASSING_REWARD = 1.0
-_FOREIGN = ("trained.jsonl", LOG_FILE, "rows", "config.json", "adapter_config.json")
+_FOREIGN = (TRAINED_FILE, LOG_FILE, ROWS_FOLDER, "config.json", "adapter_config.json")
 """Names that a folder of something else has: a run or a model."""
 _FEWEST_FAILURES = 8
 

@@ -65,10 +65,15 @@ def test_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             "trajectories": 6,
             "forks": 3,
             "sampled_tokens": 18,
-            "trained_tokens": 15,
+            "trainable_tokens": 15,
             "dropped": {"superseded": 3},
             "digests_compared": 1,
             "digest_mismatches": 0,
+            "rows_compared": 0,
+            "row_mismatches": 0,
+            "steps_compared": 0,
+            "step_mismatches": 0,
+            "trained_tokens": 0,
             "broken_laws": 0,
             "unreadable": 0,
         },
@@ -80,7 +85,7 @@ def test_one_file_with_the_other_builder(tmp_path: Path, capsys: pytest.CaptureF
     write(tmp_path / "a.jsonl")
     status, report, _ = replay(capsys, tmp_path / "a.jsonl", "--builder", "per_request")
     assert status == 0
-    assert (report["sessions"], report["trajectories"], report["trained_tokens"]) == (1, 3, 5)
+    assert (report["sessions"], report["trajectories"], report["trainable_tokens"]) == (1, 3, 5)
 
 
 @pytest.mark.parametrize("builder", ["prefix_merging", "per_request"])
@@ -116,6 +121,87 @@ def test_an_unreadable_session_does_not_hide_the_others(tmp_path: Path, capsys: 
     assert "unknown builder 'magic', known are ['per_request', 'prefix_merging']" in err.splitlines()[1]
 
 
+ROWS: list[dict[str, Any]] = [
+    {"calls": [0, 1], "num_tokens": 5, "num_trainable": 3, "trained": [[1, 3], [4, 5]], "logprobs": [-0.5] * 3},
+    {"calls": [3], "num_tokens": 3, "num_trainable": 2, "trained": [[1, 3]], "logprobs": [-0.5] * 2},
+]
+
+
+def write_trained_run(folder: Path, **change: Any) -> Path:
+    """A step that trained both trajectories of a session; `change` is laid over the first row. Its file of rows."""
+    write(folder / "sessions" / "one" / "train_00000" / "a.jsonl")
+    rows = folder / "rows" / "one" / "train_00001.jsonl"
+    rows.parent.mkdir(parents=True)
+    common = {"type": "row", "step": 1, "rollout": "a", "record": "sessions/one/train_00000/a.jsonl"}
+    lines = [{"type": "rollout", "rollout": "a"}, {**common, **ROWS[0], **change}, {**common, **ROWS[1]}]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"type":"row","st')
+    steps = [
+        {"step": 1, "rollouts": ["a"], "rows": 2, "tokens": 5},
+        {"step": 2, "rollouts": [], "rows": 0, "tokens": 0},
+    ]
+    (folder / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    return rows
+
+
+def test_trained_rows_are_held_against_their_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_trained_run(tmp_path)
+    names = ("rows_compared", "row_mismatches", "steps_compared", "step_mismatches", "trained_tokens")
+    status, report, err = replay(capsys, tmp_path)
+    assert (status, [report[name] for name in names], err) == (0, [2, 0, 2, 0, 5], "")
+    # a resumed run trained them again, and the session was trained in another step that a kill undid
+    (tmp_path / "rows" / "two").mkdir()
+    (tmp_path / "rows" / "two" / rows.name).write_text(rows.read_text().replace('"step": 1', '"step": 7') + "\n")
+    (tmp_path / "rows" / "three").mkdir()
+    (tmp_path / "rows" / "three" / rows.name).write_text(rows.read_text())
+    # and it began from a checkpoint of another folder
+    with (tmp_path / "trained.jsonl").open("a") as file:
+        file.write('{"step": 0, "rollouts": ["b"], "rows": 1, "tokens": 9}\n')
+    status, report, err = replay(capsys, tmp_path)
+    assert (status, report["unreadable"]) == (1, 1) and err.startswith(
+        f"polar-trl: {tmp_path}/rows/two/{rows.name}, line 4"
+    )
+    assert [report[name] for name in names] == [6, 0, 2, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"record": "sessions/b.jsonl"}, "step 1 trained sessions/b.jsonl, which is gone"),
+        ({"calls": [0, 4]}, "calls [0, 4], and it has 4"),
+        ({"calls": [0]}, "5 tokens up to call 0, and it gives 3"),
+        ({"trained": [[1, 3], [3, 4]]}, "tokens 3 to 4, and it says that not all of them were sampled"),
+        ({"logprobs": [-0.5] * 2}, "its spans, its count and its log-probabilities are not of one length"),
+        ({"trained": None}, "no row: TypeError"),
+        ({"rollout": "b", "trained": [[1, 2]], "num_trainable": 1, "logprobs": [-0.5]}, "rows/ has 2 of 1"),
+        ({"step": 3}, "step 1 trained 5 tokens of 1 rollouts, rows/ has 2 of 1"),
+    ],
+)
+def test_a_row_that_is_not_its_session_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], fault: str
+) -> None:
+    write_trained_run(tmp_path, **change)
+    status, _, err = replay(capsys, tmp_path)
+    assert status == 1
+    assert fault in err
+
+
+def test_trained_sessions_that_lost_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trained_run(tmp_path)
+    record = tmp_path / "sessions" / "one" / "train_00000" / "a.jsonl"
+    write(tmp_path / "sessions" / "one" / "train_00000" / "b.jsonl")
+    lines = record.read_text().splitlines(keepends=True)
+    for text, fault in (("".join(lines[:-1]), "which has lost its end"), ("{}\n", "which cannot be read")):
+        record.write_text(text)
+        status, report, err = replay(capsys, tmp_path)
+        assert (status, report["row_mismatches"]) == (1, 2)
+        assert err.count(fault) == 2
+    record.unlink()
+    status, report, err = replay(capsys, tmp_path)
+    assert (status, report["row_mismatches"]) == (1, 2) and err.count("which is gone") == 2
+    (tmp_path / "trained.jsonl").write_text('{"step": 1}\n[]\n')
+    assert replay(capsys, tmp_path)[1]["unreadable"] == 2
+
+
 def build_lossy(rollout: Rollout) -> Reconstruction:
     """A builder with the fault that the laws are there for: it forgets what does not fit on the first trajectory."""
     merged = build_prefix_merged(rollout)
@@ -125,7 +211,7 @@ def build_lossy(rollout: Rollout) -> Reconstruction:
 def test_a_broken_law_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polar_trl.cli.replay.BUILDERS", {"prefix_merging": build_lossy})
+    monkeypatch.setattr("polar_trl.replay.BUILDERS", {"prefix_merging": build_lossy})
     write(tmp_path / "a.jsonl")
     status, report, err = replay(capsys, tmp_path / "a.jsonl")
     assert (status, report["broken_laws"]) == (1, 1)
@@ -163,7 +249,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "a.jsonl")
     assert main(["replay", str(tmp_path / "a.jsonl")]) == 0
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in capsys.readouterr().out.splitlines()]
-    assert ["trained tokens", "5"] in rows
+    assert ["trainable tokens", "5"] in rows
     assert ["dropped tokens, superseded", "1"] in rows
 
 

@@ -102,6 +102,8 @@ def test_one_step_in_miniature(
     assert main(["replay", str(out), "--json"]) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert (replayed["sessions"], replayed["digests_compared"], replayed["digest_mismatches"]) == (4, 4, 0)
+    assert (replayed["steps_compared"], replayed["trained_tokens"]) == (1, step["polar/trained_tokens"])
+    assert replayed["rows_compared"] >= 4
 
 
 def test_fsdp2_shards_the_published_class_and_engines_get_its_weights(model: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import safe_globals
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.forward import PackedRows
 from polar_trl.grpo.layout import Layout, Segment
+from polar_trl.run_log import TRAINED_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ def choose_start(output_dir: Path, wanted: str | bool | None) -> Path | None:
     folder = choose_checkpoint(output_dir, wanted)
     is_own = folder is not None and folder.resolve().parent == output_dir.resolve()
     held = [path.name for _, path in list_checkpoints(output_dir)]
-    held += [name for name in ("sessions", "trained.jsonl", "summary.json") if (output_dir / name).exists()]
+    held += [name for name in ("sessions", TRAINED_FILE, "summary.json") if (output_dir / name).exists()]
     if held and not is_own and _parse_wanted(wanted) is not True:
         raise ConfigError(
             f"output_dir {output_dir} holds a run already ({held[0]}): go on with it by "

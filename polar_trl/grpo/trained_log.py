@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-TRAINED_FILE = "trained.jsonl"
+from polar_trl.run_log import TRAINED_FILE
+
 LOST_FILE = "lost.jsonl"
 
 

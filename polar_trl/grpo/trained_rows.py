@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polar_trl.grpo.rows import Row
+from polar_trl.run_log import ROWS_FOLDER
 from polar_trl.types import Rollout
-
-ROWS_FOLDER = "rows"
 
 
 class TrainedRows:
