@@ -58,7 +58,7 @@ EVALS = Elsewhere("tests/test_cli_eval.py::test_every_documented_command_is_unde
 REAL_EVAL = Elsewhere(
     "tests/test_cli_eval.py::test_from_the_first_session_over_two_kills_to_the_summary", "find_commands(DOCS"
 )
-TABLE = Elsewhere("tests/test_reproduce_table.py::test_the_documented_command", "reproduce_table")
+TABLE = Elsewhere("tests/test_reproduce_table.py::test_the_documented_commands", "reproduce_table")
 SHARDED = Elsewhere("tests/grpo/test_accelerate_configs.py::test_sharded_training_gives_the_numbers_of_ddp", "ddp")
 RESUMED = Elsewhere(
     "tests/grpo/test_resume.py::test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again",
@@ -138,6 +138,10 @@ COMMANDS: dict[str, Run | First | Page | Elsewhere | Install] = {
     # evaluations and data
     "polar-trl eval --config configs/quickstart.yaml --limit 6 .*": REAL_EVAL,
     "polar-trl eval .*": EVALS,
+    "bash scripts/quickstart.sh --seed 1 --save_strategy steps .*": Run(
+        f"--steps 1 --save_steps 1 {ONE_STEP}", says="check it: +polar-trl replay runs/ladder_1"
+    ),
+    "python -m polar_trl.tasks.shell_ladder .* --output new_tasks.jsonl": Run("&& wc -l new_tasks.jsonl", says="^48 "),
     "python scripts/reproduce_table.py .*": TABLE,
     "polar-trl collect --config configs/quickstart.yaml .*": REAL_COLLECT,
     "polar-trl collect .* --text_only .*": TEXT_ONLY,

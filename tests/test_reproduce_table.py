@@ -181,15 +181,19 @@ def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
-def test_the_documented_command(tmp_path: Path) -> None:
+def test_the_documented_commands() -> None:
     text = (ROOT / "docs" / "eval.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    (line,) = re.findall(r"^python scripts/reproduce_table\.py (.*)$", text, re.MULTILINE)
-    words = shlex.split(line)
-    done = call(*words[: words.index("--")], "--dry-run", *words[words.index("--") :])
-    assert done.returncode == 0, done.stderr
-    commands = done.stdout.splitlines()
-    assert len(commands) == 4 + 16
-    assert all(command.endswith(" --tasks swe-bench-verified --num_engines 8") for command in commands)
+    gain, paper = re.findall(r"^python scripts/reproduce_table\.py (.*)$", text, re.MULTILINE)
+    for line, count, end in (
+        (gain, 2, " --tasks new_tasks.jsonl --num_samples 4"),
+        (paper, 4 + 16, " --tasks swe-bench-verified --num_engines 8"),
+    ):
+        words = shlex.split(line)
+        done = call(*words[: words.index("--")], "--dry-run", *words[words.index("--") :])
+        assert done.returncode == 0, done.stderr
+        commands = done.stdout.splitlines()
+        assert len(commands) == count
+        assert all(command.endswith(end) for command in commands)
 
 
 @pytest.mark.parametrize(
