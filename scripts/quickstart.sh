@@ -5,31 +5,42 @@
 #   bash scripts/quickstart.sh --seed 7 --steps 12
 #
 # Options: --seed N (default 42), --steps N (default 20); anything else goes to scripts/train.py.
-# Installs into .venv, keeps the model in .cache, writes the run to runs/quickstart-seed<N>-<time>.
+# Installs into .venv, keeps the model in .cache, writes the run to runs/quickstart-seed<N>-<time> or --output_dir.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-seed=42 steps=20 rest=()
+fail() { echo "quickstart: $1" >&2; exit 2; }
+
+seed=42 steps=20 run='' resumes='' rest=()
 while [ $# -gt 0 ]; do
-  case $1 in
-    --seed|--steps)
-      [[ ${2:-} =~ ^[0-9]+$ ]] || { echo "quickstart: $1 takes a number" >&2; exit 2; }
-      [ "$1" = --seed ] && seed=$2 || steps=$2
-      shift 2 ;;
-    -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  name=${1%%=*}
+  if [ "$name" = "$1" ]; then value=${2:-} taken=2; else value=${1#*=} taken=1; fi
+  case ${name//-/_} in  # scripts/train.py takes hyphens for underscores too
+    __seed|__steps|__max_steps)
+      [[ $value =~ ^[0-9]+$ ]] || fail "$name takes a number"
+      [ "$name" = --seed ] && seed=$value || steps=$value
+      shift "$taken" ;;
+    __output_dir)
+      [ -n "$value" ] || fail "$name takes a folder"
+      run=$value
+      shift "$taken" ;;
+    __help|_h) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    __resume_from_checkpoint) resumes=yes; rest+=("$1"); shift ;;
     *) rest+=("$1"); shift ;;
   esac
 done
+[ -z "$resumes" ] || [ -n "$run" ] ||
+  fail "every start makes a folder of its own; add --output_dir, the folder of the run to go on with"
+run=${run:-runs/quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)}
 
 bash scripts/install.sh
 bin=${VENV:-.venv}/bin
 "$bin/python" scripts/get_model.py > /dev/null
 # glibc gives large blocks back to the kernel and asks for them again on every pass; keeping them saves time.
 export MALLOC_MMAP_THRESHOLD_=4294967295 MALLOC_TRIM_THRESHOLD_=17179869184
-run=runs/quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)
+# One process needs no launcher; that of accelerate would answer Ctrl-C with a traceback and not wait for the run.
+export ACCELERATE_USE_CPU=true OMP_NUM_THREADS="$(nproc)"
 echo "quickstart: $steps steps into $run; a step takes about 12 seconds on two cores" >&2
-"$bin/accelerate" launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
-  --num_cpu_threads_per_process "$(nproc)" \
-  scripts/train.py --config configs/quickstart.yaml --seed "$seed" --max_steps "$steps" --output_dir "$run" \
-  ${rest[@]+"${rest[@]}"}
+"$bin/python" scripts/train.py --config configs/quickstart.yaml --seed "$seed" --max_steps "$steps" \
+  --output_dir "$run" ${rest[@]+"${rest[@]}"}
 echo "next: bash scripts/quickstart.sh --seed $((seed + 1)) --temperature 1.0, or your own agent: docs/own-agent.md"

@@ -1,6 +1,7 @@
 """`polar-trl inspect`: a web page about a run, on this machine."""
 
 import argparse
+import os
 import socket
 import sys
 from pathlib import Path
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"polar-trl: {args.path} is shown at {address} (Ctrl-C ends it)", flush=True)
     if not folder.vocabulary.is_known:
         print(f"polar-trl: {folder.vocabulary.note}", file=sys.stderr)
+    elif folder.settings_problem is not None:
+        print(f"polar-trl: {folder.settings_problem}", file=sys.stderr)
     if args.open:
         import webbrowser
 
@@ -75,4 +78,5 @@ def _listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        raise ConfigError(f"cannot listen on port {port} ({error.strerror}); choose another, or none") from error
+        reason = os.strerror(error.errno or 0)  # the error's own text names the address as well
+        raise ConfigError(f"cannot listen on port {port} ({reason}); choose another, or none") from error

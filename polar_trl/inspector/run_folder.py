@@ -10,14 +10,13 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from polar_trl.errors import ConfigError
+from polar_trl.errors import ConfigError, RecordError
 from polar_trl.inspector.curves import Curves
 from polar_trl.inspector.rows import RowIndex
-from polar_trl.inspector.sessions import QUIET_S, Entry, SessionIndex, is_alive
+from polar_trl.inspector.sessions import QUIET_S, Entry, SessionIndex, is_alive, is_beginning
 from polar_trl.inspector.table import build_row, build_rows, count_choices
 from polar_trl.inspector.view import SessionView
 from polar_trl.inspector.vocabulary import Vocabulary, load_vocabulary
-from polar_trl.record import read_record
 from polar_trl.run_log import LOG_FILE, SETTINGS_FILE
 from polar_trl.sandbox.owner import is_dead, is_running
 
@@ -39,9 +38,11 @@ class RunFolder:
     def __init__(self, folder: Path, tokenizer: str | None = None) -> None:
         _check_folder(folder)
         self.folder = folder
-        self.settings = _read_settings(folder / SETTINGS_FILE)
+        self.settings, self.settings_problem = _read_settings(folder / SETTINGS_FILE)
         name = self.settings.get("tokenizer", self.settings.get("model"))  # an evaluation knows its model by a digest
-        self.vocabulary: Vocabulary = load_vocabulary(name if isinstance(name, str) else None, flag=tokenizer)
+        self.vocabulary: Vocabulary = load_vocabulary(
+            name if isinstance(name, str) else None, flag=tokenizer, unnamed=self.settings_problem
+        )
         self.sessions = SessionIndex(folder / "sessions")
         self.rows = RowIndex(folder / "rows")
         self.curves = Curves(folder)
@@ -70,6 +71,7 @@ class RunFolder:
             "choices": count_choices(rows),
             "vocabulary": {"known": self.vocabulary.is_known, "note": self.vocabulary.note},
             "bad_row_lines": self.rows.num_bad_lines,
+            "settings_problem": self.settings_problem,
         }
 
     @property
@@ -97,7 +99,7 @@ class RunFolder:
             return True
         if lines and isinstance(limit, int) and lines[-1]["step"] >= limit > 0:
             return False
-        owners = {entry.owner for entry in later}
+        owners = {entry.owner for entry in later if entry.owner}
         if any(map(is_running, owners)):
             return True
         if owners and all(map(is_dead, owners)):
@@ -133,6 +135,8 @@ class RunFolder:
     def open_session(self, key: str) -> SessionView:
         """The session as it is now; kept open for the questions that follow."""
         entry = self.find_entry(key)
+        if is_beginning(entry):
+            raise RecordError(f"{entry.path}: nothing is recorded yet; open the session again in a moment")
         fate = self.rows.find_fate(key)
         state = (key, entry.size, fate, self.rows.count_rows(key))
         with self._lock:
@@ -141,7 +145,7 @@ class RunFolder:
                 return self._views[state]
         limit = self.settings.get("max_trajectory_tokens")
         view = SessionView(
-            read_record(entry.path),
+            self.sessions.read(entry),
             fate,
             self.rows.read_rows(key),
             self.vocabulary,
@@ -179,10 +183,12 @@ def _shorten(model: Any) -> Any:
     return Path(model).name if isinstance(model, str) and Path(model).is_absolute() else model
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """What the run wrote when it started; empty where it wrote nothing that can be read."""
+def _read_settings(path: Path) -> tuple[dict[str, Any], str | None]:
+    """What the run wrote when it started, and why that cannot be read; empty where it wrote nothing."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{path} cannot be read ({error})"
+    return (settings, None) if isinstance(settings, dict) else ({}, f"{path} cannot be read (it holds no JSON object)")

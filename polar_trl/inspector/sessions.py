@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from polar_trl.errors import RecordError
 from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, count_calls
 from polar_trl.record import SessionRecord, read_record
 from polar_trl.sandbox.owner import is_dead, is_running
@@ -26,6 +27,9 @@ LOOK_S = 0.5
 """Looks at the folder are at least so far apart."""
 QUIET_S = 900.0
 """After so long without a byte a session counts as cut off, where its process cannot be seen from here."""
+BEGIN_S = 10.0
+"""A record gets its first line right after its file; one that has none after so long will get none."""
+LOST_END = "the record is damaged: the session had an end, which is not in its file any more"
 _END = b'\n{"type":"end"'
 
 
@@ -56,7 +60,8 @@ class Entry:
     """Why the file cannot be read."""
     counted: bool = False
     """Whether calls, tokens and trajectories are final."""
-    size: int = 0
+    size: int = -1
+    """Bytes at the last look; -1 before the first."""
     changed_s: float = 0.0
     offset: int = 0
     """Bytes that have been read of a session that is being written."""
@@ -106,6 +111,21 @@ class SessionIndex:
         with self._lock:
             return self._entries.get(key)
 
+    def read(self, entry: Entry) -> SessionRecord:
+        """Its whole record. What is wrong with it, which no table sees, is the entry's problem from then on.
+
+        Raises `RecordError`.
+        """
+        try:
+            record = read_record(entry.path)
+        except RecordError as error:
+            if not isinstance(error.__cause__, OSError):  # the file may be there again
+                self._note_problem(entry, _explain(entry.path, error))
+            raise
+        if entry.finished and not record.finished:
+            self._note_problem(entry, LOST_END)
+        return record
+
     def count_next(self) -> bool:
         """Work out calls, tokens and trajectories of one finished session that does not say; False if none is left."""
         with self._lock:
@@ -118,12 +138,18 @@ class SessionIndex:
             record = read_record(waiting.path)
             summary = count_calls(record.rollout, reconstruct(record))
         except Exception as error:  # noqa: BLE001 - whatever a file holds, the sessions after it get their counts
-            problem = str(error) or type(error).__name__
+            problem = _explain(waiting.path, error)
         with self._lock:
             _set_summary(waiting, summary)
             waiting.problem = waiting.problem or problem
             self.version += 1
         return True
+
+    def _note_problem(self, entry: Entry, problem: str) -> None:
+        with self._lock:
+            if entry.problem is None:
+                entry.problem = problem
+                self.version += 1
 
     def _look(self) -> None:
         found = list(self._list_new(self._folder, ""))
@@ -177,6 +203,11 @@ def is_alive(entry: Entry, now_s: float) -> bool:
     return is_running(entry.owner) or now_s - entry.changed_s < QUIET_S
 
 
+def is_beginning(entry: Entry) -> bool:
+    """Whether its file has no whole line yet."""
+    return not entry.finished and not entry.offset and entry.problem is None
+
+
 def parse_line(text: bytes) -> dict[str, Any]:
     """A line of a record. Raises `ValueError`."""
     try:
@@ -192,13 +223,15 @@ def _read_more(entry: Entry) -> bool:
     """Take in what has been written since; whether anything had."""
     try:
         status = entry.path.stat()
-        if status.st_size == entry.size:
-            return False
-        with entry.path.open("rb") as file:
-            if entry.offset == 0:
-                _read_ends(entry, file, status.st_size)
-            if not entry.finished:
-                _read_lines(entry, file)
+        has_grown = status.st_size != entry.size
+        if has_grown:
+            with entry.path.open("rb") as file:
+                if entry.offset == 0:
+                    _read_ends(entry, file, status.st_size)
+                if not entry.finished:
+                    _read_lines(entry, file)
+        if is_beginning(entry) and time.time() - status.st_mtime > BEGIN_S:
+            raise ValueError("holds no session")
     except KeyError as error:
         entry.problem = f"cannot be read: {error} is missing"
         return True
@@ -206,12 +239,14 @@ def _read_more(entry: Entry) -> bool:
         entry.problem = f"cannot be read: {error}"
         return True
     entry.size, entry.changed_s = status.st_size, status.st_mtime
-    return True
+    return has_grown
 
 
 def _read_ends(entry: Entry, file: BinaryIO, size: int) -> None:
     """First and last line: all that a finished session needs."""
     head, newline, _ = file.read(HEAD_BYTES).partition(b"\n")
+    if head[:1] not in (b"", b"{"):
+        raise ValueError("holds no session")
     if not newline:
         return
     _take_header(entry, parse_line(head))
@@ -278,6 +313,12 @@ def _check_numbers(line: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         if not math.isfinite(_check(values, key, int, float)):
             raise ValueError(f"{name}: {key} is {values[key]}")
     return values
+
+
+def _explain(path: Path, error: Exception) -> str:
+    """Without the path, so that one fault in many files is one reason."""
+    reason = str(error) or type(error).__name__
+    return "cannot be read: " + reason.removeprefix(f"{path}, ").removeprefix(f"{path}: ")
 
 
 def _set_summary(entry: Entry, summary: Mapping[str, Any]) -> None:

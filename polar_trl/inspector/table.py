@@ -12,7 +12,7 @@ from typing import Any
 
 from polar_trl.inspector.conversation import clean
 from polar_trl.inspector.rows import Fate, RowIndex
-from polar_trl.inspector.sessions import Entry, is_alive
+from polar_trl.inspector.sessions import LOST_END, Entry, is_alive
 
 COLUMNS = (
     "step", "batch", "task", "agent", "stage", "reward", "advantage", "calls", "tokens", "trajectories", "stop_reason",
@@ -40,6 +40,9 @@ def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> 
     reward = fate.reward if fate is not None and entry.reward is None else entry.reward
     is_counted = entry.counted or not entry.finished
     seconds = {name: round(value, 3) for name, value in entry.seconds.items()}
+    stage, problem = name_stage(entry, now_s), entry.problem
+    if stage == "cut off" and fate is not None:  # the trainer is given sessions that have ended, and no others
+        stage, problem = "unreadable", LOST_END
     return {
         "key": entry.key,
         "step": None if fate is None else fate.step,
@@ -49,7 +52,7 @@ def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> 
         "task": clean(entry.task),
         "group": entry.group,
         "agent": agent,
-        "stage": name_stage(entry, now_s),
+        "stage": stage,
         "reward": reward if _is_number(reward) else None,
         "advantage": None if fate is None or fate.mode != "train" else fate.advantage,
         "left_out": None if fate is None else fate.dropped,
@@ -59,7 +62,7 @@ def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> 
         "trajectories": entry.trajectories,
         "dropped": dict(entry.dropped),
         "stop_reason": entry.stop_reason,
-        "error": None if (error := entry.problem or entry.error) is None else clean(error[:2000]),
+        "error": None if (error := problem or entry.error) is None else clean(error[:2000]),
         "phases": seconds,
         "seconds": round(sum(seconds.values()), 3) if seconds else None,
     }
@@ -129,7 +132,7 @@ def count_choices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "batch": dict(sorted(Counter(row["batch"] for row in rows).items())),
         "stage": dict(Counter(row["stage"] for row in rows).most_common()),
         "stop_reason": dict(Counter(row["stop_reason"] for row in rows if row["stop_reason"]).most_common()),
-        "num_tasks": len({row["task"] for row in rows}),
+        "num_tasks": len({row["task"] for row in rows if row["task"]}),  # what cannot be read has none
         "num_rewards": len(rewards),
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "errors": Counter(row["error"][:160] for row in rows if row["error"]).most_common(8),

@@ -98,12 +98,13 @@ class Vocabulary:
         return token.replace("▁", " ").encode()
 
 
-def load_vocabulary(name: str | None, *, flag: str | None = None) -> Vocabulary:
+def load_vocabulary(name: str | None, *, flag: str | None = None, unnamed: str | None = None) -> Vocabulary:
     """The tokenizer of a model's folder or hub id (which is looked for in the local cache only).
 
     Args:
         name: What the run says its model is; None where it does not.
         flag: What the user gave instead; raises `ConfigError` if there is no tokenizer.
+        unnamed: Why there is no name, where it is not that the run does not say.
     """
     path = _find_file(flag or name or "")
     if path is None and flag is not None:
@@ -112,7 +113,8 @@ def load_vocabulary(name: str | None, *, flag: str | None = None) -> Vocabulary:
         )
     hint = "Give the model's folder: polar-trl inspect RUN --tokenizer PATH"
     if path is None:
-        why = f"the tokenizer of {name!r} is not on this machine" if name else "the run does not say its model"
+        unnamed = unnamed or "the run does not say its model"
+        why = f"the tokenizer of {name!r} is not on this machine" if name else unnamed
         return Vocabulary(None, f"Tokens are shown as numbers: {why}. {hint}")
     try:
         return Vocabulary(Tokenizer.from_file(str(path)), f"Token texts from {path}")

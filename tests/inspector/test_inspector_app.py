@@ -156,7 +156,7 @@ def test_pages_need_nothing_from_elsewhere() -> None:
         (["{tmp}/empty"], "not a run's folder"),
         (["{run}", "--tokenizer", "{tmp}/empty"], "no tokenizer.json"),
         (["{run}", "--port", "70000"], "--port is 70000"),
-        (["{run}", "--port", "{taken}"], "cannot listen on port"),
+        (["{run}", "--port", "{taken}"], "cannot listen on port {taken} (Address already in use); choose another"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(
@@ -167,7 +167,7 @@ def test_the_command_refuses_in_one_sentence(
         names: dict[str, Any] = {"tmp": tmp_path, "run": run, "taken": taken.getsockname()[1]}
         assert main(["inspect", *(argument.format(**names) for argument in arguments)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and words in err and err.count("\n") == 1
+    assert out == "" and words.format(**names) in err and err.count("\n") == 1
 
 
 def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:
@@ -240,6 +240,16 @@ def test_what_is_no_number_for_a_browser_is_null(run: Path) -> None:
         assert reply.json()["settings"] == {"temperature": None, "max_steps": 3} and "NaN" not in reply.text
         rows = client.get("/api/sessions", params={"sort": "rollout"}).json()["rows"]
         assert (rows[0]["advantage"], rows[0]["step"]) == (None, 2)
+
+
+@pytest.mark.parametrize(("content", "reason"), [('{"model": "m", ', "Expecting"), ("[1]", "no JSON object")])
+def test_settings_that_cannot_be_read_are_named(run: Path, content: str, reason: str) -> None:
+    (run / "settings.json").write_text(content)
+    with TestClient(build_app(RunFolder(run)), base_url="http://localhost") as client:
+        told = client.get("/api/run").json()
+    problem = f"{run / 'settings.json'} cannot be read ("
+    assert told["settings_problem"].startswith(problem) and reason in told["settings_problem"]
+    assert problem in told["vocabulary"]["note"] and "does not say its model" not in told["vocabulary"]["note"]
 
 
 def test_a_fault_in_an_answer_is_told_and_ends_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

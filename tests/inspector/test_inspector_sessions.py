@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from inspector.recorded import ATTEMPT, build_call, describe_rollout, name_record, write_rows, write_session
 
+from polar_trl.errors import RecordError
 from polar_trl.inspector import sessions
 from polar_trl.inspector.rows import RowIndex
 from polar_trl.inspector.run_folder import RunFolder
 from polar_trl.inspector.sessions import Entry, SessionIndex
-from polar_trl.inspector.table import build_rows, name_stage, parse_reward, select
+from polar_trl.inspector.table import build_rows, count_choices, name_stage, parse_reward, select
 from polar_trl.record import SessionLog
 from polar_trl.sandbox.owner import build_owner_tag
 from polar_trl.types import Call
@@ -131,6 +132,60 @@ def test_a_broken_file_is_named_and_hurts_no_other(tmp_path: Path) -> None:
     assert found["a"].finished
     assert found["bad"].problem is not None and found["bad"].problem.startswith("cannot be read")
     assert name_stage(found["bad"], 0.0) == "unreadable"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"type":"session","torn', b"\0\0\0\0"])
+def test_a_file_without_a_first_line_begins_or_is_no_session(tmp_path: Path, content: bytes) -> None:
+    write_session(tmp_path, "a", build_calls("a"))
+    path = tmp_path / "sessions" / ATTEMPT / "train_00000" / "new.jsonl"
+    path.write_bytes(content)
+    run = RunFolder(tmp_path)
+
+    def look_at_both() -> tuple[str, str]:
+        (row,) = [row for row in build_rows(run.sessions.refresh(), run.rows, None) if row["rollout"] == "new"]
+        with pytest.raises(RecordError) as raised:
+            run.build_session(row["key"])
+        return row["stage"], str(raised.value)
+
+    stage, told = look_at_both()
+    if content[:1] != b"\0":
+        assert stage == "preparing" and "nothing is recorded yet" in told
+        long_ago_s = path.stat().st_mtime - 2 * sessions.BEGIN_S
+        os.utime(path, (long_ago_s, long_ago_s))
+        stage, told = look_at_both()
+    assert stage == "unreadable" and "holds no session" in told
+    assert count_choices(run.build_table())["num_tasks"] == 1, "an empty id is no task"
+
+
+def test_what_a_page_finds_wrong_is_in_the_table_from_then_on(tmp_path: Path) -> None:
+    path = write_session(tmp_path, "a", build_calls("a"))
+    path.write_text(path.read_text().replace('"logprobs":[-0.5,-0.5]', '"logprobs":[-0.5]', 1))
+    run = RunFolder(tmp_path)
+    (row,) = run.build_table()
+    assert row["stage"] == "done"
+    for _ in range(2):
+        with pytest.raises(RecordError, match="line 2: 2 token ids but 1 logprobs"):
+            run.build_session(row["key"])
+        (row,) = run.build_table()
+        assert (row["stage"], row["error"]) == ("unreadable", "cannot be read: line 2: 2 token ids but 1 logprobs")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_session_that_has_lost_its_end_is_damaged(tmp_path: Path, is_known: bool) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        owner = build_owner_tag(process.pid)
+    path = write_session(tmp_path, "a", build_calls("a"), owner=owner)
+    write_session(tmp_path, "killed", build_calls("killed"), owner=owner, finish=False)
+    write_rows(tmp_path, 1, [describe_rollout("a", 0.5)])
+    run = RunFolder(tmp_path)
+    key = next(row["key"] for row in run.build_table() if row["rollout"] == "a") if is_known else ""
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    if is_known:
+        assert run.build_session(key)["row"]["stage"] == "unreadable", "cut after the first look"
+    rows = {row["rollout"]: row for row in run.build_table()}
+    assert (rows["a"]["stage"], rows["killed"]["stage"]) == ("unreadable", "cut off")
+    told = run.build_session(rows["a"]["key"])
+    assert (told["row"]["error"], told["calls"]) == (sessions.LOST_END, [])
 
 
 def test_the_table_sorts_and_filters(tmp_path: Path) -> None:

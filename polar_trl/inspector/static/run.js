@@ -21,9 +21,14 @@ export async function showRun(root, params, first) {
     drawEnds(ends, run);
     const { charts } = await ask("curves");
     grid.show(charts);
-    if (charts.length) replace(note);
-    else if (run.has_curves) replace(note, notice("No step has been logged yet. Curves appear after the first one."));
-    else replace(note, notice("This folder has sessions and no training steps, so there are no curves."));
+    const empty = run.has_curves
+      ? "No step has been logged yet. Curves appear after the first one."
+      : "This folder has sessions and no training steps, so there are no curves.";
+    replace(
+      note,
+      run.settings_problem ? notice(`${run.settings_problem}: model, agent and number of steps are not known.`, "bad") : null,
+      charts.length ? null : notice(empty),
+    );
   }
 
   await update(first);
