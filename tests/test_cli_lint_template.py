@@ -188,6 +188,42 @@ def test_a_template_that_moves_what_others_said(
     assert report["policies"]["keep"]["trajectories"] == 11
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("CONTENT", "m.content | upper", "the template does not write text as it was sampled"),
+        ("{% for m in", "{{ strftime_now('%f') }}{% for m in", "two renderings of the same conversation differ"),
+    ],
+)
+def test_why_no_reply_can_be_continued(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, reason: str
+) -> None:
+    template = CHATML_TOOLS.replace(old, new).replace("CONTENT", "m.content")
+    folder = build_folder(smollm2, tmp_path, template.replace("ARGUMENTS", "c.function.arguments | tojson"))
+    status, report = ask(capsys, folder)
+    assert (status, report["verdict"]) == (
+        1,
+        f"no: no reply can be continued, every call is rendered anew ({reason})",
+    )
+    assert not any("anew" in limit for limit in report["limits"])
+    for turn in report["turns"]:
+        assert turn["num_tokens"] > 1
+        assert (turn["forks_at"]["keep"] is not None) == turn["is_followed"]
+        assert [r["kinds"] for r in turn["rewrites"]] == [["not found"]] * turn["is_followed"]
+    found = report["policies"]["keep"]
+    assert (found["conversations"], found["forks"], found["trajectories"]) == (2, 9, 11)
+
+
+def test_what_goes_without_saying_is_not_said(smollm2: Path, tmp_path: Path) -> None:
+    template = CHATML_TOOLS.replace("CONTENT", "m.content | upper").replace("ARGUMENTS", "0")
+    for model in (smollm2, build_folder(smollm2, tmp_path / "upper", template)):
+        command = [sys.executable, "-m", "polar_trl.cli", "lint-template", str(model)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert " ".join(done.stdout.split()).count("own chat template") == 1
+        assert "llama-3" not in done.stdout
+        assert "chat template:" not in done.stderr
+
+
 def test_trls_own_templates(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is known of these families, found by writing only."""
     think = (
@@ -216,7 +252,7 @@ def test_trls_own_templates(smollm2: Path, tmp_path: Path, capsys: pytest.Captur
     # GLM ends no turn with a token of its own
     status, report = ask(capsys, folders["glm4moe"])
     assert status == 1
-    assert report["refusal"] == "the template writes no special token at the end of a reply"
+    assert report["refusal"] == "the template does not write a reply as it is, with a special token after it"
     # Qwen2.5 writes arguments anew, and Phi-3 takes all as it is
     status, report = ask(capsys, folders["qwen2_5"])
     assert (status, kinds(report, "unusual JSON arguments")) == (0, [(["arguments"], 2)])
@@ -334,6 +370,7 @@ def test_a_session_of_other_settings_is_said(qwen35: Path, tmp_path: Path, capsy
         (["{model}", "--chat_template_kwargs", "[1]"], "must be a JSON object"),
         (["{tmp}/untemplated"], "has no chat template"),
         (["{tmp}/raising"], "cannot be used"),
+        (["{tmp}/empty"], "writes the same whatever the user says"),
     ],
 )
 def test_bad_input(
@@ -344,6 +381,7 @@ def test_bad_input(
         Rollout(id="empty", task_id="t", group_id="g")
     )
     build_folder(smollm2, tmp_path / "raising", "{{ raise_exception('never') }}")
+    build_folder(smollm2, tmp_path / "empty", "{# nothing #}")
     bare = build_folder(smollm2, tmp_path / "untemplated", "x")
     (bare / "chat_template.jinja").unlink()
     filled = [argument.format(tmp=tmp_path, model=smollm2) for argument in arguments]

@@ -119,6 +119,7 @@ def describe_kinds(rewrite: "Rewrite") -> str:
         "special tokens": "special tokens changed",
         "tokens": "same text, other tokens",
         "other": "text changed",
+        "not found": "not found",
         "refused": "refused",
     }
     return ", ".join(names[kind] for kind in rewrite.kinds)
@@ -135,7 +136,8 @@ def _print(report: "LintReport") -> None:
     renderer = "the tokenizer's own chat template" if report.renderer == "template" else f"family {report.renderer}"
     say(f"{report.model}: {renderer}")
     policy = f"thinking={report.policy}: {_POLICIES[report.policy]}"
-    for line in (*report.why, policy, *report.limits, *report.notes):
+    why = [line for line in report.why if line != renderer]
+    for line in (*why, policy, *report.limits, *report.notes):
         say(f"  - {line}")
     console.print(_build_turn_table(report))
     for turn, rewrite in _pick_examples(report):

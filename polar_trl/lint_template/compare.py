@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from polar_trl.types import Call, TokenIds
 
-Kind = Literal["reasoning", "arguments", "whitespace", "special tokens", "tokens", "other", "refused"]
+Kind = Literal["reasoning", "arguments", "whitespace", "special tokens", "tokens", "other", "not found", "refused"]
 """What is changed: reasoning or its marks; tool arguments written anew; only whitespace; tokens of markup; the same
-text in other tokens; anything else; or the template refuses the conversation."""
+text in other tokens; anything else; what is not to be told, since the turn was not found; or the template refuses the
+conversation."""
 
 _NUM_BEFORE = 3
 """Equal tokens shown before a difference; one is shown after it."""

@@ -58,7 +58,7 @@ def lint(
         limits=tuple(describe_limits(model.renderers[policy])),
         source=source,
         policy=policy,
-        refusal=describe_refusal(model.renderers[policy]),
+        refusal=describe_refusal(model.renderers[policy], model.template),
         turns=tuple(_build_turn(call, session, sessions, chains, analysis) for call in session.calls),
         context_changes=tuple(analysis.context_changes),
         policies={name: _build_policy(other, chains[name]) for name, other in sessions.items()},
@@ -103,8 +103,7 @@ class _Analysis:
             return
         self._seen[turn.index] = text
         if text is None:
-            detail = "the turn is not where it should be in what the template writes"
-            _add(known, Rewrite(kinds=("other",), call=call.index, since=since, detail=detail))
+            _add(known, Rewrite(kinds=("not found",), call=call.index, since=since))
             return
         own = self._written[turn.index]
         opening = own.opening if isinstance(own, Written) else ""

@@ -195,7 +195,10 @@ def _spell(
     """The ids that a model samples to take this turn, after the prompt that the template writes."""
     marked, values = _mark_values(step.reply)
     opening = writer.write(messages, TOOLS).opening
-    turn, end = writer.cut_at_end(writer.write_reply(messages, marked, TOOLS))
+    turn = writer.write_reply(messages, marked, TOOLS)
+    if not any(value in turn for value in values):
+        turn = writer.header + _write_plainly(marked)
+    turn, end = writer.cut_at_end(turn)
     results = [Message(role="tool", text="result", tool_call_id=call.id) for call in marked.tool_calls]
     end = end or writer.find_end(messages, marked, results or [_user("next")], TOOLS)
     text = _strip_opening(turn, opening, writer.header, marked.reasoning, model.template.has_thinking)
@@ -229,6 +232,15 @@ def _mark_values(reply: Message) -> tuple[Message, dict[str, Any]]:
         tool_calls=tuple(calls),
     )
     return marked, values
+
+
+def _write_plainly(reply: Message) -> str:
+    """A turn in a form that can be read, for a template that does not write what a turn holds."""
+    calls = [
+        f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
+        for call in reply.tool_calls
+    ]
+    return "\n".join([reply.text, *calls] if reply.text else calls)
 
 
 def _strip_opening(turn: str, opening: str, header: str, reasoning: str | None, has_thinking: bool) -> str:

@@ -42,7 +42,7 @@ class PolicyReport:
 
     trajectories: int
     conversations: int
-    """What the agent began anew: a trajectory each is the least there can be."""
+    """What the agent began anew: a trajectory each, where nothing forks."""
     forks: int
     """Calls that went on from an earlier one, but were rendered anew."""
     refusal: str | None
@@ -87,10 +87,10 @@ class LintReport:
         of_turns = f"{rewritten} of {sum(turn.is_followed for turn in self.turns)} turns"
         if found.refusal is not None:
             return f"no: the template refuses a conversation that agents have ({found.refusal})"
+        if self.refusal is not None:
+            return f"no: no reply can be continued, every call is rendered anew ({self.refusal})"
         if self.unreadable:
             return f"no: the tool calls of call {self.unreadable[0]} cannot be read back from what the model samples"
-        if self.refusal is not None:
-            return f"no: no reply can be continued, every call becomes a trajectory of its own ({self.refusal})"
         if found.forks:
             calls = "1 call is" if found.forks == 1 else f"{found.forks} calls are"
             return (

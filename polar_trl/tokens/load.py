@@ -119,15 +119,17 @@ def _try_family(
     """The family's renderer if it writes what the tokenizer's chat template writes.
 
     Small Qwen3.5 models do not think unless told to, and a folder's name does not say which one it holds: both
-    settings are compared with the template's own.
+    settings are compared with the template's own, and what is logged is about the settings that were asked for.
     """
     variants = [kwargs] if "enable_thinking" in kwargs else [kwargs, {**kwargs, "enable_thinking": False}]
+    reasons: list[str] = []
     for variant in variants:
         try:
             renderer = FamilyRenderer(tokenizer, family, thinking=thinking, template_kwargs=variant)
         except ConfigError as error:
-            logger.info("renderer: not %s: %s", family, error)
-            continue
+            # a model type such as "llama" is that of many models: without switches, only tokens are missing
+            reasons += [str(error)] if kwargs else []
+            break
         if not tokenizer.chat_template:
             logger.info("renderer: %s, by the model's name; the tokenizer has no template to compare with", family)
             return renderer
@@ -135,7 +137,9 @@ def _try_family(
         if difference is None:
             logger.info("renderer: %s, which writes what the tokenizer's chat template writes", family)
             return renderer
-        logger.info("renderer: not %s %s: it differs from the chat template on %s", family, variant, difference)
+        reasons.append(f"it differs from the chat template on {difference}")
+    if reasons:
+        logger.info("renderer: not %s: %s", family, reasons[0])
     return None
 
 

@@ -87,7 +87,7 @@ def write_tail(template: ChatTemplate, turn_end: TurnEnd, tail: Sequence[Message
 def prove_continuation(template: ChatTemplate, turn_end: TurnEnd | None) -> Continuation:
     """Check the law on every probe."""
     if turn_end is None:
-        return Continuation(refusal="the template writes no special token at the end of a reply")
+        return Continuation(refusal="the template does not write a reply as it is, with a special token after it")
     result = Continuation()
     for probe in _build_probes(template):
         try:
