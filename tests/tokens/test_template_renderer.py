@@ -84,7 +84,7 @@ def test_a_cut_off_reply_gets_the_turn_end_once_and_the_separator_after_it():
     [
         (SHOUTING, "rewrites"),
         (COUNTING, "before a reply"),
-        (ENDLESS, "no special token"),
+        (ENDLESS, "with a special token after it"),
     ],
 )
 def test_a_template_that_rewrites_history_is_refused_with_the_reason(template, reason):
