@@ -5,10 +5,15 @@ The public names that need torch, TRL or vLLM are loaded on first use, so that
 ``reconstruct``) stay quick and free of them.
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
+
+# peft imports bitsandbytes, which then warns on a CPU that its 4-bit kernels lack a package; nothing here uses them.
+# At import, since many modules import peft by the way.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 _LAZY = {
     "PolarGRPOTrainer": "polar_trl.grpo.trainer",

@@ -32,6 +32,7 @@ from polar_trl.types import (
 )
 
 VERSION = 1
+_FAILURE_LENGTH = 300
 
 
 class SessionLog:
@@ -53,6 +54,8 @@ class SessionLog:
         self._calls: list[Call] = []
         self._counters: Counter[str] = Counter()
         self._closed = False
+        self.last_failure = ""
+        """What kept a call from its answer, on our side and the last time; "" where nothing has."""
         self._lock = threading.Lock()
         self._file = None if path is None else _create(path)
         ids = {"session_id": session_id, "task_id": task_id, "group_id": group_id}
@@ -92,6 +95,11 @@ class SessionLog:
         """Add to a named counter."""
         with self._lock:
             self._counters[name] += by
+
+    def count_failure(self, name: str, error: BaseException) -> None:
+        """The same for a call that failed on our side, and keep why."""
+        self.count(name)
+        self.last_failure = f"{type(error).__name__}: {error}"[:_FAILURE_LENGTH]
 
     def close(self, rollout: Rollout, extra: Mapping[str, Any] = {}) -> None:
         """Write the final line: how the session ended, and `extra` (JSON values).

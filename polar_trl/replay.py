@@ -27,6 +27,8 @@ class ReplayReport:
 
     sessions: int = 0
     unfinished: int = 0
+    text_only: int = 0
+    """Sessions of a server that gave no token ids: there is nothing to train, and no law to hold them against."""
     calls: int = 0
     trajectories: int = 0
     forks: int = 0
@@ -150,7 +152,8 @@ def _replay_session(
     report.calls += len(rollout.calls)
     report.trajectories += len(reconstruction.trajectories)
     report.forks += reconstruction.counters["forks"]
-    report.sampled_tokens += sum(len(call.completion.token_ids) for call in rollout.calls)
+    num_sampled = sum(len(call.completion.token_ids) for call in rollout.calls)
+    report.sampled_tokens += num_sampled
     report.trainable_tokens += sum(sum(trajectory.trainable) for trajectory in reconstruction.trajectories)
     report.dropped.update(reconstruction.dropped)
     stored = record.extra.get("trajectory_digest")
@@ -166,7 +169,10 @@ def _replay_session(
         if found != stored:
             report.digest_mismatches += 1
             tell(f"{path}: trained on trajectories {stored}, the record gives {found}")
-    check_laws(rollout, reconstruction)
+    if not num_sampled and any(call.text_only for call in rollout.calls):
+        report.text_only += 1
+    else:
+        check_laws(rollout, reconstruction)
 
 
 def _compare_rows(

@@ -266,6 +266,8 @@ def read_agent_files(names: list[str]) -> dict[str, str]:
             files[path.name] = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"agent_files: {path} is not a text file") from error
+        except OSError as error:
+            raise ConfigError(f"agent_files: {path} cannot be read ({error.strerror})") from error
     return files
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
+from polar_trl.output_dir import make_output_dir
 from polar_trl.rollout import Finished, Job, RolloutRunner
 from polar_trl.run_log import LOG_FILE, ROWS_FOLDER, SETTINGS_FILE, TRAINED_FILE
 from polar_trl.types import Task
@@ -84,15 +85,13 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
     Raises `ConfigError` where the folder holds anything else, and names the setting that differs.
     """
     path = folder / SETTINGS_FILE
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file; name another output_dir")
-    there = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+    make_output_dir(folder)
+    there = sorted(entry.name for entry in folder.iterdir())
     if found := [name for name in there if name in _FOREIGN or SETTINGS_FILE not in there]:
         raise ConfigError(
             f"output_dir {folder} holds {found[0]}: it is the folder of something else, and must be new, empty or "
             "what an earlier start left; name another output_dir"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +109,28 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
             file.truncate(0)
             file.write(json.dumps(settings, indent=1, sort_keys=True) + "\n")
             file.flush()
+        fcntl.flock(file, fcntl.LOCK_SH)  # which keeps others out as well, and which engines of this evaluation share
         yield results
+
+
+@contextmanager
+def share_folder(folder: Path) -> Iterator[None]:
+    """Inside the block no other command opens the folder, which the process that started this one has open.
+
+    Raises `ConfigError` if another command has it already.
+    """
+    with (folder / SETTINGS_FILE).open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"output_dir {folder} is being written by another process") from error
+        yield
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What the folder's sessions were made with; nothing where no start has said so. Raises `ConfigError`."""
+    path = folder / SETTINGS_FILE
+    return _parse_settings(path, path.read_text(encoding="utf-8") if path.exists() else "")
 
 
 def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
@@ -135,7 +155,10 @@ def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
             values = json.loads(line)
             results.append(SampleResult(**{name: values[name] for name in names}))
         except (ValueError, TypeError, KeyError) as error:
-            raise RecordError(f"{path}, line {number}: no result of a session ({error!r})") from error
+            raise RecordError(
+                f"{path}, line {number}: no result of a session ({error!r}). Take the line out: that sample then runs "
+                "again"
+            ) from error
     return results
 
 
@@ -279,6 +302,11 @@ def _require_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str
     for name in [*now, *(name for name in before if name not in now)]:
         unknown = name == "served_name" and None in (before.get(name), now.get(name))
         if name != "tokenizer" and not unknown and before.get(name) != now.get(name):
+            if name not in before:
+                raise ConfigError(
+                    f"{folder / SETTINGS_FILE} does not say what the results beside it were made with ({name} is "
+                    "missing); name another output_dir"
+                )
             raise ConfigError(
                 f"output_dir {folder} holds results with another setting: {name} is {now.get(name)!r} and was "
                 f"{before.get(name)!r}; set it back, or name another output_dir"

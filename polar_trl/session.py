@@ -216,7 +216,7 @@ class Session:
     def note_fault(self, error: BaseException) -> None:
         """Put a fault of ours into the log and on the session's record; a broken law is kept for whoever closes it."""
         _log.error("session %s: a model call failed", self._log.session_id, exc_info=error)
-        self._log.count("internal_errors")
+        self._log.count_failure("internal_errors", error)
         if isinstance(error, LawError):
             self.broken_law = self.broken_law or error
 
@@ -311,7 +311,7 @@ class Session:
             self._log.count("calls_sent_back")
             raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error
         except EngineError as error:
-            self._log.count("engine_errors")
+            self._log.count_failure("engine_errors", error)
             raise WireError(str(error), status=503, kind="overloaded") from error
         turn.sampled = True
         async with self._lock:

@@ -213,7 +213,8 @@ class SessionRun:
         if result.disk_full:
             self._log.count("agent_disk_full")
         if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
-            return "agent_failed", f"{faults} model calls failed on our side; the agent's result says nothing"
+            why = f"{faults}, the last by {self._log.last_failure}"
+            return "agent_failed", f"model calls failed on our side ({why}); the agent's result says nothing"
         if not any(call.is_answered for call in self._log.calls):
             counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
             why = counts or _describe_exit(result, is_stopped=clock.stopped_as is not None)

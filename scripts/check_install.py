@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 
 MODULES = {
+    "polar-trl": "polar_trl",  # the first: it knows what of the others' messages means nothing
     "torch": "torch",
     "transformers": "transformers",
     "accelerate": "accelerate",

@@ -13,6 +13,7 @@ It refuses to pass cells of different tasks, or of different sampling, off as on
 """
 
 import argparse
+import ctypes
 import json
 import shlex
 import signal
@@ -26,6 +27,7 @@ from typing import Any
 import yaml
 
 from polar_trl.cli.eval import format_rate
+from polar_trl.cli.process import sigterm_interrupts
 from polar_trl.errors import PolarError
 from polar_trl.pass_rates import TaskCount, estimate_gain
 from polar_trl.run_log import SETTINGS_FILE
@@ -39,16 +41,14 @@ PAPER: Mapping[str, tuple[float, float]] = {
 }
 """pass@1 in per cent of Qwen3.5-4B before and after training inside the agent, on SWE-bench Verified: table 1 of
 arXiv 2605.24220."""
-BASE = "base"
+BASE, TRAINED = "base", "trained-"
 CONFIG = "configs/qwen3.5-4b_{agent}_skyrl293_8xh100.yaml"
 TASKS = "swe-bench-verified"
-COMPARED = (
-    "tasks", "engine", "grader", "temperature", "top_p", "top_k", "max_completion_length", "max_session_calls",
-    "vllm_max_model_length", "chat_template_kwargs", "sandbox",
-)  # fmt: skip
-"""Settings that all cells of a table should share."""
+OF_MODEL = ("model", "tokenizer", "served_name")
+"""Settings that cells of one model share; those of one agent share what begins with "agent", and all the rest."""
 UNREADABLE = (PolarError, OSError, ValueError, KeyError, TypeError, AttributeError)
 """What a broken file of one cell raises; the other cells are a table all the same."""
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +70,6 @@ def main() -> None:
     own, extra = split_arguments(sys.argv[1:])
     args = parse_arguments(own)
     if args.render_only is not None:
-        if not args.render_only.is_dir():
-            sys.exit(f"reproduce_table: {args.render_only} is no folder")
         report = build_report(args.render_only, args.agents)
         write_report(args.render_only, report)
         sys.exit(0 if report["complete"] else 1)
@@ -81,7 +79,8 @@ def main() -> None:
         for command in commands.values():
             print(shlex.join(command))
         return
-    failed = run_cells(commands)
+    with sigterm_interrupts():
+        failed = run_cells(commands)
     report = build_report(args.out, args.agents, failed=failed)
     write_report(args.out, report)
     sys.exit(1 if failed else 0)
@@ -100,23 +99,45 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="OUT", help="folder of the cells and the table")
     parser.add_argument("--base", metavar="MODEL", help="the model before training")
     parser.add_argument(
-        "--trained", nargs="+", default=[], type=parse_trained, metavar="AGENT=MODEL", help="trained inside that agent"
-    )
-    parser.add_argument("--agents", nargs="+", default=list(PAPER), metavar="AGENT", help="default: the paper's four")
+        "--trained", action="extend", nargs="+", default=[], type=parse_trained, metavar="AGENT=MODEL",
+        help="trained inside that agent",
+    )  # fmt: skip
+    parser.add_argument(
+        "--agents", action="extend", nargs="+", metavar="AGENT",
+        help="default: the paper's four; with --render-only, those of OUT's cells",
+    )  # fmt: skip
     parser.add_argument("--transfer", action="store_true", help="each trained model inside every agent, too")
     parser.add_argument("--config", default=CONFIG, metavar="FILE", help="run file of {agent} (default: %(default)s)")
     parser.add_argument("--tasks", default=TASKS, help="(default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
     parser.add_argument("--render-only", type=Path, metavar="OUT", help="the table of what is there; runs nothing")
     args = parser.parse_args(arguments)
-    if args.render_only is None:
-        if args.out is None or not (args.base or args.trained):
-            parser.error("give --out, and --base or --trained; or --render-only")
-        if unknown := [agent for agent, _ in args.trained if agent not in args.agents]:
-            parser.error(f"--trained names {unknown[0]!r}, which is not among --agents {' '.join(args.agents)}")
-        for agent in args.agents:
-            check_config(parser, Path(args.config.format(agent=agent)), agent)
+    for option, names in (("--trained", [agent for agent, _ in args.trained]), ("--agents", args.agents or [])):
+        if twice := [agent for agent in names if names.count(agent) > 1]:
+            parser.error(f"{option} names {twice[0]!r} twice")
+    if args.render_only is not None:
+        if not (found := find_agents(args.render_only)):
+            parser.error(f"{args.render_only} is no folder of cells, MODEL__AGENT")
+        args.agents = args.agents or found
+        return args
+    args.agents = args.agents or list(PAPER)
+    if args.out is None or not (args.base or args.trained):
+        parser.error("give --out, and --base or --trained; or --render-only")
+    if unknown := [agent for agent, _ in args.trained if agent not in args.agents]:
+        parser.error(f"--trained names {unknown[0]!r}, which is not among --agents {' '.join(args.agents)}")
+    for agent in args.agents:
+        check_config(parser, find_config(args.config, agent), agent)
     return args
+
+
+def find_agents(out: Path) -> list[str]:
+    """Of the cells that have a folder: the paper's, in its order, and then others."""
+    found = set()
+    for path in out.glob("*__*/"):
+        model, _, agent = path.name.partition("__")
+        if model == BASE or model.startswith(TRAINED):
+            found |= {agent, model.removeprefix(TRAINED)} - {BASE}
+    return [agent for agent in PAPER if agent in found] + sorted(found - set(PAPER))
 
 
 def parse_trained(text: str) -> tuple[str, str]:
@@ -126,12 +147,21 @@ def parse_trained(text: str) -> tuple[str, str]:
     return agent, model
 
 
+def find_config(template: str, agent: str) -> Path:
+    return Path(template.replace("{agent}", agent))
+
+
 def check_config(parser: argparse.ArgumentParser, path: Path, agent: str) -> None:
-    """A run file of another agent would fill the wrong column."""
+    """A run file of another agent would fill the wrong column. Ends with a sentence on one that is none."""
     if not path.is_file():
         parser.error(f"no run file at {path} for {agent!r}; --config names them, with {{agent}} in it")
-    found = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("agent", "shell")
-    if found != agent:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"{path} is no run file: {' '.join(str(error).split())}")
+    if not isinstance(content, dict):
+        parser.error(f"{path} is no run file, which has lines of `key: value`")
+    if (found := content.get("agent", "shell")) != agent:
         parser.error(f"{path} is for the agent {found!r} and not {agent!r}")
 
 
@@ -141,29 +171,24 @@ def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, st
     own = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside == agent]
     others = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside != agent]
     pairs = own + others * transfer
-    return cells + [Cell(model=f"trained-{inside}", agent=agent, path=trained[inside]) for inside, agent in pairs]
+    return cells + [Cell(model=TRAINED + inside, agent=agent, path=trained[inside]) for inside, agent in pairs]
 
 
 def build_command(cell: Cell, config: str, tasks: str, out: Path, extra: Sequence[str]) -> list[str]:
-    path, folder = config.format(agent=cell.agent), str(out / cell.name)
-    keys = ["--config", path, "--model_name_or_path", cell.path, "--output_dir", folder, "--tasks", tasks]
+    path, folder = find_config(config, cell.agent), str(out / cell.name)
+    keys = ["--config", str(path), "--model_name_or_path", cell.path, "--output_dir", folder, "--tasks", tasks]
     return [sys.executable, "-m", "polar_trl.cli", "eval", *keys, *extra]
 
 
 def run_cells(commands: Mapping[Cell, Sequence[str]]) -> list[str]:
-    """One after the other; names of those that failed. Ctrl-C ends the one that runs, and then this."""
+    """One after the other; names of those that failed. An interrupt ends the one that runs, and then this."""
     failed = []
     for number, (cell, command) in enumerate(commands.items(), start=1):
-        print(f"[{number}/{len(commands)}] {cell.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
-        process = subprocess.Popen(command, stdout=sys.stderr)
         try:
-            status = process.wait()
+            print(f"[{number}/{len(commands)}] {cell.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
+            status = run_cell(command)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what comes now is for the cell to heed
-            process.wait()  # the terminal told it as well
             print(f"stopped in {cell.name}; the same command goes on", file=sys.stderr)
-            sys.exit(130)
-        if status in (130, -signal.SIGINT):
             sys.exit(130)
         if status != 0:
             failed.append(cell.name)
@@ -171,25 +196,53 @@ def run_cells(commands: Mapping[Cell, Sequence[str]]) -> list[str]:
     return failed
 
 
+def run_cell(command: Sequence[str]) -> int:
+    """Exit status. Raises `KeyboardInterrupt`, with the process ended, where this one or that one is interrupted."""
+    libc = ctypes.CDLL(None)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,  # a terminal would interrupt it, too; the second time ends it before it has tidied up
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # SIGINT may be ignored, by a shell's "&"
+    )
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    if status in (130, -signal.SIGINT, -signal.SIGTERM):
+        raise KeyboardInterrupt
+    return status
+
+
 def build_report(out: Path, agents: Sequence[str], *, failed: Sequence[str] = ()) -> dict[str, Any]:
     """What `table.json` holds, from the folders of the cells."""
-    cells = {}
-    for model in (BASE, *(f"trained-{agent}" for agent in agents)):
-        for agent in agents:
-            name = f"{model}__{agent}"
-            cell = read_cell(out / name)
-            cells[name] = {**cell, "state": "failed"} if name in failed else cell
-    table = [f"{model}__{agent}" for agent in agents for model in (BASE, f"trained-{agent}")]
+    names = [f"{model}__{agent}" for model in (BASE, *(TRAINED + agent for agent in agents)) for agent in agents]
+    cells = {name: read_cell(out / name) for name in names}
+    for name in failed:
+        cells[name]["state"] = "failed"
+    counts = {}
+    for name, cell in cells.items():
+        if cell["state"] == "done":
+            try:
+                counts[name] = count_tasks(out / name, cell["num_samples"])
+            except UNREADABLE as error:
+                cell["error"] = f"no gains: {error}"
+    table = [f"{model}__{agent}" for agent in agents for model in (BASE, TRAINED + agent)]
     return {
         "agents": list(agents),
         "paper": {agent: list(PAPER[agent]) for agent in agents if agent in PAPER},
         "cells": cells,
         "gains": {
-            f"trained-{inside}__{agent}": read_gain(out / f"base__{agent}", out / f"trained-{inside}__{agent}")
+            f"{TRAINED}{inside}__{agent}": pair_tasks(
+                counts.get(f"{BASE}__{agent}", {}), counts.get(f"{TRAINED}{inside}__{agent}", {})
+            )
             for inside in agents
             for agent in agents
         },
-        "differences": list(find_differences(out, [name for name in cells if (out / name / SETTINGS_FILE).exists()])),
+        "differences": list(find_differences(out, cells)),
         "complete": all(cells[name]["state"] == "done" for name in table),
     }
 
@@ -212,47 +265,49 @@ def read_cell(folder: Path) -> dict[str, Any]:
         return {"state": "unreadable", "error": f"{path}: {error!r}"}
 
 
-def read_gain(before: Path, after: Path) -> dict[str, Any] | None:
+def count_tasks(folder: Path, num_samples: int) -> dict[str, TaskCount]:
+    """How many sessions of each task were graded, and how many passed."""
+    found: dict[str, list[bool]] = {}
+    for result in read_results(folder):
+        if result.reward is not None and result.sample < num_samples:
+            found.setdefault(result.task, []).append(result.reward >= PASSING_REWARD)
+    return {task: TaskCount(num_graded=len(passed), num_passed=sum(passed)) for task, passed in found.items()}
+
+
+def pair_tasks(before: Mapping[str, TaskCount], after: Mapping[str, TaskCount]) -> dict[str, Any] | None:
     """pass@1 of the second less that of the first, on the tasks of both."""
-    counts = []
-    for folder in (before, after):
-        cell = read_cell(folder)
-        if cell["state"] != "done":
-            return None
-        found: dict[str, list[bool]] = {}
-        try:
-            results = read_results(folder)
-        except UNREADABLE as error:
-            print(f"no gain of {after.name}: {error}", file=sys.stderr)
-            return None
-        for result in results:
-            if result.reward is not None and result.sample < cell["num_samples"]:
-                found.setdefault(result.task, []).append(result.reward >= PASSING_REWARD)
-        counts.append({task: TaskCount(num_graded=len(p), num_passed=sum(p)) for task, p in found.items()})
-    both = [task for task in counts[0] if task in counts[1]]
-    gain = estimate_gain([counts[0][task] for task in both], [counts[1][task] for task in both])
+    both = [task for task in before if task in after]
+    gain = estimate_gain([before[task] for task in both], [after[task] for task in both])
     return None if gain.rate is None else {"rate": gain.rate, "low": gain.low, "high": gain.high, "tasks": len(both)}
 
 
-def find_differences(out: Path, names: Sequence[str]) -> Iterator[str]:
-    """Settings in which cells differ from the first one, as sentences."""
+def find_differences(out: Path, cells: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Settings in which cells differ from the first one that should share them, as sentences."""
     settings: dict[str, dict[str, Any]] = {}
-    for name in names:
-        cell = read_cell(out / name)
-        try:
-            found = json.loads((out / name / SETTINGS_FILE).read_text(encoding="utf-8"))
-            settings[name] = {key: found.get(key) for key in COMPARED}
-        except UNREADABLE as error:
-            yield f"{name}: {SETTINGS_FILE} cannot be read: {error!r}"
+    for name, cell in cells.items():
+        path = out / name / SETTINGS_FILE
+        if "pass_at_1" not in cell and not path.exists():
             continue
-        if "num_samples" in cell:  # it decides no session, and so is no setting of the folder
-            settings[name]["num_samples"] = cell["num_samples"]
-    for key in (*COMPARED, "num_samples"):
-        have = [name for name in settings if key in settings[name]]
-        for name in have[1:]:
-            ours, theirs = settings[name][key], settings[have[0]][key]
+        try:
+            settings[name] = dict(json.loads(path.read_text(encoding="utf-8")))
+        except UNREADABLE as error:
+            yield f"{name}: its settings cannot be compared: {SETTINGS_FILE}: {error!r}"
+    keys = list(dict.fromkeys(key for found in settings.values() for key in found))
+    for name, found in settings.items():
+        if not found:
+            yield f"{name}: its settings cannot be compared: {SETTINGS_FILE} has none"
+        elif lacking := [key for key in keys if key not in found]:
+            yield f"{name}: its settings cannot all be compared: {SETTINGS_FILE} lacks {', '.join(lacking)}"
+        if "num_samples" in cells[name]:  # it decides no session, and so is no setting of the folder
+            found["num_samples"] = cells[name]["num_samples"]
+    for key in (*keys, "num_samples"):
+        first: dict[str, str] = {}
+        for name in (name for name in settings if key in settings[name]):
+            model, _, agent = name.partition("__")
+            other = first.setdefault(agent if key.startswith("agent") else model if key in OF_MODEL else "", name)
+            ours, theirs = settings[name][key], settings[other][key]
             if ours != theirs:
-                yield f"{name}: {key} is {ours!r}, and {theirs!r} in {have[0]}"
+                yield f"{name}: {key} is {ours!r}, and {theirs!r} in {other}"
 
 
 def write_report(out: Path, report: Mapping[str, Any]) -> None:
@@ -288,11 +343,15 @@ def render_report(report: Mapping[str, Any]) -> Iterator[str]:
     for agent in report["agents"]:
         yield render_row(report, agent)
     yield ""
+    for name, cell in report["cells"].items():
+        if "error" in cell:
+            yield f"{name}: {cell['error']}"
+            yield ""
     yield from render_matrix(report)
 
 
 def render_row(report: Mapping[str, Any], agent: str) -> str:
-    cells, own = report["cells"], f"trained-{agent}__{agent}"
+    cells, own = report["cells"], f"{TRAINED}{agent}__{agent}"
     base, trained = cells[f"base__{agent}"], cells[own]
     paper = report["paper"].get(agent)
     theirs = (f"{paper[0]}", f"{paper[1]}", f"{paper[1] - paper[0]:+.1f}") if paper else ("-", "-", "-")
@@ -311,7 +370,7 @@ def render_matrix(report: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|" + "---|" * len(agents)
     yield "| nothing (base) | " + " | ".join(render_cell(cells[f"base__{agent}"]) for agent in agents) + " |"
     for inside in agents:
-        names = [f"trained-{inside}__{agent}" for agent in agents]
+        names = [f"{TRAINED}{inside}__{agent}" for agent in agents]
         found = [
             f"{render_cell(cells[name])}; {render_gain(report['gains'][name])}"
             if cells[name]["state"] == "done"

@@ -15,16 +15,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-from trl import ModelConfig, get_peft_config
+from typing import TYPE_CHECKING, Any
 
 from polar_trl.errors import PolarError
 from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
 from polar_trl.grpo.checkpoint import choose_start, find_checkpoint, read_step
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.summary import build_summary, print_summary, write_summary
+from polar_trl.output_dir import make_output_dir
 from polar_trl.run_setup import RunArguments, build_parts, load_run_tasks
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
 
 
 def main() -> None:
@@ -86,11 +88,16 @@ def explain_resume(folder: Path) -> str:
     return f"--resume_from_checkpoint auto goes on from {checkpoint}"
 
 
-def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: ModelConfig) -> Any:
+def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: "ModelConfig") -> Any:
     """Everything that a run needs, from its settings."""
+    from trl import get_peft_config  # before polar_trl it would let bitsandbytes print
+
+    from polar_trl.grpo.model_folder import require_name
     from polar_trl.grpo.trainer import PolarGRPOTrainer
 
     refuse_unread(model_config)
+    require_name(model_config.model_name_or_path)
+    make_output_dir(Path(args.output_dir))
     train, evals = load_run_tasks(run)
     parts = build_parts(
         run,

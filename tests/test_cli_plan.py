@@ -82,6 +82,8 @@ def test_full_fine_tuning_over_eight_gpus(capsys: pytest.CaptureFixture[str], qw
         (["--gpu", "big"], "--gpu is 'big'; give the memory of one GPU, such as 80GB"),
         (["--gpu", "80GB", "--gpus", "-1"], "--gpus is -1; it must be at least 1"),
         (["--gpu", "80GB", "--lora_rr", "3"], "Did you mean 'lora_r'?"),
+        (["--gpu", "80GB", "--model_name_or_path", ""], "model_name_or_path is needed"),
+        (["--gpu", "80GB", "--learning_rate", "fast"], "learning_rate is 'fast'; give a number"),
         (["--gpu", "80GB", "--model_name_or_path", "no/such"], "no model at 'no/such'"),
         (["--gpu", "80GB", "--accelerate", "no.yaml"], "--accelerate no.yaml cannot be read"),
         (["--gpu", "80GB", "--accelerate", RUN], "is no accelerate file: it names no distributed_type"),

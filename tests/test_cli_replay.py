@@ -61,6 +61,7 @@ def test_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         {
             "sessions": 3,
             "unfinished": 1,
+            "text_only": 0,
             "calls": 12,
             "trajectories": 6,
             "forks": 3,
@@ -200,6 +201,19 @@ def test_trained_sessions_that_lost_something(tmp_path: Path, capsys: pytest.Cap
     assert (status, report["row_mismatches"]) == (1, 2) and err.count("which is gone") == 2
     (tmp_path / "trained.jsonl").write_text('{"step": 1}\n[]\n')
     assert replay(capsys, tmp_path)[1]["unreadable"] == 2
+
+
+def test_text_without_token_ids_is_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (call, *_) = build_rollout("a").calls
+    text = replace(call, prompt_ids=(), completion=Completion(token_ids=(), logprobs=(), finish_reason="stop"))
+    calls = {"a": [replace(text, text_only=True)], "b": [replace(text, text_only=True), replace(call, index=1)]}
+    for name, kept in calls.items():
+        log = SessionLog(session_id=name, task_id="t", group_id="g", path=tmp_path / "sessions" / f"{name}.jsonl")
+        for one in kept:
+            log.append(replace(one, session_id=name))
+        status, report, err = replay(capsys, tmp_path)
+        assert (status, report["text_only"], report["broken_laws"]) == (int(name == "b"), 1, int(name == "b"))
+    assert "b.jsonl: rollout b: calls [0] came as text" in err
 
 
 def build_lossy(rollout: Rollout) -> Reconstruction:

@@ -113,6 +113,16 @@ def test_one_sentence(
     assert not (tmp_path / "out" / "dataset").exists()
 
 
+def test_something_else_in_the_way_is_said_before_anything_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "settings.json").touch()
+    status, said = collect(capfd, tmp_path, *CONFIG, "--base_url", "http://127.0.0.1:9/v1")
+    assert (status, said.endswith("of polar-trl collect; name another output_dir")) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("models", "message"),
     [
@@ -175,3 +185,4 @@ def test_engines_take_the_tasks_that_are_collected(tmp_path: Path) -> None:
     collection = parse_collection(ROOT / "configs" / "quickstart.yaml", keys, tmp_path, Selection())
     worker = parse_eval(None, collection.setup.command[2:], tmp_path)
     assert (collection.setup.tasks, worker.tasks) == (str(tasks), str(tasks))
+    assert collection.selection.num_samples == 1

@@ -144,6 +144,7 @@ def test_the_same_sessions_give_the_same_bytes(recorder: Recorder, tmp_path: Pat
     ("selection", "num_rows", "left_out"),
     [
         ({"max_per_task": 1}, 12, {}),
+        ({"num_samples": 1}, 12, {}),
         ({"min_reward": 0.4}, 14, {}),
         ({"min_reward": 0.0}, 15, {}),
         ({"with_auxiliary": True}, 14, {}),
@@ -257,6 +258,7 @@ def test_a_folder_of_something_else_is_left_alone(recorder: Recorder, tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"min_reward": float("nan")}, "min_reward is nan"),
         ({"test_share": 1.0}, "test_share is 1.0"),
         ({"max_per_task": 0}, "max_per_task is 0"),
         ({"max_tokens": -1}, "max_tokens is -1"),

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polar_trl.chat_server import ChatServer
+from polar_trl.cli import main
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.openai_server import OpenAIServer
 from polar_trl.errors import ConfigError, LawError
@@ -281,6 +282,7 @@ def test_the_command_collects_messages_and_says_so(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         assert "polar-trl: text only, without token ids: " in done.stderr
         assert "text only: 2 rows have no token ids" in done.stdout
+        assert "accepted sessions: " not in done.stderr  # a line of progress that would stay above the table
         num_asked = len(ASKED)
         again = collect("--base_url", f"{url}/v1", "--json")
         assert len(ASKED) == num_asked  # nothing is left to run
@@ -294,6 +296,8 @@ def test_the_command_collects_messages_and_says_so(tmp_path: Path) -> None:
     assert (report["rows"]["tokens"], report["text_only_rows"]) == ({}, 2)
     card = (tmp_path / "out" / "dataset" / "README.md").read_text()
     assert "**Text only:** 2 rows come from a server that gives no token ids." in card
+    assert "# Sessions of shell with strong\n" in card and "Both forms" not in card
+    assert main(["replay", str(tmp_path / "out")]) == 0
     from datasets import load_dataset
 
     data_set = load_dataset(report["data_set"], cache_dir=str(tmp_path / "cache"))

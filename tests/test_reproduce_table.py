@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,44 @@ def test_cells_that_are_not_of_one_kind_are_named(tmp_path: Path, script: Module
     text = "\n".join(script.render_report(report))
     assert text.count("**Not one setting**") == 3
     assert "| codex | 3.8 | 26.4 | +22.6 | begun | missing | - | - / - |" in text
+    done = call("--render-only", str(tmp_path))  # the agents whose cells are there, in the paper's order
+    rows = [line.split(" |")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows == ["| agent", "| codex", "| pi", "| trained inside", "| nothing (base)", "| codex", "| pi"]
+
+
+def test_what_is_compared_with_what(tmp_path: Path, script: ModuleType) -> None:
+    """A model's settings across agents, an agent's across models, and all others across all cells."""
+    for model in ("base", "trained-pi"):
+        for agent in ("codex", "pi"):
+            record_cell(tmp_path, f"{model}__{agent}", 2, model=model, agent_version=agent, thinking=None)
+    assert script.build_report(tmp_path, AGENTS)["differences"] == []
+    path = tmp_path / "trained-pi__pi" / "settings.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": "x", "agent_version": "2", "thinking": True}))
+    assert script.build_report(tmp_path, AGENTS)["differences"] == [
+        "trained-pi__pi: model is 'x', and 'trained-pi' in trained-pi__codex",
+        "trained-pi__pi: agent_version is '2', and 'pi' in base__pi",
+        "trained-pi__pi: thinking is True, and None in base__codex",
+    ]
+
+
+def test_settings_that_are_not_there_are_named_once(tmp_path: Path, script: ModuleType) -> None:
+    for agent in AGENTS:
+        record_cell(tmp_path, f"base__{agent}", 2)
+    (tmp_path / "base__codex" / "settings.json").unlink()
+    (tmp_path / "base__claude_code" / "settings.json").write_text("{}")
+    (tmp_path / "base__qwen_code" / "settings.json").write_text('{"tasks": "10 tasks aa"}')
+    first, second, third = script.build_report(tmp_path, AGENTS)["differences"]
+    assert first.startswith("base__codex: its settings cannot be compared: settings.json: FileNotFoundError(")
+    assert second == "base__claude_code: its settings cannot be compared: settings.json has none"
+    assert third == "base__qwen_code: its settings cannot all be compared: settings.json lacks temperature"
+
+
+def test_a_failed_cell_has_no_gain(tmp_path: Path, script: ModuleType) -> None:
+    record_cell(tmp_path, "base__pi", 2)
+    record_cell(tmp_path, "trained-pi__pi", 5)
+    report = script.build_report(tmp_path, ["pi"], failed=["base__pi"])
+    assert report["gains"] == {"trained-pi__pi": None}
+    assert "| failed | 55.6 (26.7 to 81.1) | - | 1 / 1 |" in "\n".join(script.render_report(report))
 
 
 def test_numbers_of_sessions_that_differ_are_named(tmp_path: Path, script: ModuleType) -> None:
@@ -162,6 +201,49 @@ def test_one_broken_cell_leaves_the_others_alone(tmp_path: Path, script: ModuleT
     assert "| pi | 34.2 | 40.4 | +6.2 | 22.2 (6.3 to 54.7) | no pass@1 | - | 1 / 1 |" in text
     assert not report["complete"]
     assert [line.split(": ")[0] for line in report["differences"]] == ["base__claude_code"]
+    assert text.count(f"\nbase__codex: {tmp_path}/base__codex/summary.json: JSONDecodeError(") == 1
+    assert text.count(f"no gains: {tmp_path}/trained-qwen_code__qwen_code/results.jsonl, line 1") == 1
+
+
+CELL = """
+import signal, sys, time
+def end(*_):
+    time.sleep(0.2)
+    print("tidied up", flush=True)
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+print("begun", flush=True)
+time.sleep(60)
+"""
+RUN = """
+import signal, sys
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+import reproduce_table as script
+_, _, code, out = sys.argv
+script.build_command = lambda *_: [sys.executable, "-c", code]
+sys.argv[1:] = ["--out", out, "--base", "m", "--agents", "pi", "codex", "--config", "../" + script.CONFIG]
+script.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "sigint"),
+    [(signal.SIGTERM, "heeded"), (signal.SIGTERM, "ignored"), (signal.SIGINT, "heeded"), (signal.SIGKILL, "ignored")],
+)
+def test_what_ends_it_ends_the_cell_first(tmp_path: Path, number: signal.Signals, sigint: str) -> None:
+    command = [sys.executable, "-c", RUN, sigint, CELL, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT / "scripts", stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while process.stderr.readline() != "begun\n":
+            assert process.poll() is None
+        process.send_signal(number)
+        rest = process.stderr.read()
+    ended = "tidied up\n"
+    if number == signal.SIGKILL:
+        assert (process.returncode, rest) == (-signal.SIGKILL, ended)
+    else:
+        assert (process.returncode, rest) == (130, ended + "stopped in base__pi; the same command goes on\n")
 
 
 def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
@@ -202,6 +284,11 @@ def test_the_documented_commands() -> None:
         (["--base", "m"], "give --out, and --base or --trained"),
         (["--out", "o", "--trained", "codex"], "'codex' is not AGENT=MODEL"),
         (["--out", "o", "--trained", "goose=m"], "--trained names 'goose'"),
+        (["--out", "o", "--trained", "pi=a", "--trained", "pi=b"], "--trained names 'pi' twice"),
+        (["--out", "o", "--base", "m", "--agents", "pi", "pi"], "--agents names 'pi' twice"),
+        (["--out", "o", "--base", "m", "--config", "configs/{foo}.yaml"], "no run file at configs/{foo}.yaml"),
+        (["--out", "o", "--base", "m", "--config", "docs/eval.md"], "docs/eval.md is no run file: while scanning"),
+        (["--render-only", "docs"], "docs is no folder of cells"),
         (["--out", "o", "--base", "m", "--agents", "goose"], "no run file at configs/qwen3.5-4b_goose_skyrl293"),
         (
             ["--out", "o", "--base", "m", "--agents", "pi", "--config", "configs/quickstart.yaml"],
@@ -213,3 +300,10 @@ def test_one_sentence(arguments: list[str], message: str) -> None:
     done = call(*arguments)
     assert done.returncode == 2
     assert message in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_run_file_that_is_a_list(tmp_path: Path) -> None:
+    (tmp_path / "pi.yaml").write_text("- agent: pi\n")
+    done = call("--out", "o", "--base", "m", "--agents", "pi", "--config", f"{tmp_path}/{{agent}}.yaml")
+    assert done.returncode == 2
+    assert "pi.yaml is no run file, which has lines of `key: value`" in done.stderr.splitlines()[-1]

@@ -139,7 +139,7 @@ def test_a_fault_of_the_engine_is_no_zero(tmp_path: Path) -> None:
     with runner(tmp_path, reply=reply) as rollouts:
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert result.rollout.reward is None
-    assert "failed on our side" in result.rollout.error
+    assert "failed on our side (1, the last by EngineError: it broke)" in result.rollout.error
 
 
 def test_an_agent_that_does_not_exist(tmp_path: Path) -> None:

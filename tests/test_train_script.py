@@ -13,15 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "configs/nope.yaml"], "No such file or directory: 'configs/nope.yaml'"),
+        (["--config", "configs/nope.yaml"], "--config configs/nope.yaml cannot be read (No such file or"),
         (["--config", "configs/quickstart.yaml", "--lerning_rate", "1"], "Did you mean 'learning_rate'?"),
+        (["--config", "configs/quickstart.yaml", "--learning_rate", "fast"], "learning_rate is 'fast'; give a number"),
+        (["--config", "configs/quickstart.yaml", "--model_name_or_path", ""], "model_name_or_path is needed: a model"),
         (["--config", "configs/quickstart.yaml", "--top_p", "0.9"], "top_p must stay 1.0"),
         (["--config", "configs/quickstart.yaml", "--tasks", "nope.jsonl"], "no task file at nope.jsonl"),
         (
             ["--config", "configs/quickstart.yaml", "--model_name_or_path", "no/such/model"],
             "no model at 'no/such/model'",
         ),
-        (["--config", "configs/quickstart.yaml", "--agent_files", "nope.py"], "nope.py"),
+        (["--config", "configs/quickstart.yaml", "--agent_files", "nope.py"], "agent_files: nope.py cannot be read"),
         (
             ["--config", "configs/quickstart.yaml", "--gradient_accumulation_steps", "100"],
             "96 tasks are fewer than the 100 of one generation batch",
@@ -48,6 +50,7 @@ def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> Non
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("train: ")
     assert message in last
+    assert "usage:" not in done.stderr and "gemm_4bit" not in done.stderr
     assert not (tmp_path / "run" / "sessions").exists()
 
 
@@ -63,6 +66,12 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "max_agent" in done.stderr.strip().splitlines()[-1]
+
+
+def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    said = start(tmp_path, ROOT / "configs" / "tasks" / "shell_ladder.jsonl")
+    assert said == [f"train: output_dir {tmp_path / 'run'} is a file; name another output_dir"]
 
 
 def write_task(folder: Path, toml: str) -> Path:

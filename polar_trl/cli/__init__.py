@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from polar_trl import __version__
 from polar_trl.cli import check_tasks, clean, collect, doctor, eval, inspect, lint_template, plan, replay
 from polar_trl.errors import ConfigError, PolarError
 
@@ -42,6 +43,7 @@ def _build_parser() -> argparse.ArgumentParser:
         epilog="examples:\n  polar-trl doctor\n  polar-trl replay runs/first\n  polar-trl replay --help\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"polar-trl {__version__}")
     subparsers = parser.add_subparsers(metavar="SUBCOMMAND", required=True)
     for subcommand in SUBCOMMANDS:
         subcommand.add_parser(subparsers)

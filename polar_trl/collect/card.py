@@ -46,7 +46,7 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
     for form in files:
         train, test = (report.num_rows(form, split) for split in ("train", "test"))
         lines.append(f"| `{form}` | {train} | {test} | {ABOUT[form]} |")
-    lines += ["", "Both forms also have `id`, `task_id`, `repo`, `reward`, `session` and `agent`.", ""]
+    lines += ["", "Each row also has `id`, `task_id`, `repo`, `reward`, `session` and `agent`.", ""]
     lines += ["| repository | tasks | attempts | accepted | rate % | failed |", "|---|---|---|---|---|---|"]
     for repo, counts in [*report.by_repo.items(), ("total", report.total)]:
         rate = "-" if counts.rate is None else f"{100 * counts.rate:.1f}"

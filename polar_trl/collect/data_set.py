@@ -11,6 +11,7 @@ write a data set without a row to train on, and replaces an earlier one only whe
 """
 
 import json
+import math
 import secrets
 import shutil
 from collections import Counter
@@ -40,6 +41,8 @@ SPLITS = ("train", "test")
 class Selection:
     """What of the sessions becomes the data set."""
 
+    num_samples: int | None = None
+    """The first so many sessions of each task; None takes all."""
     min_reward: float = 1.0
     max_per_task: int | None = None
     """Accepted sessions of one task; None keeps all."""
@@ -50,6 +53,8 @@ class Selection:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.min_reward):
+            raise ConfigError(f"min_reward is {self.min_reward}; give a number, such as 1.0")
         if not 0.0 <= self.test_share < 1.0:
             raise ConfigError(f"test_share is {self.test_share}; give a share from 0 to below 1, such as 0.1")
         for name in ("max_per_task", "max_tokens"):
@@ -115,7 +120,7 @@ def build_data_set(
         folder: With `results.jsonl` and the sessions.
         target: Replaced if it holds an earlier data set.
         agent: Whose sessions they are, and
-        model: what answered it, for the card and the rows.
+        model: what answered it, for the card.
         tell: Hears how many accepted sessions have been read, and of how many.
 
     Raises:
@@ -123,9 +128,12 @@ def build_data_set(
         ConfigError: `target` holds something else.
         LawError, RecordError: a session's record does not hold, or cannot be read.
     """
-    if target.exists() and not (target / REPORT_FILE).exists():
-        raise ConfigError(f"{target} holds something else than a data set of polar-trl collect; name another folder")
-    results = read_results(folder)
+    refuse_foreign(target)
+    results = [
+        result
+        for result in read_results(folder)
+        if selection.num_samples is None or result.sample < selection.num_samples
+    ]
     chosen = choose_accepted(results, min_reward=selection.min_reward, max_per_task=selection.max_per_task)
     total = total_acceptance(results, min_reward=selection.min_reward)
     if not chosen:
@@ -158,6 +166,14 @@ def build_data_set(
         target, forms, report, lambda files: render_card(report, files, asdict(selection), agent=agent, model=model)
     )
     return report
+
+
+def refuse_foreign(target: Path) -> None:
+    """Raises `ConfigError` where a data set would replace something else."""
+    if target.exists() and not (target / REPORT_FILE).exists():
+        raise ConfigError(
+            f"{target} holds something else than a data set of polar-trl collect; name another output_dir"
+        )
 
 
 def _read_accepted(folder: Path, result: SampleResult) -> Rollout:

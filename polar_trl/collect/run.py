@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from polar_trl.collect.data_set import Report, Selection, build_data_set
+from polar_trl.collect.data_set import Report, Selection, build_data_set, refuse_foreign
 from polar_trl.grpo.eval_setup import EvalSetup, parse_eval
 from polar_trl.grpo.evaluate import run_evaluation
 
@@ -29,13 +29,6 @@ class Collection:
         """Where it goes."""
         return self.setup.folder / DATA_SET_FOLDER
 
-    @property
-    def model(self) -> str:
-        """What answers, by the name that the settings know it by."""
-        evaluation = self.setup.evaluation
-        name = evaluation.served_name or self.setup.model or evaluation.base_url or ""
-        return Path(name).name if Path(name).is_dir() else name  # a path of this machine does not belong in a data set
-
 
 def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path, selection: Selection) -> Collection:
     """Settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
@@ -47,7 +40,7 @@ def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path
     # several engines are processes of `polar-trl eval`, which takes eval_tasks where there are any
     return Collection(
         setup=replace(setup, tasks=tasks, command=(*setup.command, "--tasks", tasks, "--eval_tasks", tasks)),
-        selection=selection,
+        selection=replace(selection, num_samples=setup.evaluation.num_samples),
     )
 
 
@@ -60,8 +53,12 @@ def run_collection(collection: Collection, *, show_progress: bool = True) -> Rep
         KeyboardInterrupt: what has ended is kept.
     """
     setup = collection.setup
-    run_evaluation(setup, show_progress=show_progress)
-    with tqdm(desc="accepted sessions", unit="session", disable=not show_progress, leave=False) as bar:
+    refuse_foreign(collection.data_set)
+    model = run_evaluation(setup, show_progress=show_progress)["model"]
+    if Path(model).is_absolute() or Path(model).is_dir():  # a path of a machine does not belong in a data set
+        model = Path(model).name
+    disable = None if show_progress else True  # on a terminal alone, where the line is wiped away at the end
+    with tqdm(desc="accepted sessions", unit="session", disable=disable, leave=False) as bar:
 
         def tell(done: int, total: int) -> None:
             bar.total = total
@@ -72,6 +69,6 @@ def run_collection(collection: Collection, *, show_progress: bool = True) -> Rep
             collection.data_set,
             collection.selection,
             agent=setup.run.agent,
-            model=collection.model,
+            model=model,
             tell=tell,
         )

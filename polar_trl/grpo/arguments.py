@@ -1,30 +1,112 @@
 """A run file and flags -> the settings of a run: one YAML file is a whole run, every key of it can be a flag.
 
-It refuses keys that nobody reads, with the nearest known name.
+It refuses keys that nobody reads, with the nearest known name, and values of another type.
 """
 
+import argparse
 import dataclasses
 import difflib
-from collections.abc import Sequence
-from typing import Any
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import yaml  # type: ignore[import-untyped]
 from trl import ModelConfig, TrlParser
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.run_setup import RunArguments
 
+_WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_to_bool": "true or false"}
+
 
 class RunParser(TrlParser):  # type: ignore[misc]
     """TRL's parser of the three groups of settings of a run, and of what another command adds to them.
+
+    What is wrong is a `ConfigError`; argparse would print its usage, which is some hundred lines, and exit.
 
     Args:
         more: Dataclasses of settings.
     """
 
     def __init__(self, *more: type, **kwargs: Any) -> None:
-        super().__init__((RunArguments, PolarGRPOConfig, ModelConfig, *more), **kwargs)
+        super().__init__((RunArguments, PolarGRPOConfig, ModelConfig, *more), allow_abbrev=False, **kwargs)
+
+    def read_file(self, path: str) -> None:
+        """Take the defaults from a run file, read as flags would be. Its `env` sets variables of the environment."""
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--config {path} cannot be read ({error.strerror}); give a run file") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict) or not isinstance(environment := content.pop("env", {}), dict):
+            raise ConfigError(f"--config {path} must be a mapping, lines of `key: value`, and so must its env")
+        os.environ.update({str(name): str(value) for name, value in environment.items()})
+        actions = {action.dest: action for action in self._actions if action.nargs != 0}
+        self._refuse_unknown(path, [str(name) for name in content if name not in actions])
+        hints = {name: hint for group in self.dataclass_types for name, hint in get_type_hints(group).items()}
+        try:
+            values = {name: self._convert(actions[name], hints[name], value) for name, value in content.items()}
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        self.set_defaults_with_config(**values)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but that nothing may be unknown."""
+        found, rest = super().parse_known_args(args, namespace)
+        names = [word.split("=")[0] for word in rest if word.startswith("--")]
+        self._refuse_unknown("flags", names or rest)
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """What is wrong with the flags as such."""
+        required = "the following arguments are required: --"
+        if message.startswith(required):
+            raise ConfigError(f"{message.removeprefix(required)} is needed, in the run file (--config) or as a flag")
+        raise ConfigError(message.removeprefix("argument "))
+
+    def _convert(self, action: argparse.Action, hint: Any, value: Any) -> Any:
+        """A value of the file. argparse looks at texts alone, and at no text's choices."""
+        kinds = [
+            kind
+            for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,))
+            for kind in (map(type, get_args(part)) if get_origin(part) is Literal else (get_origin(part) or part,))
+        ]
+        if value is None and type(None) not in kinds:
+            raise ConfigError(f"{action.dest} has no value; give {_describe_wanted(action)}, or leave it out")
+        is_list = isinstance(value, list) and action.nargs == "+"
+        if isinstance(value, str) or is_list:
+            return self._get_values(action, [str(item) for item in value] if is_list else [value])
+        if type(value) in kinds or (type(value) is int and float in kinds):
+            return value
+        if action.type is str or isinstance(value, bool | list | dict):
+            quotes = ", in quotes" if action.type is str or action.choices else ""
+            raise ConfigError(f"{action.dest} is {value!r}; give {_describe_wanted(action)}{quotes}")
+        return self._get_values(action, [str(value)])
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"{action.dest} is {arg_string!r}; give {_describe_wanted(action)}") from error
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise ConfigError(f"{action.dest} is {value!r}; give {_describe_wanted(action)}")
+
+    def _refuse_unknown(self, source: str, names: Sequence[str]) -> None:
+        if not names:
+            return
+        known = [action.dest for action in self._actions if action.dest != "help"]
+        words = (name.lstrip("-").replace("-", "_") for name in names)
+        near = [repr(match) for word in words for match in difflib.get_close_matches(word, known, 1)]
+        advice = f". Did you mean {', '.join(near)}?" if near else "; leave it out"
+        raise ConfigError(f"{source}: nothing reads {', '.join(names)}{advice}")
 
 
 def parse_run(
@@ -41,17 +123,17 @@ def parse_groups(parser: RunParser, arguments: Sequence[str] | None = None) -> t
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value cannot work.
     """
+    path, flags = _take_config(sys.argv[1:] if arguments is None else arguments)
+    if path is not None:
+        parser.read_file(path)
     try:
-        return tuple(parser.parse_args_and_config(None if arguments is None else list(arguments)))
-    except (OSError, YAMLError) as error:
-        raise ConfigError(str(error)) from error
-    except ConfigError:
-        raise
+        return tuple(parser.parse_args_into_dataclasses(flags))
+    except OSError as error:
+        raise ConfigError(f"{error.filename}, which a setting names, cannot be read ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"a setting is {error.doc!r}, and that is no JSON: {error}") from error
     except ValueError as error:
-        known = [name for group in parser.dataclass_types for name in group.__dataclass_fields__]
-        words = [word.strip("-'\"[],.=") for word in str(error).split()]
-        near = [m for word in words for m in difflib.get_close_matches(word, known, 1, 0.8) if m != word]
-        raise ConfigError(f"{error}" + (f" Did you mean {near[0]!r}?" if near else "")) from error
+        raise ConfigError(str(error)) from error
 
 
 def refuse_unread(model_config: ModelConfig) -> None:
@@ -62,3 +144,24 @@ def refuse_unread(model_config: ModelConfig) -> None:
             continue
         if value != getattr(ModelConfig(), name):
             raise ConfigError(f"{name} is not read here; give it through model_init_kwargs instead")
+
+
+def _take_config(words: Iterable[str]) -> tuple[str | None, list[str]]:
+    """The run file, the last if several are given, and the other words."""
+    path, rest, words = None, [], iter(words)
+    for word in words:
+        if word == "--config":
+            path = next(words, "")
+        elif word.startswith("--config="):
+            path = word.removeprefix("--config=")
+        else:
+            rest.append(word)
+    if path == "":
+        raise ConfigError("--config names no file; give a run file")
+    return path, rest
+
+
+def _describe_wanted(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "one of " + ", ".join(map(str, action.choices))
+    return _WANTED.get(getattr(action.type, "__name__", ""), "what --help says of it")

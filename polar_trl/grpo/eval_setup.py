@@ -26,7 +26,7 @@ from polar_trl.grpo.model_folder import Checkpoint, find_model
 from polar_trl.grpo.served import API_KEY_VARIABLE
 from polar_trl.harness.base import Harness
 from polar_trl.run_setup import RunArguments, RunParts, build_parts
-from polar_trl.sample_tasks import find_repo
+from polar_trl.sample_tasks import find_repo, read_settings
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Task
@@ -194,6 +194,13 @@ def _find_served_name(evaluation: EvalArguments) -> str | None:
         return evaluation.served_name  # a folder with nothing left to run needs no server
     finally:
         server.close()
+
+
+def name_model(setup: EvalSetup) -> str:
+    """What sampled the folder's sessions; a server's model has the server's name for it, not that of a tokenizer."""
+    if setup.evaluation.base_url is None:
+        return setup.model or ""
+    return read_settings(setup.folder).get("served_name") or setup.evaluation.base_url
 
 
 def name_group(task: Task, key: str) -> str | None:

@@ -77,7 +77,7 @@ def end_with_parent() -> None:
     def wait() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock this thread would hold while the interpreter ends
             pass
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # SIGINT may be ignored, by a shell that started all of this with "&"
 
     threading.Thread(target=wait, name="polar-parent", daemon=True).start()
 

@@ -26,6 +26,7 @@ from polar_trl.grpo.eval_setup import (
     find_checkpoint,
     load_eval_tasks,
     name_group,
+    name_model,
 )
 from polar_trl.grpo.eval_workers import run_workers
 from polar_trl.grpo.model_folder import Checkpoint, merge_adapter
@@ -33,7 +34,15 @@ from polar_trl.grpo.served import open_served_model
 from polar_trl.proxy import Proxy
 from polar_trl.rollout import RolloutRunner
 from polar_trl.run_setup import RunParts
-from polar_trl.sample_tasks import Sample, SampleResult, list_samples, open_folder, read_results, sample_tasks
+from polar_trl.sample_tasks import (
+    Sample,
+    SampleResult,
+    list_samples,
+    open_folder,
+    read_results,
+    sample_tasks,
+    share_folder,
+)
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
@@ -79,7 +88,8 @@ def run_worker(setup: EvalSetup, number: int) -> None:
         # by its place among all and not among those that are left: other engines are at work already
         mine = [s for s in samples if (s.sample * len(tasks) + s.place) % setup.evaluation.num_engines == number]
         if mine:
-            _sample(setup, parts, checkpoint, mine, show_progress=False)
+            with share_folder(setup.folder):
+                _sample(setup, parts, checkpoint, mine, show_progress=False)
     finally:
         parts.backend.close()
 
@@ -95,7 +105,7 @@ def summarise_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]
         groups={task.id: name for task in tasks if (name := name_group(task, evaluation.by)) is not None},
     )
     about = {
-        "model": setup.model or evaluation.served_name or evaluation.base_url,
+        "model": name_model(setup),
         "agent": setup.run.agent,
         "task_set": setup.tasks,
         "output_dir": str(setup.folder),

@@ -51,8 +51,7 @@ class Checkpoint:
 
 def find_model(name: str | None, *, trust_remote_code: bool = False) -> Checkpoint:
     """The checkpoint of that name. Raises `ConfigError` with what is wrong and what to do."""
-    if not name:
-        raise ConfigError("model_name_or_path is needed: a model folder, a run's checkpoint-N, or a hub name")
+    name = require_name(name)
     folder = Path(name)
     if folder.is_file():
         raise ConfigError(f"model_name_or_path {name!r} is a file; name the folder that it is in")
@@ -68,8 +67,16 @@ def find_model(name: str | None, *, trust_remote_code: bool = False) -> Checkpoi
     return Checkpoint(name=name, identity=f"{folder.resolve().name} {_digest([*_list_weights(folder), *settings])}")
 
 
-def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
+def require_name(name: str | None) -> str:
+    """The name, where one is given. Raises `ConfigError`."""
+    if not name:
+        raise ConfigError("model_name_or_path is needed: a model folder, a run's checkpoint-N, or a hub name")
+    return name
+
+
+def load_config(name: str | None, *, trust_remote_code: bool = False) -> Any:
     """transformers' configuration of a folder or hub name. Raises `ConfigError`."""
+    name = require_name(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ from polar_trl.grpo.model_folder import load_config
 from polar_trl.sandbox.base import SandboxBackend
 
 
-def read_model_config(model: str, *, trust_remote_code: bool = False) -> Any:
+def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> Any:
     """The model's configuration, in transformers' own class. Raises `ConfigError` where `model` leads to none."""
     config = load_config(model, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)

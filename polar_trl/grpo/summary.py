@@ -82,7 +82,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     table = Table(title="run", show_header=False)
     for key, value in summary.items():
         if key != "rewards":
-            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+            text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            table.add_row(key, text)
     Console().print(table)
 
 

@@ -10,7 +10,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        if isinstance(model, str):
+        if model is None or isinstance(model, str):
             config = read_model_config(model, trust_remote_code=args.trust_remote_code)
         else:
             config = model.config
@@ -414,7 +415,8 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             [i for call in result.rollout.calls for i in call.completion.token_ids] for result in finished
         ]
         rows = [{**row, "rollouts": result.rollout} for row, result in zip(data_rows, finished, strict=True)]
-        rewards_RF: Tensor = self._calculate_rewards(rows, prompts, completions, completion_ids)
+        with _without_trl_warning():
+            rewards_RF: Tensor = self._calculate_rewards(rows, prompts, completions, completion_ids)
         # Law 4: where the infrastructure failed or the grader could not decide, no reward function may do so instead.
         failed = torch.tensor([result.rollout.error is not None for result in finished], device=rewards_RF.device)
         rewards_RF[self.accelerator.gather(failed)] = torch.nan
@@ -489,6 +491,21 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
 
     def _shows_progress(self) -> bool:
         return self.args.show_rollout_progress and self.accelerator.is_main_process and not self.args.disable_tqdm
+
+
+@contextmanager
+def _without_trl_warning() -> Iterator[None]:
+    """TRL prints a whole rollout where one has no reward; `polar/rollouts_without_reward` counts them."""
+    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
+    trl_logger.addFilter(_is_of_use)
+    try:
+        yield
+    finally:
+        trl_logger.removeFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "All reward functions returned None" not in str(record.msg)
 
 
 _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")

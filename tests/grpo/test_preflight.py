@@ -9,12 +9,14 @@ import pytest
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.by_task import GraderByTask
+from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import build_dataset
 from polar_trl.grpo.preflight import (
     build_default_grader,
     choose_reward_functions,
     read_model_config,
 )
+from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.types import Rollout, Task
 
@@ -36,6 +38,16 @@ def test_a_model_with_code_of_its_own_is_read_where_that_is_trusted(
         ConfigError, match="brings code of its own: read it, and if you trust it set trust_remote_code: true"
     ):
         read_model_config(str(tmp_path))
+
+
+def test_no_model_is_one_sentence(tmp_path: Path) -> None:
+    from polar_trl.grpo.trainer import PolarGRPOTrainer
+
+    args = PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(
+        ConfigError, match="model_name_or_path is needed: a model folder, a run's checkpoint-N, or a h"
+    ):
+        PolarGRPOTrainer(model=None, args=args, harness=ShellHarness("true"))  # type: ignore[arg-type]
 
 
 def test_tasks_have_a_way_to_be_graded_all_or_none() -> None:

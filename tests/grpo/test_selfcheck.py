@@ -8,7 +8,7 @@ import pytest
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError, EngineError
 from polar_trl.grpo.selfcheck import NUM_TOKENS, check_engine
-from polar_trl.grpo.summary import build_summary, write_summary
+from polar_trl.grpo.summary import build_summary, print_summary, write_summary
 from polar_trl.types import Completion
 
 PROMPTS = [[10, 11, 12], [200, 300, 400, 500]]
@@ -72,7 +72,7 @@ def test_logprobs_that_are_no_numbers_are_noticed(model: Any) -> None:
         check(model, engine)
 
 
-def test_a_summary_of_a_log(tmp_path: Path) -> None:
+def test_a_summary_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log: list[dict[str, Any]] = [
         {"reward": r, "polar/sampled_tokens": 10, "polar/trained_tokens": 9, "polar/trajectories_per_rollout": 1.5}
         for r in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0)
@@ -91,6 +91,8 @@ def test_a_summary_of_a_log(tmp_path: Path) -> None:
     assert summary["trajectories_per_rollout"] == 1.5
     gaps = [summary[f"logprob_gap_{name}"] for name in ("mean", "p99", "max")]
     assert gaps == pytest.approx([0.03, 0.2, 0.7])
+    print_summary(summary | {"logprob_gap_mean": None})
+    assert "│ logprob_gap_mean          │ -     " in capsys.readouterr().out
     write_summary(tmp_path, summary)
     assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="logged no reward"):
