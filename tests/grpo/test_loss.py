@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(900)  # three workers, one of four processes, before the first test
 
 
 def build_launcher(processes: int) -> list[str]:
