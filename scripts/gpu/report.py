@@ -38,7 +38,7 @@ class Report:
         self.failed = False
         self.content: dict[str, Any] = {
             "experiment": name,
-            "command": shlex.join(["bash", "scripts/gpu/run.sh", Path(sys.argv[0]).stem, *_drop_out(sys.argv[1:])]),
+            "command": shlex.join(["bash", "scripts/gpu/run.sh", Path(sys.argv[0]).stem, *_drop_files(sys.argv[1:])]),
             "date": str(date.today()),
             "machine": describe_machine(),
             "versions": read_versions(),
@@ -96,10 +96,10 @@ def render_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) 
     return "\n".join(lines)
 
 
-def _drop_out(arguments: Sequence[str]) -> list[str]:
-    """Without `--out FOLDER`, which says nothing about the figures."""
-    outs = {i for i, text in enumerate(arguments) if text == "--out"}
-    return [text for i, text in enumerate(arguments) if i not in outs and i - 1 not in outs]
+def _drop_files(arguments: Sequence[str]) -> list[str]:
+    """Without `--out FOLDER` and `--resume FILE`, which say nothing about the figures."""
+    named = {i for i, text in enumerate(arguments) if text in ("--out", "--resume")}
+    return [text for i, text in enumerate(arguments) if i not in named and i - 1 not in named]
 
 
 def _render(value: Any) -> str:
