@@ -92,11 +92,14 @@ class Server:
             self.model.load_weights([(self._rename(name), weight)])
 
     def _rename(self, name: str) -> str:
-        """Where vLLM has put LoRA around a layer, the layer's weights have `base_layer` in their names."""
+        """vLLM 0.26 knows the weights of a layer inside its LoRA as `base_layer`'s; 0.31 passes them on."""
         owner, _, leaf = name.rpartition(".")
         parent, _, last = owner.rpartition(".")
-        wrapped = f"{parent}.{self._packed.get(last, last)}.base_layer.{leaf}"
-        return f"{owner}.base_layer.{leaf}" if wrapped in self._names else name
+        inside = f"{parent}.{self._packed.get(last, last)}"
+        if f"{inside}.base_layer.{leaf}" not in self._names:
+            return name
+        passes_on = hasattr(self.model.get_submodule(inside), "load_weights")
+        return name if passes_on else f"{owner}.base_layer.{leaf}"
 
     def push_adapter(self, policy: Policy) -> None:
         """Into the slot of `ADAPTER_ID`, which requests then name; vLLM's own request would read a folder."""
