@@ -199,7 +199,7 @@ def colocated_vllm(
     *, sleep_level: int = 2, dtype: str | None = None, rounding_seed: int | None = None, **llm_kwargs: Any
 ) -> Iterator[None]:
     """While the block runs, a `GRPOTrainer` that is built makes a `ColocatedVllm`. TRL has no argument for it."""
-    ours = {"sleep_level": sleep_level, "dtype": dtype, "rounding_seed": rounding_seed}
+    ours: dict[str, Any] = {"sleep_level": sleep_level, "dtype": dtype, "rounding_seed": rounding_seed}
 
     def make(*args: Any, **kwargs: Any) -> ColocatedVllm:
         return ColocatedVllm(*args, llm_kwargs=llm_kwargs, **ours, **kwargs)

@@ -1,16 +1,15 @@
 """Merge an adapter into copies of its base weights, one layer at a time, for an engine that serves whole weights.
 
-PEFT's own merging adds the adapter to the base weights in place and subtracts it again, and in half precision each round
-leaves its rounding in a base that is meant to be frozen. Here a layer's weights are copied in float32, PEFT merges into
-the copies, and the result is rounded once (`engine.rounding`). The policy in the engine is the base and the adapter, as
-they are on disk.
+PEFT's own merging adds the adapter to the base weights in place and subtracts it again, and in half precision each
+round leaves its rounding in a base that is meant to be frozen. Here a layer's weights are copied in float32, PEFT
+merges into the copies, and the result is rounded once (`engine.rounding`). The policy in the engine is the base and
+the adapter, as they are on disk.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from polar_trl.errors import ConfigError

@@ -1,14 +1,14 @@
 """Round float32 weights to half precision with a fixed random offset per weight (dithered rounding).
 
-Published weights lie on the grid of bfloat16, and an optimizer step of 1e-6 is a hundredth of the grid's spacing: rounded
-to nearest, a weight stays where it was for dozens of steps, in the engine and in an autocast pass alike. With an offset,
-uniform over one spacing and drawn once per weight, a weight that has moved by a hundredth of a spacing is on the next
-grid point with a probability of one hundredth, so that the rounded weights move, in expectation, as the weights do. A
-weight that has not moved keeps its value, and a fixed offset adds no noise from step to step.
+Published weights lie on the grid of bfloat16, and an optimizer step of 1e-6 is a hundredth of the grid's spacing:
+rounded to nearest, a weight stays where it was for dozens of steps, in the engine and in an autocast pass alike. With
+an offset, uniform over one spacing and drawn once per weight, a weight that has moved by a hundredth of a spacing is
+on the next grid point with a probability of one hundredth, so that the rounded weights move, in expectation, as the
+weights do. A weight that has not moved keeps its value, and a fixed offset adds no noise from step to step.
 
-Spacings are counted in units of the last place of float32. A bfloat16 is the upper 16 bits of a float32, so its spacing
-is 2**16 such units. A float16 has 13 bits less than a float32 from 2**-14 on; below, where its spacing no longer shrinks
-(2**-24), numbers are left as they are, and moves of 1e-6 are seen anyway.
+Spacings are counted in units of the last place of float32. A bfloat16 is the upper 16 bits of a float32, so its
+spacing is 2**16 such units. A float16 has 13 bits less than a float32 from 2**-14 on; below, where its spacing no
+longer shrinks (2**-24), numbers are left as they are, and moves of 1e-6 are seen anyway.
 """
 
 import hashlib

@@ -92,7 +92,7 @@ def save_masters(folder: Path, rank: int, low_halves: Mapping[str, torch.Tensor]
 
 
 def load_masters(folder: Path, rank: int) -> dict[str, torch.Tensor] | None:
-    """The same of a complete checkpoint; rank 0's where all ranks hold the same; None where weights are the masters."""
+    """Read them; rank 0's where all ranks hold the same. None: the checkpoint's weights are the masters themselves."""
     for path in (folder / MASTERS_FILE.format(rank), folder / MASTERS_FILE.format(0)):
         if path.is_file():
             return load_file(path)

@@ -41,7 +41,7 @@ class PackedGRPOConfig(GRPOConfig):
     weight_rounding: Literal["dithered", "nearest"] = field(
         default="dithered",
         metadata={
-            "help": "How float32 weights become the half-precision ones that compute, in the trainer's pass and in the "
+            "help": "How float32 weights become the half-precision ones that compute, in the pass and in the "
             "engine alike: 'dithered' adds a random offset per weight, fixed for the run, so that the policy moves as "
             "the weights do; with 'nearest' steps of 1e-6 are not seen for dozens of steps."
         },
@@ -164,8 +164,8 @@ class PolarGRPOConfig(PackedGRPOConfig):
     engine_dtype: Literal["bfloat16", "float16", "float32"] | None = field(
         default=None,
         metadata={
-            "help": "What the engine computes in. None: as the trainer's pass (bf16, fp16, or else the weights' dtype), "
-            "and on a CPU float32, or bfloat16 for Qwen3.5."
+            "help": "What the engine computes in. None: as the trainer's pass (bf16, fp16, or else the weights' "
+            "dtype), and on a CPU float32, or bfloat16 for Qwen3.5."
         },
     )
     engine_cuda_graphs: CudaGraphs = field(

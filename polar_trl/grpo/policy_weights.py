@@ -1,9 +1,9 @@
-"""Hold the weights of a run to one policy: what the pass computes with is what the engine gets, and moves as the masters.
+"""Keep trainer and engine at one policy: both compute with the same rounded weights, which move as the masters do.
 
 Which weights that concerns depends on what is trained. All weights of a model, or the whole modules beside an adapter:
 they are rounded between optimizer steps (`RoundedWeights`). An adapter stays as it is, and the engine's merged copies
-are rounded when they are made. DeepSpeed keeps masters of its own and rounds them to nearest after each step: there the
-offsets are added to the masters once, which comes to the same.
+are rounded when they are made. DeepSpeed keeps masters of its own and rounds them to nearest after each step: there
+the offsets are added to the masters once, which comes to the same.
 """
 
 from collections.abc import Iterator

@@ -3,11 +3,11 @@
 Between two optimizer steps a trained parameter holds its master rounded to the grid of the half precision that the
 trainer's pass and the engine share (`engine.rounding`), so that both have the same numbers, also in layers that
 autocast leaves in float32. What rounding took away, at most 16 bits of each weight, is kept beside it and put back for
-the time of the optimizer's step. With three weights that lie one spacing (8 units here) apart and an offset of 3:
+the time of the optimizer's step. A weight on a grid of spacing 8, with an offset of 3 out of -4 to 3:
 
-    published 16, offset 3   ->  master 19  =  16 (computes)  +  3 (kept)
-    one step of 2            ->  master 21  =  24 (computes)  -  3 (kept)     it was flipped early, others are later
-    one step of -4           ->  master 17  =  16 (computes)  +  1 (kept)
+    published 16             the master becomes 19 = 16 (computes) + 3 (kept)
+    a step of 2              the master is 21 = 24 (computes) - 3 (kept): two of eight offsets flip a weight here
+    a step of -4             the master is 17 = 16 (computes) + 1 (kept)
 
 The offset is added once, when training begins, and then lives in what is kept: a checkpoint's model is the policy that
 computed, and the kept halves beside it (2 bytes a weight) make it the masters again.
@@ -103,7 +103,7 @@ class RoundedWeights:
         return dict(self._low)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the lower halves of a checkpoint whose parameters are loaded. Raises `ConfigError` for others' names."""
+        """Take what a checkpoint has beside its parameters. Raises `ConfigError` if it is of other parameters."""
         if {name: low.shape for name, low in state.items()} != {name: low.shape for name, low in self._low.items()}:
             raise ConfigError("the checkpoint's master weights are those of other parameters than the model's")
         for name, low in state.items():

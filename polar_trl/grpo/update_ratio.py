@@ -23,7 +23,7 @@ class UpdateRatio:
         self._index: dict[str, Tensor] = {}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._sums = torch.zeros(4, dtype=torch.float64)
-        """Of the engine's moves, of the masters', of weights that changed in the engine, of weights that were looked at."""
+        """Of the engine's moves, of the masters', of weights that changed in the engine, and of those looked at."""
 
     def choose(self, name: str, count: int, total: int, device: torch.device) -> Tensor:
         """Positions of the weights of a parameter that are compared, always the same.
