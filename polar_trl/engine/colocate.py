@@ -16,6 +16,8 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from polar_trl.engine.cuda_graphs import require_safe_graphs
+from polar_trl.engine.lora import iter_merged
+from polar_trl.engine.rounding import choose_compute_dtype, round_weight
 from polar_trl.engine.vllm import VllmEngine
 from polar_trl.errors import ConfigError, EngineError
 
@@ -41,11 +43,26 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
     Args:
         llm_kwargs: Overrides for `vllm.LLM`.
         sleep_level: 1 keeps the weights in host memory while the engine sleeps, 2 drops them.
+        dtype: What the engine computes in ("bfloat16", "float16", "float32"); None: what the trainer's pass does, and
+            on a CPU what vLLM's CPU build can.
+        rounding_seed: Of the offsets with which merged adapters are rounded; None rounds to nearest.
     """
 
-    def __init__(self, *args: Any, llm_kwargs: dict[str, Any], sleep_level: int = 2, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        llm_kwargs: dict[str, Any],
+        sleep_level: int = 2,
+        dtype: str | None = None,
+        rounding_seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._llm_kwargs = llm_kwargs
         self._sleep_level = sleep_level
+        self._dtype = dtype
+        self._rounding_seed = rounding_seed
+        self.on_merged: Callable[[str, torch.Tensor, torch.Tensor], None] | None = None
+        """Told of each weight that an adapter is merged into: its name, the merged weight, the engine's."""
         super().__init__(*args, **kwargs)
         # accelerate's own device may be "cuda" without an index, which no thread can select
         on_gpu = self.accelerator.device.type == "cuda"
@@ -60,7 +77,15 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
                 "a tensor-parallel engine needs the same requests on all of them"
             )
         on_cpu = self.accelerator.device.type == "cpu"
-        self._llm_kwargs = {**prepare_vllm(self.model.config, cpu=on_cpu), **self._llm_kwargs}
+        self.pass_dtype = pass_dtype = find_pass_dtype(self.accelerator, self.model)
+        self._llm_kwargs = {
+            "dtype": str(pass_dtype).removeprefix("torch."),
+            **prepare_vllm(self.model.config, cpu=on_cpu),
+            **({"dtype": self._dtype} if self._dtype else {}),
+            **self._llm_kwargs,
+        }
+        self.engine_dtype: torch.dtype = getattr(torch, self._llm_kwargs["dtype"])
+        self.compute_dtype = choose_compute_dtype(pass_dtype, self.engine_dtype)
         if self.accelerator.num_processes == 1:
             # TRL would take the first of four ports that is free, and two runs that start together the same one
             os.environ.setdefault("MASTER_PORT", str(_find_free_port()))
@@ -75,6 +100,21 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         with self.engine.paused(new_policy=new_policy):
             super().sync_weights()
         self._asleep.discard("weights")
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """TRL's, but for adapters: they are merged into copies, and the frozen base is never written to."""
+        if not hasattr(self.model, "merge_adapter"):
+            yield from super()._iter_named_params()
+            return
+        for name, weight, is_merged in iter_merged(self.model, self._dist.gather_params):
+            if not is_merged:
+                yield name, weight
+                continue
+            dithered = self._rounding_seed is not None
+            rounded = round_weight(weight, name, self.engine_dtype, seed=self._rounding_seed or 0, dithered=dithered)
+            if self.on_merged is not None:
+                self.on_merged(name, weight, rounded)
+            yield name, rounded
 
     def wake(self) -> None:
         """Bring back what sleeps, before rollouts. At sleep level 2 the weights have to be pushed first.
@@ -99,6 +139,12 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         self._asleep |= _SLEEPING_PARTS
         # TRL's own flag: whether the weights are gone. At level 1 they come back with `wake`.
         self._llm_weights_sleeping = self._sleep_level == 2
+
+
+def find_pass_dtype(accelerator: Any, model: Any) -> torch.dtype:
+    """What the trainer's forward pass multiplies in: autocast's dtype, or the weights' own."""
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
@@ -149,11 +195,14 @@ def _find_free_port() -> int:
 
 
 @contextmanager
-def colocated_vllm(*, sleep_level: int = 2, **llm_kwargs: Any) -> Iterator[None]:
+def colocated_vllm(
+    *, sleep_level: int = 2, dtype: str | None = None, rounding_seed: int | None = None, **llm_kwargs: Any
+) -> Iterator[None]:
     """While the block runs, a `GRPOTrainer` that is built makes a `ColocatedVllm`. TRL has no argument for it."""
+    ours: dict[str, Any] = {"sleep_level": sleep_level, "dtype": dtype, "rounding_seed": rounding_seed}
 
     def make(*args: Any, **kwargs: Any) -> ColocatedVllm:
-        return ColocatedVllm(*args, llm_kwargs=llm_kwargs, sleep_level=sleep_level, **kwargs)
+        return ColocatedVllm(*args, llm_kwargs=llm_kwargs, **ours, **kwargs)
 
     with _replaced(grpo_trainer, "VLLMGeneration", make):
         yield

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.trainer_pt_utils import safe_globals
 
 from polar_trl.errors import ConfigError
@@ -32,6 +33,7 @@ VERSION = 1
 STATE_FILE = "polar_state.json"
 PART_FILE = STATE_FILE + ".part"
 RANK_FILE = "polar_rank{}.pt"
+MASTERS_FILE = "polar_masters{}.safetensors"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _REMOVED = "removed-"
 _SAVED_TYPES = [PackedRows, Layout, Segment, type(np.dtype(np.int64))]
@@ -82,6 +84,19 @@ def save_rank_state(folder: Path, rank: int, state: RankState) -> None:
     """Write what one rank has in hand."""
     windows = [[_without_caches(passed) for passed in window] for window in state.windows]
     torch.save({"windows": windows, "open_rows": list(state.open_rows)}, folder / RANK_FILE.format(rank))
+
+
+def save_masters(folder: Path, rank: int, low_halves: Mapping[str, torch.Tensor]) -> None:
+    """Write what the masters of one rank have beyond the weights that compute (`RoundedWeights.state_dict`)."""
+    save_file({name: low.cpu() for name, low in low_halves.items()}, folder / MASTERS_FILE.format(rank))
+
+
+def load_masters(folder: Path, rank: int) -> dict[str, torch.Tensor] | None:
+    """Read them; rank 0's where all ranks hold the same. None: the checkpoint's weights are the masters themselves."""
+    for path in (folder / MASTERS_FILE.format(rank), folder / MASTERS_FILE.format(0)):
+        if path.is_file():
+            return load_file(path)
+    return None
 
 
 def finish_checkpoint(folder: Path, state: RunState, *, is_resumable: bool = True) -> None:

@@ -38,6 +38,14 @@ class PackedGRPOConfig(GRPOConfig):
         },
     )
 
+    weight_rounding: Literal["dithered", "nearest"] = field(
+        default="dithered",
+        metadata={
+            "help": "How float32 weights become the half-precision ones that compute, in the pass and in the "
+            "engine alike: 'dithered' adds a random offset per weight, fixed for the run, so that the policy moves as "
+            "the weights do; with 'nearest' steps of 1e-6 are not seen for dozens of steps."
+        },
+    )
     loss_type: str = field(
         default="dapo",
         metadata={
@@ -57,6 +65,9 @@ class PackedGRPOConfig(GRPOConfig):
             self.sequence_layout in (None, "tree", "packed", "single"),
             "sequence_layout",
             "must be 'tree', 'packed', 'single', or left out",
+        )
+        self._require(
+            self.weight_rounding in ("dithered", "nearest"), "weight_rounding", "must be 'dithered' or 'nearest'"
         )
         self._require(
             self.beta == 0.0 or self.loss_type not in ROLLOUT_MEAN_LOSSES,
@@ -150,6 +161,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
     engine_max_num_seqs: int | None = field(
         default=None, metadata={"help": "Requests the engine samples at once; None: four per agent, 256 at most."}
     )
+    engine_dtype: Literal["bfloat16", "float16", "float32"] | None = field(
+        default=None,
+        metadata={
+            "help": "What the engine computes in. None: as the trainer's pass (bf16, fp16, or else the weights' "
+            "dtype), and on a CPU float32, or bfloat16 for Qwen3.5."
+        },
+    )
     engine_cuda_graphs: CudaGraphs = field(
         default="default",
         metadata={
@@ -193,6 +211,11 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "must be 'prefix_merging' or 'per_request'",
         )
         check_cuda_graphs(self.engine_cuda_graphs)
+        self._require(
+            self.engine_dtype in (None, "bfloat16", "float16", "float32"),
+            "engine_dtype",
+            "must be 'bfloat16', 'float16', 'float32', or left out",
+        )
         self._require(self.vllm_sleep_level in (1, 2), "vllm_sleep_level", "must be 1 or 2")
         self._require(self.thinking in ("keep", "template"), "thinking", "must be 'keep' or 'template'")
         for name in ("max_policy_lag", "resample_zero_variance"):

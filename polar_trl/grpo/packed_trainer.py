@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from polar_trl.engine.colocate import find_pass_dtype
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.balance import CostModel, Plan, plan_micro_batches
 from polar_trl.grpo.batch import build_micro_batch, to_rows
@@ -26,6 +28,7 @@ from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.forward import choose_layout, prepare_model, score
 from polar_trl.grpo.importance import RatioStats, importance_ratio
 from polar_trl.grpo.phases import PhaseClock
+from polar_trl.grpo.policy_weights import PolicyWeights
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES, Row, row_weights
 from polar_trl.grpo.supported import find_causal_model
 from polar_trl.grpo.trained_rows import TrainedRows, describe_row
@@ -68,6 +71,14 @@ class PackedGRPOTrainer(GRPOTrainer):
         """Where the trained tokens are written down."""
         self.phases = PhaseClock(self._metrics)
         self.add_callback(self.phases)
+        self.policy_weights = PolicyWeights(
+            self.vllm_generation.compute_dtype if self.use_vllm else find_pass_dtype(self.accelerator, self.model),
+            seed=self.args.seed,
+            dithered=self.args.weight_rounding == "dithered",
+            is_deepspeed=self.is_deepspeed_enabled,
+        )
+        self.add_callback(self.policy_weights)
+        _sum_gradients_in_float32(self.accelerator)
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         """Rows of this rank for its data rows. A collective."""
@@ -295,6 +306,13 @@ class PackedGRPOTrainer(GRPOTrainer):
         )
         for name, value in figures.items():
             self._metrics[mode][f"sampling/{name}"].append(value)
+
+
+def _sum_gradients_in_float32(accelerator: Any) -> None:
+    """Over passes and ranks, under FSDP2, where accelerate would have them summed in the pass's half precision."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
 def _build_cost_model(model: Any) -> CostModel:

@@ -74,6 +74,7 @@ class ResumableTrainer(GRPOTrainer):
             if self.args.ignore_data_skip:
                 raise ConfigError("ignore_data_skip must be false to resume: tasks that were trained would come again")
             self._restore(state, rank_state)
+            self.policy_weights.resume(checkpoint.load_masters(folder, self.accelerator.process_index))
             step = state.step
         # all ranks have chosen before one of them removes anything
         self.accelerator.wait_for_everyone()
@@ -145,7 +146,10 @@ class ResumableTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
-        checkpoint.save_rank_state(folder, self.accelerator.process_index, self._get_rank_state())
+        rank, rounded = self.accelerator.process_index, self.policy_weights.rounded
+        checkpoint.save_rank_state(folder, rank, self._get_rank_state())
+        if rounded is not None and (rank == 0 or rounded.is_sharded):
+            checkpoint.save_masters(folder, rank, rounded.state_dict())
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoint.finish_checkpoint(folder, self._get_run_state(), is_resumable=not self.args.save_only_model)

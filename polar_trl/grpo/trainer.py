@@ -122,7 +122,13 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 args.ddp_find_unused_parameters = False  # TRL turns it on for vision towers; here they are not trained
         set_environment(cpu=args.device.type == "cpu")
         graphs = cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs]
-        with colocated_vllm(max_num_seqs=args.engine_slots, sleep_level=args.vllm_sleep_level, **graphs):
+        with colocated_vllm(
+            max_num_seqs=args.engine_slots,
+            sleep_level=args.vllm_sleep_level,
+            dtype=args.engine_dtype,
+            rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
+            **graphs,
+        ):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
@@ -138,6 +144,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self.args: PolarGRPOConfig
         self.data_collator: Callable[..., Any]
         self.vllm_generation: ColocatedVllm
+        self.vllm_generation.on_merged = self.policy_weights.note_merged
         settings = {
             "model": os.path.abspath(name) if os.path.isdir(name := self.model.name_or_path) else name,
             "agent": harness.name,
@@ -359,11 +366,14 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     def _sync_engine(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since (a collective)."""
         generation = self.vllm_generation
-        if self.state.global_step != self._last_loaded_step or generation._llm_weights_sleeping:
+        is_new = self.state.global_step != self._last_loaded_step  # weights that were only asleep are no new policy
+        if is_new or generation._llm_weights_sleeping:
             with self.phases.measure(mode, "weight_sync"):
-                # weights that were only asleep are no new policy
-                generation.sync_weights(new_policy=self.state.global_step != self._last_loaded_step)
+                generation.sync_weights(new_policy=is_new)
             self._last_loaded_step = self.state.global_step
+        if is_new:
+            for name, value in self.policy_weights.measure_push(generation.engine_dtype, self.accelerator).items():
+                self._metrics[mode][name].append(value)
 
     def _check_engine_once(self, mode: str) -> None:
         """Before the first rollout: does the engine compute what the trainer computes?"""
@@ -371,7 +381,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             return
         prompts = [self._tokenizer(text)["input_ids"] for text in _PROBES]
         engine = self.vllm_generation.engine
-        dtypes = (engine.dtype, next(self.model.parameters()).dtype)
+        dtypes = (engine.dtype, self.vllm_generation.pass_dtype)
         self.model.eval()
         gap = check_engine(engine, self._score_tokens, prompts, temperature=self.temperature, dtypes=dtypes)
         self.model.train(mode == "train")
