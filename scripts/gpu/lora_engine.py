@@ -109,7 +109,8 @@ class Server:
         manager = self.runner.lora_manager
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID,
-            {name.replace(".default.", "."): weight.data for name, weight in policy.adapter.items()},
+            # copies, since vLLM multiplies B by the scaling in place
+            {name.replace(".default.", "."): weight.data.clone() for name, weight in policy.adapter.items()},
             PEFTHelper(r=RANK, lora_alpha=ALPHA, target_modules="all-linear"),
             device=str(policy.device),
             dtype=manager.lora_config.lora_dtype,

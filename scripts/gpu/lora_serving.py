@@ -9,8 +9,8 @@ The base is random in bfloat16, and so is the adapter, whose B is not zero. "Mer
 the adapter merged in float32, rounded to the engine's dtype, go through `load_weights`. "vLLM's LoRA": the tensors of
 the adapter go from memory into a slot of an engine that was built for LoRA. Each engine has a process of its own, one
 after the other. Sampled at temperature 1 with processed log-probabilities; gaps are |trainer - engine| over all
-sampled tokens. In a run the trainer's pass is bfloat16 autocast; the pass in float32 is the policy as it is on disk. The
-controls lack the adapter: their gap is what one would see had no push arrived.
+sampled tokens. In a run the trainer's pass is bfloat16 autocast; the pass in float32 is the policy as it is on disk.
+The controls lack the adapter: their gap is what one would see had no push arrived.
 """
 
 import argparse
