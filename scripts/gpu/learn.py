@@ -216,7 +216,7 @@ def add_run(run: Run, report: Report, *, problem: str = "") -> None:
 
 def describe(steps: list[dict[str, Any]], run: Run) -> dict[str, Any]:
     """Figures of a run. Times leave out its first two steps, in which kernels compile and caches fill."""
-    rewards = [line["reward"] for line in steps if line.get("reward") is not None]
+    rewards = [line["reward"] for line in steps if line.get("reward") is not None] or [float("nan")]
     third = max(1, len(rewards) // 3)
     later = steps[2:] or steps
     total = sum(line["polar/phase/step_s"] for line in later)
