@@ -225,9 +225,6 @@ def describe(steps: list[dict[str, Any]], run: Run) -> dict[str, Any]:
         seconds = sum(line.get(f"polar/phase/{name}_s") or 0.0 for line in later for name in names)
         return f"{seconds / total:.1%}"
 
-    def milliseconds(name: str) -> float:
-        return 1000 * median(line.get(f"polar/phase/{name}_s") or 0.0 for line in later)
-
     def average(name: str) -> float | str:
         values = [line[name] for line in steps if line.get(name) is not None]
         return fmean(values) if values else ""
@@ -248,10 +245,7 @@ def describe(steps: list[dict[str, Any]], run: Run) -> dict[str, Any]:
         "rollouts": share("rollouts", "resampling"),
         "training": share("training", "optimizer"),
         "overhead": f"{fmean(line['polar/phase/overhead_share'] for line in later):.1%}",
-        "sync_ms": milliseconds("weight_sync"),
-        "sleep_ms": milliseconds("sleep"),
-        "wake_ms": milliseconds("wake"),
-        "sampled_per_s": sum(line["polar/sampled_tokens"] for line in later) / total / run.processes,
+        "sync_ms": 1000 * median(line.get("polar/phase/weight_sync_s") or 0.0 for line in later),
         "seconds": run.ended - run.started,
     }
 
