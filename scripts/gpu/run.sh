@@ -16,7 +16,7 @@ if [ $# -eq 0 ] || [ "$1" = -h ] || [ "$1" = --help ]; then
   echo "experiments:"
   for file in scripts/gpu/*.py; do
     line=$(sed -n '/^"""/{s/^"""//p;q}' "$file")
-    grep -q -- '"--out"' "$file" && grep -q "__main__" "$file" && printf '  %-14s %s\n' "$(basename "$file" .py)" "$line"
+    grep -q 'add_argument("--out"' "$file" && grep -q "__main__" "$file" && printf '  %-14s %s\n' "$(basename "$file" .py)" "$line"
   done
   exit 0
 fi
