@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from polar_trl.engine.rounding import HALF_DTYPES, add_offsets, draw_offsets
-from polar_trl.grpo.rounding import RoundedWeights, local_part
+from polar_trl.grpo.rounded_weights import RoundedWeights, local_part
 from polar_trl.grpo.update_ratio import UpdateRatio
 
 

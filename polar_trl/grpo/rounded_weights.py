@@ -13,6 +13,7 @@ The offset is added once, when training begins, and then lives in what is kept: 
 computed, and the kept halves beside it (2 bytes a weight) make it the masters again.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from polar_trl.engine.rounding import CHUNK, add_offsets, draw_offsets, round_bits
 from polar_trl.errors import ConfigError
+
+_LOWER = 0 if sys.byteorder == "little" else 1
+"""Which of the two halves of an int32 is the lower one."""
 
 
 class RoundedWeights:
@@ -78,6 +82,11 @@ class RoundedWeights:
     def round(self, *_: Any) -> None:
         """After it: parameters hold what computes."""
         for name, parameter in self._parameters.items():
+            if self.dtype == torch.bfloat16:
+                # its own lower half, read as a signed number, is what a weight has above its nearest bfloat16
+                bits = _bits(parameter)
+                bits.sub_(self._low[name].copy_(bits.view(torch.int16)[_LOWER::2]))
+                continue
             for bits, low in zip(_bits(parameter).split(CHUNK), self._low[name].split(CHUNK), strict=True):
                 rounded = round_bits(bits, self.dtype)
                 low.copy_(bits - rounded)
@@ -112,7 +121,7 @@ class RoundedWeights:
 
 def local_part(parameter: nn.Parameter) -> Tensor:
     """What this rank holds of a parameter."""
-    return parameter.tolocal_part() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _bits(parameter: nn.Parameter) -> Tensor:
