@@ -46,6 +46,8 @@ def choose_compute_dtype(pass_dtype: torch.dtype, engine_dtype: torch.dtype) -> 
 def draw_offsets(seed: int, name: str, start: int, count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Offsets [count] of the elements from `start` on of a parameter, int32, uniform over one spacing around 0.
 
+    Half a spacing itself is left out, so that it does not matter to which side others round what lies between.
+
     They follow from the arguments alone, on every device and however the parameter is sharded: a 32-bit hash of the
     element's index in the whole parameter (the finaliser "lowbias32" of C. Wellons, "Prospecting for Hash Functions",
     2018), keyed by seed and name.
@@ -54,7 +56,8 @@ def draw_offsets(seed: int, name: str, start: int, count: int, *, dtype: torch.d
     x = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
     x = _mix(_mix(x) ^ key)
     bits = DROPPED_BITS[dtype]
-    return _shift_right(x, 32 - bits) - (1 << (bits - 1))
+    half = 1 << (bits - 1)
+    return (_shift_right(x, 32 - bits) - half).clamp_(min=1 - half)
 
 
 def round_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT rows|agents MODEL [lora]`.
+"""Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT KIND MODEL [lora]`.
 
-"rows" trains two steps on fixed rows, so that runs can be compared number by number; "agents" trains one on sessions
-of real agents, and compares the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
+KIND "rows" trains two steps on fixed rows, so that runs can be compared number by number; "masters" trains them with
+DeepSpeed in bfloat16, in small steps, and keeps DeepSpeed's own masters; "agents" trains one step on sessions of real
+agents, and compares the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
@@ -34,12 +36,14 @@ if is_deepspeed or is_fsdp:
     PartialState._shared_state["distributed_type"] = (
         DistributedType.DEEPSPEED if is_deepspeed else DistributedType.MULTI_GPU
     )
+if kind == "masters":
+    transformers.training_args.is_torch_bf16_gpu_available = lambda *_: True  # DeepSpeed has it on a CPU too
 common: dict[str, Any] = {
     "accelerator_config": {"use_configured_state": is_deepspeed or is_fsdp},
     # with DeepSpeed, accelerate takes "use the CPU" for "without DeepSpeed"; there is nothing else here
     "use_cpu": not is_deepspeed,
-    "bf16": False,
-    "learning_rate": 1e-3,
+    "bf16": kind == "masters",
+    "learning_rate": 1e-6 if kind == "masters" else 1e-3,
     "gradient_checkpointing": True,
     "save_strategy": "no",
     "logging_steps": 1,
@@ -99,8 +103,20 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
     trainer.preset = build_rows(range(rank * 8 // world, (rank + 1) * 8 // world))
     before = read_whole(trainer)
+    kept: dict[str, torch.Tensor] = {}
+
+    class AtStart(transformers.TrainerCallback):
+        """Keeps DeepSpeed's masters before the first step."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if kind == "masters" and not kept:
+                kept["masters_before"] = read_masters(trainer)
+
+    trainer.add_callback(AtStart())
     trainer.train()
-    return trainer, {"before": before}
+    if kept:
+        kept["masters"] = read_masters(trainer)
+    return trainer, {"before": before, **kept}
 
 
 def train_agents() -> tuple[Any, dict[str, Any]]:
@@ -140,7 +156,15 @@ def read_whole(trainer: Any) -> torch.Tensor:
     return torch.cat([whole[name] for name in sorted(whole)])
 
 
-trainer, extra = train_rows() if kind == "rows" else train_agents()
+def read_masters(trainer: Any) -> torch.Tensor:
+    """[P]: DeepSpeed's own, in the order of `read_whole`. A collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+    return torch.cat([safe_get_full_fp32_param(named[name]).flatten().clone() for name in sorted(named)])
+
+
+trainer, extra = train_agents() if kind == "agents" else train_rows()
 weights = list(trainer.accelerator.unwrap_model(trainer.model).parameters())
 kept = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
 result = {

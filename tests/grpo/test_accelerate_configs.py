@@ -26,11 +26,11 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_qwen3(smollm2, tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
-def launch(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
+def launch(name: str, out: Path, *arguments: str, precision: str = "no") -> list[dict[str, Any]]:
     """What each of two ranks wrote."""
     out.mkdir(parents=True, exist_ok=True)
     settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    settings |= {"num_processes": 2, "mixed_precision": "no"}
+    settings |= {"num_processes": 2, "mixed_precision": precision}
     settings.pop("gpu_ids", None)
     file = out / "accelerate.yaml"
     file.write_text(yaml.safe_dump(settings))
@@ -78,6 +78,18 @@ def test_sharded_training_gives_the_numbers_of_ddp(
     moved = (ddp["weights"] - first["before"]).norm()
     assert moved > 0.1
     assert (first["weights"] - ddp["weights"]).norm() < 1e-4 * moved
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero2", "deepspeed_zero3"])
+def test_deepspeeds_own_masters_are_dithered(model: Path, tmp_path: Path, name: str) -> None:
+    # published weights are values of bfloat16; this model's are not, before DeepSpeed lowers them
+    first, second = launch(name, tmp_path, "masters", str(model), precision="bf16")
+    for result in (first, second):
+        published = result["before"].bfloat16().float()
+        assert torch.equal(result["masters_before"].bfloat16().float(), published)
+        moved = (result["masters"] - result["masters_before"]).abs().sum()
+        assert 0.9 < (result["weights"].float() - published).abs().sum() / moved < 1.1
+    assert torch.equal(first["weights"], second["weights"])
 
 
 @pytest.mark.parametrize("adapter", ["whole", "lora"])

@@ -28,6 +28,7 @@ from trl.trainer.utils import add_fused_lm_head
         (GRPOTrainer, "_get_train_sampler", ["self", "dataset"]),
         (VLLMGeneration, "_init_vllm", ["self"]),
         (VLLMGeneration, "sync_weights", ["self"]),
+        (VLLMGeneration, "_iter_named_params", ["self"]),
     ],
 )
 def test_signatures(owner: type, method: str, parameters: list[str]) -> None:
