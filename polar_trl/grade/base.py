@@ -17,6 +17,10 @@ class Grade:
     """Named counts for the rollout, such as an agent's attempts on its judge."""
 
 
+LARGEST_REWARD = 3.4028234663852886e38
+"""The largest float32: rewards are trained in it, and count in an evaluation as they would in training."""
+
+
 class Grader(Protocol):
     """Decides what a session's work is worth."""
 
