@@ -19,7 +19,7 @@ from pathlib import Path
 from polar_trl.engine.gate import Visits
 from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
 from polar_trl.grade.attempts import count_peeks
-from polar_trl.grade.base import LARGEST_REWARD, FreshSandboxGrader, Grader
+from polar_trl.grade.base import FreshSandboxGrader, Grader, is_finite_reward
 from polar_trl.harness.base import Harness
 from polar_trl.progress import Board
 from polar_trl.proxy import Proxy
@@ -230,7 +230,7 @@ class SessionRun:
             self._grading_is_ordered = False  # from here on it is the grader's own affair
             try:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
-                if not abs(grade.reward) <= LARGEST_REWARD:
+                if not is_finite_reward(grade.reward):
                     raise NotFiniteRewardError(f"it gave {grade.reward}")
                 for name, count in grade.counters.items():
                     self._log.count(name, count)

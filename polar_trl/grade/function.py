@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from polar_trl.errors import GradeError, NotFiniteRewardError
-from polar_trl.grade.base import LARGEST_REWARD, Grade
+from polar_trl.grade.base import Grade, is_finite_reward
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
@@ -36,7 +36,7 @@ class FunctionGrader:
             raise GradeError(f"{type(error).__name__}: {error}") from error
         if not isinstance(value, numbers.Real):
             raise GradeError(f"the grading function returned {value!r}; it must return a finite number")
-        if not -LARGEST_REWARD <= value <= LARGEST_REWARD:
+        if not is_finite_reward(value):
             raise NotFiniteRewardError(f"the grading function returned {value}; it must return a finite number")
         return Grade(reward=float(value))
 

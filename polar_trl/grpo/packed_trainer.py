@@ -47,6 +47,8 @@ class PackedGRPOTrainer(GRPOTrainer):
     num_iterations: int
     current_gradient_accumulation_steps: int
     _current_train_step_time: float
+    _globalstep_last_logged: int
+    _total_loss_scalar: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -158,7 +160,9 @@ class PackedGRPOTrainer(GRPOTrainer):
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """transformers', which begins the loss anew by taking it from itself, and so would log NaN for ever after."""
         if self.trained_rows is not None:
-            self.trained_rows.write_rows(self.state.global_step, are_trained=self.step_guard.fault is None)
+            if self.step_guard.fault is not None:
+                self.trained_rows.forget()
+            self.trained_rows.write_rows(self.state.global_step)
         total, logged = self._total_loss_scalar, self._globalstep_last_logged
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if self._globalstep_last_logged > logged:

@@ -39,8 +39,8 @@ class ResumableTrainer(GRPOTrainer):
     """A mixin in front of the trainer that rolls out.
 
     That trainer has `_num_batches` (rolled out so far), `_windows` (of the last generation batch), `upcoming`,
-    `carry_over`, `proxy`, `step_guard` and `vllm_generation.engine`. A forward pass has the key "rows": what `describe_row` says of
-    each of its rows.
+    `carry_over`, `proxy`, `step_guard` and `vllm_generation.engine`. A forward pass has the key "rows": what
+    `describe_row` says of each of its rows.
     """
 
     _num_batches: int

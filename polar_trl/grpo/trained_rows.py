@@ -52,9 +52,13 @@ class TrainedRows:
         """The rows of a pass (see `describe_row`), and the trainer's log-probabilities of their trained tokens."""
         self._passes.append((rows, logprobs_BC.detach()))
 
-    def write_rows(self, step: int, *, are_trained: bool) -> None:
-        """The lines of what was noted for an optimizer step; none where the step was not made."""
-        passes, self._passes = self._passes if are_trained else [], []
+    def forget(self) -> None:
+        """What was noted is not trained after all."""
+        self._passes = []
+
+    def write_rows(self, step: int) -> None:
+        """The lines of what was noted for an optimizer step."""
+        passes, self._passes = self._passes, []
         lines = []
         for rows, logprobs_BC in passes:
             values_BC = logprobs_BC.float().cpu().numpy()
