@@ -1,7 +1,9 @@
-"""Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT rows|agents MODEL [lora]`.
+"""Train under whatever `accelerate launch --config_file` set up.
 
-"rows" trains two steps on fixed rows, so that runs can be compared number by number; "agents" trains one on sessions
-of real agents, and compares the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
+`accelerate_worker.py OUT rows|faults|agents MODEL [lora]`: "rows" trains two steps on fixed rows, so that runs can be
+compared number by number; "faults" four, of which the second has a loss that is NaN on the last rank and the third no
+rows; "agents" trains one on sessions of real agents, and compares the engine with the trainer after the last push.
+Each rank writes OUT/rank<N>.pt.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl.distributed import DistributedBackend
 
 from polar_trl.grpo.config import PackedGRPOConfig
@@ -53,9 +55,27 @@ class PresetRows(PackedGRPOTrainer):
     """Trains the rows of this rank, whatever is asked for."""
 
     preset: list[Row]
+    has_faults = False
 
     def _collect_rows(self, inputs: Any, mode: str) -> list[Row]:
-        return self.preset
+        return [] if self.has_faults and self.state.global_step == 2 else self.preset
+
+    def _score(self, model: Any, micro_batch: Any) -> Any:
+        logps, entropies = super()._score(model, micro_batch)
+        if self.has_faults and self.state.global_step == 1 and self.accelerator.process_index == 1:
+            logps = logps * torch.nan
+        return logps, entropies
+
+
+class WeightsOfSteps(TrainerCallback):
+    """All weights after each step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.weights: list[torch.Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights.append(read_whole(self.trainer))
 
 
 def build_rows(numbers: range) -> list[Row]:
@@ -77,7 +97,7 @@ def build_rows(numbers: range) -> list[Row]:
     return rows
 
 
-def train_rows() -> tuple[Any, dict[str, Any]]:
+def train_rows(*, has_faults: bool) -> tuple[Any, dict[str, Any]]:
     trainer = PresetRows(
         model=model,
         args=PackedGRPOConfig(
@@ -85,7 +105,7 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             num_generations=4,
-            max_steps=2,
+            max_steps=4 if has_faults else 2,
             max_tokens_per_device=90,
             max_completion_length=64,
             vllm_importance_sampling_mode="token_truncate",
@@ -99,8 +119,12 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
     trainer.preset = build_rows(range(rank * 8 // world, (rank + 1) * 8 // world))
     before = read_whole(trainer)
+    trainer.has_faults = has_faults
+    callback = WeightsOfSteps(trainer)
+    if has_faults:
+        trainer.add_callback(callback)
     trainer.train()
-    return trainer, {"before": before}
+    return trainer, {"before": before, "weights_of_steps": callback.weights}
 
 
 def train_agents() -> tuple[Any, dict[str, Any]]:
@@ -140,7 +164,7 @@ def read_whole(trainer: Any) -> torch.Tensor:
     return torch.cat([whole[name] for name in sorted(whole)])
 
 
-trainer, extra = train_rows() if kind == "rows" else train_agents()
+trainer, extra = train_agents() if kind == "agents" else train_rows(has_faults=kind == "faults")
 weights = list(trainer.accelerator.unwrap_model(trainer.model).parameters())
 kept = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
 result = {
@@ -148,6 +172,8 @@ result = {
     "distributed_type": str(trainer.accelerator.distributed_type.value),
     "weights": read_whole(trainer),
     "kept": kept,
+    "skipped": [entry["polar/skipped_steps"] for entry in trainer.state.log_history if "loss" in entry],
+    "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry],
     "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
     "passes": [entry["polar/forward_passes"] for entry in trainer.state.log_history if "loss" in entry],

@@ -80,6 +80,17 @@ def test_sharded_training_gives_the_numbers_of_ddp(
     assert (first["weights"] - ddp["weights"]).norm() < 1e-4 * moved
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
+def test_neither_a_loss_that_is_not_finite_nor_no_rows_move_a_shard(model: Path, tmp_path: Path, name: str) -> None:
+    for rank in launch(name, tmp_path, "faults", str(model)):
+        made, faulty, empty, last = rank["weights_of_steps"]
+        assert torch.isfinite(last).all() and not torch.equal(made, rank["before"])
+        assert torch.equal(faulty, made) and torch.equal(empty, made)
+        assert not torch.equal(last, made)
+        assert rank["skipped"] == [0, 1, 0, 0]
+        assert len(set(rank["rates"])) == 2  # neither moves the learning rate
+
+
 @pytest.mark.parametrize("adapter", ["whole", "lora"])
 def test_engines_get_the_weights_of_a_sharded_trainer(model: Path, tmp_path: Path, adapter: str) -> None:
     for result in launch("fsdp2", tmp_path, "agents", str(model), adapter):

@@ -37,8 +37,8 @@ def test_a_fault_on_one_rank_costs_that_step_on_all(ranks: list[dict[str, Any]],
         assert logged(case, "polar/skipped_steps") == [0, 1, 0, 0]
         rates = logged(case, "learning_rate")
         assert rates[1] == rates[2] and rates[0] > rates[1] > rates[3]
-        assert not math.isfinite(logged(case, "grad_norm")[1])
         assert case["steps"][-1] == ranks[0][name]["steps"][-1]
+    assert not math.isfinite(logged(ranks[-1][name], "grad_norm")[1])
 
 
 def test_the_log_says_nan_where_the_loss_was_and_not_after(ranks: list[dict[str, Any]]) -> None:
