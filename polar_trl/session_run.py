@@ -231,7 +231,8 @@ class SessionRun:
             try:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
                 if not is_finite_reward(grade.reward):
-                    raise NotFiniteRewardError(f"it gave {grade.reward}")
+                    self._log.count("rewards_not_finite")
+                    return None, f"the grader gave {grade.reward}"
                 for name, count in grade.counters.items():
                     self._log.count(name, count)
                 return float(grade.reward), None
