@@ -68,14 +68,14 @@ def test_the_loss_reads_the_keys_that_we_give(key: str) -> None:
 
 def test_a_step_is_judged_before_it_is_made_and_a_skipped_one_keeps_the_learning_rate() -> None:
     loop = inspect.getsource(Trainer._run_epoch)
-    order = [
+    names = (
         "_clip_grad_norm(",
         "_get_grad_norm(",
         "optimizer.step()",
         "optimizer_step_was_skipped",
         "_maybe_log_save",
-    ]
-    places = [loop.index(name) for name in order]
+    )
+    places = [loop.index(name) for name in names]
     assert places == sorted(places)
     assert "tr_loss -= tr_loss" in inspect.getsource(Trainer._maybe_log_save_evaluate)
     assert "_is_overflow" in inspect.getsource(AcceleratedOptimizer.step_was_skipped.fget)
