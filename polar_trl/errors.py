@@ -12,6 +12,8 @@ PolarError
 │   ├── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
 │   └── TreeUnreadableError   so many folders in each other, or rights so few, that it cannot be read: likewise
 ├── GradeError       a grader could not decide; the rollout has no reward
+│   └── NotFiniteRewardError   it gave NaN, infinity, or what float32 cannot hold
+├── StepError        optimizer steps cannot be made, or have spoiled the weights; ends the run before a checkpoint
 ├── RecordError      a session's file cannot be read back
 └── LawError         a law of the design is broken; names the rollout and stops the run
 """
@@ -113,8 +115,16 @@ class GradeError(PolarError):
     """A grader could not decide. The rollout has no reward, which is not a reward of 0."""
 
 
+class NotFiniteRewardError(GradeError):
+    """A grader gave a number that is none: NaN, infinity, or one that float32 cannot hold."""
+
+
 class RecordError(PolarError):
     """A session's record cannot be read back."""
+
+
+class StepError(PolarError):
+    """Losses or gradients that are not finite keep the optimizer from its steps, or a step has spoiled the weights."""
 
 
 class LawError(PolarError):

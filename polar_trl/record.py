@@ -294,7 +294,10 @@ def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) 
         ),
         completion=Completion(
             **completion
-            | {"token_ids": _parse_ids(completion["token_ids"]), "logprobs": tuple(completion["logprobs"])}
+            | {
+                "token_ids": _parse_ids(completion["token_ids"]),
+                "logprobs": _parse_logprobs(completion["logprobs"]),
+            }
         ),
         message=_parse_message(line["message"]),
         stop_text=line.get("stop_text"),  # records of the first format lack it
@@ -307,6 +310,13 @@ def _parse_ids(ids: list[int]) -> TokenIds:
     if not set(map(type, ids)) <= {int}:
         raise ValueError("token ids that are not integers")
     return tuple(ids)
+
+
+def _parse_logprobs(logprobs: list[float]) -> tuple[float, ...]:
+    """Any numbers: which of them can be log-probabilities is law 1's to say."""
+    if not set(map(type, logprobs)) <= {int, float}:
+        raise ValueError("log-probabilities that are not numbers")
+    return tuple(logprobs)
 
 
 def _parse_message(line: dict[str, Any]) -> Message:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from polar_trl.chat_server import ChatServer, TextReply
-from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.base import Engine, GenerationParams, require_logprobs
 from polar_trl.engine.gate import Gate, Visits
 from polar_trl.errors import (
     ContextOverflowError,
@@ -306,7 +306,7 @@ class Session:
                 if isinstance(engine, ChatServer):
                     sampled = await engine.answer(prompt.request, settings.params)
                 else:
-                    sampled = await engine.generate(prompt.ids, settings.params)
+                    sampled = require_logprobs(await engine.generate(prompt.ids, settings.params))
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error

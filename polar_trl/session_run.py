@@ -9,7 +9,6 @@ that another stage produced. The agent's clock stands still while a call of it i
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polar_trl.engine.gate import Visits
-from polar_trl.errors import LawError, PolarError
+from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
 from polar_trl.grade.attempts import count_peeks
-from polar_trl.grade.base import FreshSandboxGrader, Grader
+from polar_trl.grade.base import FreshSandboxGrader, Grader, is_finite_reward
 from polar_trl.harness.base import Harness
 from polar_trl.progress import Board
 from polar_trl.proxy import Proxy
@@ -231,12 +230,16 @@ class SessionRun:
             self._grading_is_ordered = False  # from here on it is the grader's own affair
             try:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
-                reward = float(grade.reward)
+                if not is_finite_reward(grade.reward):
+                    self._log.count("rewards_not_finite")
+                    return None, f"the grader gave {grade.reward}"
                 for name, count in grade.counters.items():
                     self._log.count(name, count)
-                return (reward, None) if math.isfinite(reward) else (None, f"the grader gave {reward}")
+                return float(grade.reward), None
             except Exception as failure:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
                 self._raise_if_cancelled()
+                if isinstance(failure, NotFiniteRewardError):
+                    self._log.count("rewards_not_finite")
                 return None, f"the grader failed: {type(failure).__name__}: {failure}"
 
     @contextmanager

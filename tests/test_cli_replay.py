@@ -278,3 +278,25 @@ def test_as_a_command_it_loads_nothing_heavy(tmp_path: Path) -> None:
     report, modules = done.stdout.splitlines()
     assert json.loads(report)["sessions"] == 1
     assert not {"torch", "trl", "vllm", "transformers", "rich"} & set(json.loads(modules.replace("'", '"')))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        ("NaN", "broken_laws", "sampled token 1 has log-probability nan"),
+        ("-Infinity", "broken_laws", "sampled token 1 has log-probability -inf"),
+        ("0.5", "broken_laws", "sampled token 1 has log-probability 0.5"),
+        ("null", "unreadable", "log-probabilities that are not numbers"),
+    ],
+)
+def test_a_log_probability_that_is_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, kind: str, said: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path)
+    text = path.read_text()
+    assert '"logprobs":[-0.5,-0.5]' in text
+    path.write_text(text.replace('"logprobs":[-0.5,-0.5]', f'"logprobs":[-0.5,{value}]', 1))
+    status, report, err = replay(capsys, path)
+    assert status == 1 and report[kind] == 1
+    assert said in err

@@ -1,9 +1,11 @@
 """Sessions through the stages, with the real proxy, sandbox and shell harness, and a scripted engine."""
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from polar_trl.cli import main
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineError, LawError, SandboxError
+from polar_trl.grade.base import Grade
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
@@ -21,7 +24,7 @@ from polar_trl.rollout import Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.types import ChatRequest, Message, Purpose, Task, ToolCall
+from polar_trl.types import ChatRequest, Completion, Message, Purpose, Task, ToolCall
 
 RENDERER = ByteRenderer()
 REPLY = RENDERER.spell(Message(role="assistant", text="done"))
@@ -140,6 +143,40 @@ def test_a_fault_of_the_engine_is_no_zero(tmp_path: Path) -> None:
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert result.rollout.reward is None
     assert "failed on our side (1, the last by EngineError: it broke)" in result.rollout.error
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (math.nan, "the grading function returned nan"),
+        (math.inf, "the grading function returned inf"),
+        (Grade(reward=-math.inf), "the grader gave -inf"),
+        (Grade(reward=1e39), "the grader gave 1e"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_none(tmp_path: Path, given: Any, reason: str) -> None:
+    class Direct:
+        """A grader of a user's own, which nothing has looked at yet."""
+
+        def grade(self, task: Task, sandbox: Any, *, timeout_s: float) -> Grade:
+            return given
+
+    grader = Direct() if isinstance(given, Grade) else FunctionGrader(lambda task, box: given)
+    with runner(tmp_path) as rollouts:
+        rollouts._shared = replace(rollouts._shared, grader=grader)
+        (result,) = rollouts.run(jobs(tmp_path, 1))
+    assert result.rollout.reward is None and reason in str(result.rollout.error)
+    assert result.rollout.counters["rewards_not_finite"] == 1
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.25])
+def test_an_engines_log_probability_that_is_none_is_its_failure(tmp_path: Path, logprob: float) -> None:
+    bad = Completion(token_ids=REPLY, logprobs=(-0.5,) * (len(REPLY) - 1) + (logprob,), finish_reason="stop")
+    with runner(tmp_path, reply=lambda prompt: bad) as rollouts:
+        (result,) = rollouts.run(jobs(tmp_path, 1))
+    assert result.rollout.reward is None and result.rollout.calls == ()
+    assert f"log-probability {logprob} for sampled token {len(REPLY) - 1}" in str(result.rollout.error)
+    assert result.rollout.counters["engine_errors"] == 1
 
 
 def test_an_agent_that_does_not_exist(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """What the proxy asks of an engine: token ids in, token ids and logprobs out. No text, no messages."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from polar_trl.errors import EngineError
 from polar_trl.types import Completion, TokenIds
 
 
@@ -41,3 +43,14 @@ class Engine(Protocol):
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion. Raises `EngineError` if the engine fails or closes meanwhile."""
         ...
+
+
+def require_logprobs(completion: Completion) -> Completion:
+    """The completion, if its log-probabilities are some. Raises `EngineError` naming the first that is none."""
+    for position, logprob in enumerate(completion.logprobs):
+        if not -math.inf < logprob <= 0.0:
+            raise EngineError(
+                f"the engine gave log-probability {logprob} for sampled token {position} of "
+                f"{len(completion.token_ids)}; it must be a finite number, at most 0"
+            )
+    return completion

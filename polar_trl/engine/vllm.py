@@ -202,15 +202,18 @@ class VllmEngine:
                 request.fail(EngineError(f"the engine ended the request with {sampled.finish_reason!r}"))
                 continue
             token_ids = tuple(sampled.token_ids)
-            request.resolve(
-                Completion(
+            try:
+                completion = Completion(
                     token_ids=token_ids,
                     logprobs=_take_logprobs(sampled.logprobs, token_ids),
                     finish_reason=sampled.finish_reason,
                     first_policy_version=request.first_policy_version,
                     last_policy_version=self._policy_version,
                 )
-            )
+            except (EngineError, ValueError) as error:  # the request fails alone: the others' answers may be right
+                request.fail(EngineError(f"the engine's answer cannot be used: {error}"))
+                continue
+            request.resolve(completion)
 
     def _stop(self, error: EngineError) -> None:
         """Fail everyone who waits, now and later."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
@@ -15,6 +15,15 @@ class Grade:
     reward: float
     counters: Mapping[str, int] = field(default_factory=dict)
     """Named counts for the rollout, such as an agent's attempts on its judge."""
+
+
+_LARGEST = 3.4028234663852886e38
+"""The largest float32: rewards are trained in it, and count in an evaluation as they would in training."""
+
+
+def is_finite_reward(value: Any) -> bool:
+    """Whether a real number is neither NaN nor infinite, nor too large to be trained."""
+    return bool(-_LARGEST <= value <= _LARGEST)
 
 
 class Grader(Protocol):

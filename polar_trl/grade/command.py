@@ -3,11 +3,10 @@
 It refuses to guess: a command that fails in any way but "1, the work is wrong" has decided nothing.
 """
 
-import math
 from typing import Literal
 
-from polar_trl.errors import GradeError
-from polar_trl.grade.base import Grade
+from polar_trl.errors import GradeError, NotFiniteRewardError
+from polar_trl.grade.base import Grade, is_finite_reward
 from polar_trl.sandbox.base import ExecResult, Sandbox
 from polar_trl.types import Task
 
@@ -53,8 +52,8 @@ def _parse_printed_reward(result: ExecResult) -> float:
         value = float(lines[-1])
     except (IndexError, ValueError):
         raise GradeError(f"the last line that the grader printed is no number{_said(result)}") from None
-    if not math.isfinite(value):
-        raise GradeError(f"the grader printed {value}, which is no reward")
+    if not is_finite_reward(value):
+        raise NotFiniteRewardError(f"the grader printed {value}, which is no reward")
     return value
 
 

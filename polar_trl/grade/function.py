@@ -1,14 +1,13 @@
 """A Python function as a grader: its number is the reward, and anything else is no reward."""
 
-import math
 import numbers
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from polar_trl.errors import GradeError
-from polar_trl.grade.base import Grade
+from polar_trl.errors import GradeError, NotFiniteRewardError
+from polar_trl.grade.base import Grade, is_finite_reward
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
@@ -35,8 +34,10 @@ class FunctionGrader:
             raise GradeError(f"TimeoutError: {error}") from error
         except Exception as error:
             raise GradeError(f"{type(error).__name__}: {error}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real):
             raise GradeError(f"the grading function returned {value!r}; it must return a finite number")
+        if not is_finite_reward(value):
+            raise NotFiniteRewardError(f"the grading function returned {value}; it must return a finite number")
         return Grade(reward=float(value))
 
     def _call(self, outcome: "Future[Any]", task: Task, sandbox: Sandbox) -> None:

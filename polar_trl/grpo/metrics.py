@@ -52,6 +52,8 @@ def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str,
 
 
 def nan_std(values: Tensor) -> float:
-    """Sample standard deviation of what is not NaN; NaN where fewer than two values are."""
-    kept = values[~torch.isnan(values)]
-    return kept.std().item() if kept.numel() > 1 else math.nan
+    """Sample standard deviation of what is not NaN; NaN where fewer than two values are, 0 where all are equal."""
+    kept = values[~torch.isnan(values)].double()
+    if kept.numel() < 2:
+        return math.nan
+    return 0.0 if kept.max() == kept.min() else kept.std().item()

@@ -30,6 +30,7 @@ from polar_trl.grpo.importance import RatioStats, importance_ratio
 from polar_trl.grpo.phases import PhaseClock
 from polar_trl.grpo.policy_weights import PolicyWeights
 from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES, Row, row_weights
+from polar_trl.grpo.step_guard import StepGuard
 from polar_trl.grpo.supported import find_causal_model
 from polar_trl.grpo.trained_rows import TrainedRows, describe_row
 
@@ -40,7 +41,7 @@ class PackedGRPOTrainer(GRPOTrainer):
     """GRPO whose forward passes are filled by tokens. Arguments are TRL's.
 
     A generation batch of TRL is collected in its first micro-step. The forward passes of an optimizer step, as many
-    as its tokens need, all run in its last one; with no rows there is none, and weights stay as they are.
+    as its tokens need, all run in its last one; with no rows there is none, and no optimizer step either.
     """
 
     args: PackedGRPOConfig
@@ -49,6 +50,8 @@ class PackedGRPOTrainer(GRPOTrainer):
     num_iterations: int
     current_gradient_accumulation_steps: int
     _current_train_step_time: float
+    _globalstep_last_logged: int
+    _total_loss_scalar: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,6 +68,8 @@ class PackedGRPOTrainer(GRPOTrainer):
         self._cost = _build_cost_model(policy)
         self._windows: list[list[MicroBatch]] | None = None
         """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
+        self.step_guard = StepGuard(self.accelerator)
+        self.args.logging_nan_inf_filter = False  # it would log the mean of other steps in the place of a NaN
         self._ratio_stats = RatioStats()
         self._loss_inputs: MicroBatch | None = None
         self.trained_rows: TrainedRows | None = None
@@ -114,6 +119,9 @@ class PackedGRPOTrainer(GRPOTrainer):
 
     def _train_window(self, model: Any, window: list[MicroBatch], steps_per_window: int) -> Tensor:
         """Forward and backward of all passes; gradients are exchanged after the last one only."""
+        self.step_guard.has_rows |= any("is_filler" not in micro_batch for micro_batch in window)
+        if not self.step_guard.has_rows:
+            window = []  # so far, there is no gradient to exchange
         loss = torch.zeros((), device=self.accelerator.device)
         num_micro_steps = self.current_gradient_accumulation_steps
         # TRL divides by the number of passes that an optimizer step has: here it is this
@@ -126,8 +134,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         finally:
             self.current_gradient_accumulation_steps = num_micro_steps
         self._log_ratio_stats("train")
-        if self.trained_rows is not None:
-            self.trained_rows.write_rows(self.state.global_step + 1)
+        self.step_guard.note(loss, (row["rollout"] for micro_batch in window for row in micro_batch["rows"]))
         return loss
 
     @contextmanager
@@ -142,6 +149,37 @@ class PackedGRPOTrainer(GRPOTrainer):
                 yield
         finally:
             state._set_sync_gradients(before)
+
+    # Around transformers' optimizer step: whether it is made, and what is logged then.
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """transformers'; without rows there is nothing to clip, and nothing that `GradScaler` could unscale."""
+        return super()._clip_grad_norm(model) if self.step_guard.has_rows else None
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
+        """transformers', which asks for it right before the optimizer's step: the step is judged by it."""
+        if self.step_guard.has_rows:
+            grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+            grad_norm = None if grad_norm is None else float(grad_norm)
+        else:
+            grad_norm = 0.0
+        self.step_guard.attach(self.optimizer)
+        self.step_guard.judge(grad_norm, self.state.global_step + 1)
+        self._metrics["train"]["polar/skipped_steps"].append(float(self.step_guard.fault is not None))
+        return grad_norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """transformers', which begins the loss anew by taking it from itself, and so would log NaN for ever after."""
+        if self.trained_rows is not None:
+            if self.step_guard.fault is not None:
+                self.trained_rows.forget()
+            self.trained_rows.write_rows(self.state.global_step)
+        total, logged = self._total_loss_scalar, self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if self._globalstep_last_logged > logged:
+            tr_loss.zero_()
+            if not math.isfinite(self._total_loss_scalar):
+                self._total_loss_scalar = total
 
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
         """transformers' loop asks for every pass; ours are ready."""
@@ -206,7 +244,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         if not mine and mode == "train" and self.args.gradient_accumulation_steps > self._steps_per_window():
             # others of this optimizer step may have rows, and gradients are exchanged in the last of them
             empty = build_micro_batch([], [], num_rows=1, kind=self.layout_kind, device=self.accelerator.device)
-            return [{**empty, "rows": []}]
+            return [{**empty, "rows": [], "is_filler": True}]
         window = []
         for number, members in enumerate(mine):
             num_rows = max(1, *(len(theirs[number]) for theirs in plan.micro_batches))

@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 from polar_trl.errors import ConfigError
 from polar_trl.grpo import checkpoint
 from polar_trl.grpo.checkpoint import RankState, RunState
+from polar_trl.grpo.step_guard import StepGuard
 from polar_trl.grpo.trained_log import TrainedLog, rewind_trained
 
 _SETTINGS = (
@@ -38,12 +39,13 @@ class ResumableTrainer(GRPOTrainer):
     """A mixin in front of the trainer that rolls out.
 
     That trainer has `_num_batches` (rolled out so far), `_windows` (of the last generation batch), `upcoming`,
-    `carry_over`, `proxy` and `vllm_generation.engine`. A forward pass has the key "rows": what `describe_row` says of
-    each of its rows.
+    `carry_over`, `proxy`, `step_guard` and `vllm_generation.engine`. A forward pass has the key "rows": what
+    `describe_row` says of each of its rows.
     """
 
     _num_batches: int
     _windows: list[list[dict[str, Any]]] | None
+    step_guard: StepGuard
     _epochs_done = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -133,6 +135,12 @@ class ResumableTrainer(GRPOTrainer):
         rows = gather_object([(row["rollout"], row["num_trainable"]) for passed in window for row in passed["rows"]])
         self.trained.note((rollout_id for rollout_id, _ in rows), num_tokens=sum(count for _, count in rows))
         return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        grad_norm = super()._get_grad_norm(*args, **kwargs)
+        if self.step_guard.fault is not None:
+            self.trained.skip(self.step_guard.fault)
+        return grad_norm
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """transformers' own files, then ours, then the one that makes it a checkpoint (a collective)."""

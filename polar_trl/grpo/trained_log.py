@@ -20,6 +20,8 @@ LOST_FILE = "lost.jsonl"
 class TrainedLog(TrainerCallback):
     """Appends a line per optimizer step on rank 0: `step`, `rollouts` (ids, sorted), `rows`, `tokens` (trained).
 
+    A step that was not made trained nothing: it also has `skipped`, the reason, and `not_trained`, its rollouts.
+
     Args:
         folder: The run's.
     """
@@ -29,6 +31,7 @@ class TrainedLog(TrainerCallback):
         self._rollouts: set[str] = set()
         self._num_rows = 0
         self._num_tokens = 0
+        self._skipped: dict[str, Any] = {}
 
     def note(self, rollout_ids: Iterable[str], *, num_tokens: int) -> None:
         """What goes into the coming optimizer step: the rollout of each row of all ranks, and its trained tokens."""
@@ -37,6 +40,11 @@ class TrainedLog(TrainerCallback):
         self._num_rows += len(ids)
         self._num_tokens += num_tokens
 
+    def skip(self, reason: str) -> None:
+        """The coming optimizer step is not made: nothing that was noted for it is trained."""
+        self._skipped = {"skipped": reason, "not_trained": sorted(self._rollouts)}
+        self._rollouts, self._num_rows, self._num_tokens = set(), 0, 0
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write down what was noted."""
         line = {
@@ -44,8 +52,10 @@ class TrainedLog(TrainerCallback):
             "rollouts": sorted(self._rollouts),
             "rows": self._num_rows,
             "tokens": self._num_tokens,
+            **self._skipped,
         }
         self._rollouts, self._num_rows, self._num_tokens = set(), 0, 0
+        self._skipped = {}
         if state.is_world_process_zero:
             with (self._folder / TRAINED_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

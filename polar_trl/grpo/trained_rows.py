@@ -52,6 +52,10 @@ class TrainedRows:
         """The rows of a pass (see `describe_row`), and the trainer's log-probabilities of their trained tokens."""
         self._passes.append((rows, logprobs_BC.detach()))
 
+    def forget(self) -> None:
+        """What was noted is not trained after all."""
+        self._passes = []
+
     def write_rows(self, step: int) -> None:
         """The lines of what was noted for an optimizer step."""
         passes, self._passes = self._passes, []

@@ -10,8 +10,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from polar_trl.grpo.preflight import (
     require_a_step,
 )
 from polar_trl.grpo.resumable import ResumableTrainer
+from polar_trl.grpo.rewards import find_not_finite, tell_apart, warn_not_finite, without_trl_warning
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.grpo.text_only import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
@@ -86,6 +86,8 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     """
 
     _tag_names = ["trl", "grpo", "polar"]  # noqa: RUF012 - TRL's own declaration
+    _num_not_finite = 0
+    """Rollouts since the last log that some reward function gave a number for which is none."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
         backend = sandbox or LocalSandboxBackend()
         self.grader = grader or build_default_grader(backend, train_rows, eval_rows)
-        functions = choose_reward_functions(self.grader, reward_funcs)
+        functions = [tell_apart(function) for function in choose_reward_functions(self.grader, reward_funcs)]
         require_a_step(train_rows, args)
         harness.install()
         if is_multimodal(config):
@@ -419,17 +421,27 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
     def _compute_rewards(
         self, data_rows: Sequence[dict[str, Any]], finished: list[Finished], completions: list[Any]
     ) -> Tensor:
-        """[R, F] rewards of all ranks' rollouts, NaN where there is none (a collective)."""
+        """[R, F] rewards of all ranks' rollouts, NaN where there is none (a collective).
+
+        A rollout for which one function gave a number that is not finite has no reward of any.
+        """
         prompts = [row["prompt"] for row in data_rows]
         completion_ids = [
             [i for call in result.rollout.calls for i in call.completion.token_ids] for result in finished
         ]
         rows = [{**row, "rollouts": result.rollout} for row, result in zip(data_rows, finished, strict=True)]
-        with _without_trl_warning():
+        with without_trl_warning():
             rewards_RF: Tensor = self._calculate_rewards(rows, prompts, completions, completion_ids)
         # Law 4: where the infrastructure failed or the grader could not decide, no reward function may do so instead.
         failed = torch.tensor([result.rollout.error is not None for result in finished], device=rewards_RF.device)
-        rewards_RF[self.accelerator.gather(failed)] = torch.nan
+        failed_R = self.accelerator.gather(failed)
+        not_finite_RF = find_not_finite(rewards_RF, self.reward_funcs)
+        not_finite_RF[failed_R] = False
+        self._num_not_finite += int(not_finite_RF.any(dim=1).sum())
+        first = self.accelerator.process_index * len(finished)
+        local = slice(first, first + len(finished))
+        warn_not_finite([result.rollout.id for result in finished], self.reward_func_names, not_finite_RF[local])
+        rewards_RF[failed_R | not_finite_RF.any(dim=1)] = torch.nan
         if self.completions_table is not None:
             self.completions_table.note(prompts, finished, completions, self._pending_extra_logs)
         self._pending_extra_logs.clear()
@@ -446,8 +458,9 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
 
     def _require_reward(self, advantages: Advantages, finished: list[Finished]) -> None:
         if not advantages.scored_R.any() and self.state.global_step == 0:
-            reasons = Counter(result.rollout.error for result in finished).most_common(1)
-            raise ConfigError(f"no rollout of the first batch has a reward; most often: {reasons[0][0]}")
+            reasons = Counter(result.rollout.error for result in finished if result.rollout.error).most_common(1)
+            why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
+            raise ConfigError(f"no rollout of the first batch has a reward; most often: {why}")
 
     # Logging.
 
@@ -495,27 +508,16 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         for reason, count in sorted(sum(gather_object([dropped]), Counter()).items()):
             metrics[f"polar/dropped/{reason}"].append(count)
         metrics["polar/rollouts_without_reward"].append(int((~advantages.scored_R).sum()))
+        num_not_finite = self._num_not_finite + int(advantages.overflowed_R.sum())
+        num_not_finite += int(sum(summary.get("counters/rewards_not_finite", 0) for summary in summaries))
+        metrics["polar/rewards_not_finite"].append(num_not_finite)
+        self._num_not_finite = 0
         if mode == "train":
             self.state.num_input_tokens_seen += sum(lengths)
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _shows_progress(self) -> bool:
         return self.args.show_rollout_progress and self.accelerator.is_main_process and not self.args.disable_tqdm
-
-
-@contextmanager
-def _without_trl_warning() -> Iterator[None]:
-    """TRL prints a whole rollout where one has no reward; `polar/rollouts_without_reward` counts them."""
-    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
-    trl_logger.addFilter(_is_of_use)
-    try:
-        yield
-    finally:
-        trl_logger.removeFilter(_is_of_use)
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return "All reward functions returned None" not in str(record.msg)
 
 
 _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")

@@ -3,6 +3,7 @@
 An independent check: it compares with the recorded calls, shares no code with the builders, and repairs nothing.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
         raise LawError(
             f"rollout {rollout.id}: calls {texts} came as text without token ids; nothing of it can be trained"
         )
+    _check_logprobs(rollout)
     indices = [call.index for call in rollout.calls]
     if indices != list(range(len(indices))):
         raise LawError(f"rollout {rollout.id}: its calls have indices {indices}, expected 0 to {len(indices) - 1}")
@@ -30,6 +32,17 @@ def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
         _check_alignment(where, trajectory)
         _check_fidelity(where, trajectory, rollout.calls)
     _check_coverage(rollout, reconstruction)
+
+
+def _check_logprobs(rollout: Rollout) -> None:
+    """Of all that was sampled, trained or not; fidelity shows later that trajectories have the same."""
+    for call in rollout.calls:
+        for position, logprob in enumerate(call.completion.logprobs):
+            if not -math.inf < logprob <= 0.0:
+                raise LawError(
+                    f"rollout {rollout.id}, call {call.index}: sampled token {position} has log-probability "
+                    f"{logprob}; it must be a finite number, at most 0"
+                )
 
 
 def _check_alignment(where: str, trajectory: Trajectory) -> None:

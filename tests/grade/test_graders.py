@@ -54,6 +54,10 @@ def test_rewards(sandbox: Sandbox, grader: Any, reward: float) -> None:
         (CommandGrader("echo nan", reward="stdout"), "no reward"),
         (FunctionGrader(lambda task, box: None), "returned None"),
         (FunctionGrader(lambda task, box: math.nan), "returned nan"),
+        (FunctionGrader(lambda task, box: -math.inf), "returned -inf"),
+        (FunctionGrader(lambda task, box: 1e39), "returned 1e"),  # training would make it infinite
+        (FunctionGrader(lambda task, box: 10**400), "returned 1000"),
+        (CommandGrader("echo 1e400", reward="stdout"), "printed inf"),
         (FunctionGrader(lambda task, box: "1"), "returned '1'"),
         (FunctionGrader(lambda task, box: 1 / 0), "ZeroDivisionError"),
     ],

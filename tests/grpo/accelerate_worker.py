@@ -1,8 +1,9 @@
 """Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT KIND MODEL [lora]`.
 
-KIND "rows" trains two steps on fixed rows, so that runs can be compared number by number; "masters" trains them with
-DeepSpeed in bfloat16, in small steps, and keeps DeepSpeed's own masters; "agents" trains one step on sessions of real
-agents, and compares the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
+KIND "rows" trains two steps on fixed rows, so that runs can be compared number by number; "faults" four, of which the
+second has a loss that is NaN on the last rank and the third no rows; "masters" trains rows with DeepSpeed in bfloat16,
+in small steps, and keeps DeepSpeed's own masters; "agents" trains one step on sessions of real agents, and compares
+the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl.distributed import DistributedBackend
 
 from polar_trl.grpo.config import PackedGRPOConfig
@@ -57,9 +58,27 @@ class PresetRows(PackedGRPOTrainer):
     """Trains the rows of this rank, whatever is asked for."""
 
     preset: list[Row]
+    has_faults = False
 
     def _collect_rows(self, inputs: Any, mode: str) -> list[Row]:
-        return self.preset
+        return [] if self.has_faults and self.state.global_step == 2 else self.preset
+
+    def _score(self, model: Any, micro_batch: Any) -> Any:
+        logps, entropies = super()._score(model, micro_batch)
+        if self.has_faults and self.state.global_step == 1 and self.accelerator.process_index == 1:
+            logps = logps * torch.nan
+        return logps, entropies
+
+
+class WeightsOfSteps(TrainerCallback):
+    """All weights after each step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.weights: list[torch.Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights.append(read_whole(self.trainer))
 
 
 def build_rows(numbers: range) -> list[Row]:
@@ -89,7 +108,7 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             num_generations=4,
-            max_steps=2,
+            max_steps=4 if kind == "faults" else 2,
             max_tokens_per_device=90,
             max_completion_length=64,
             vllm_importance_sampling_mode="token_truncate",
@@ -103,20 +122,25 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
     trainer.preset = build_rows(range(rank * 8 // world, (rank + 1) * 8 // world))
     before = read_whole(trainer)
-    kept: dict[str, torch.Tensor] = {}
+    trainer.has_faults = kind == "faults"
+    callback = WeightsOfSteps(trainer)
+    if kind == "faults":
+        trainer.add_callback(callback)
+    masters: list[torch.Tensor] = []
 
     class AtStart(transformers.TrainerCallback):
         """Keeps DeepSpeed's masters before the first step."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if kind == "masters" and not kept:
-                kept["masters_before"] = read_masters(trainer)
+            if not masters:
+                masters.append(read_masters(trainer))
 
-    trainer.add_callback(AtStart())
+    if kind == "masters":
+        trainer.add_callback(AtStart())
     trainer.train()
-    if kept:
-        kept["masters"] = read_masters(trainer)
-    return trainer, {"before": before, **kept}
+    if masters:
+        masters.append(read_masters(trainer))
+    return trainer, {"before": before, "weights_of_steps": callback.weights, "masters": masters}
 
 
 def train_agents() -> tuple[Any, dict[str, Any]]:
@@ -172,6 +196,8 @@ result = {
     "distributed_type": str(trainer.accelerator.distributed_type.value),
     "weights": read_whole(trainer),
     "kept": kept,
+    "skipped": [entry["polar/skipped_steps"] for entry in trainer.state.log_history if "loss" in entry],
+    "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry],
     "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
     "passes": [entry["polar/forward_passes"] for entry in trainer.state.log_history if "loss" in entry],

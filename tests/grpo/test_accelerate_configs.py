@@ -86,10 +86,22 @@ def test_deepspeeds_own_masters_are_dithered(model: Path, tmp_path: Path, name: 
     first, second = launch(name, tmp_path, "masters", str(model), precision="bf16")
     for result in (first, second):
         published = result["before"].bfloat16().float()
-        assert torch.equal(result["masters_before"].bfloat16().float(), published)
-        moved = (result["masters"] - result["masters_before"]).abs().sum()
+        before, after = result["masters"]
+        assert torch.equal(before.bfloat16().float(), published)
+        moved = (after - before).abs().sum()
         assert 0.9 < (result["weights"].float() - published).abs().sum() / moved < 1.1
     assert torch.equal(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
+def test_neither_a_loss_that_is_not_finite_nor_no_rows_move_a_shard(model: Path, tmp_path: Path, name: str) -> None:
+    for rank in launch(name, tmp_path, "faults", str(model)):
+        made, faulty, empty, last = rank["weights_of_steps"]
+        assert torch.isfinite(last).all() and not torch.equal(made, rank["before"])
+        assert torch.equal(faulty, made) and torch.equal(empty, made)
+        assert not torch.equal(last, made)
+        assert rank["skipped"] == [0, 1, 0, 0]
+        assert len(set(rank["rates"])) == 2  # neither moves the learning rate
 
 
 @pytest.mark.parametrize("adapter", ["whole", "lora"])

@@ -1,11 +1,13 @@
 """Advantages against hand-made numbers and TRL's own formulas."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from polar_trl.grpo.advantage import compute_advantages
+from polar_trl.grpo.metrics import nan_std
 
 NAN = math.nan
 
@@ -64,3 +66,63 @@ def test_normalize_then_sum_is_the_formula_of_gdpo() -> None:
     expected = (summed - summed.mean()) / (summed.std() + 1e-4)
     result = advantages(table.tolist(), aggregation="normalize_then_sum")
     assert torch.allclose(result.advantages_R, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8, 12, 16])
+def test_equal_rewards_are_constant_whatever_float32_makes_of_them(size: int, scale: str, aggregation: str) -> None:
+    values = [k / n for n in (3, 5, 7, 10, 40, 1000) for k in range(n + 1)] + [-0.15, 1e-30, 1e9 / 3, 3e38]
+    rewards = [[value] for value in values for _ in range(size)]
+    result = advantages(rewards, num_generations=size, scale_rewards=scale, aggregation=aggregation)
+    assert result.zero_variance_R.all()
+    assert (result.advantages_R == 0.0).all()
+    mixed = advantages([*rewards, *[[float(i)] for i in range(size)]], num_generations=size, aggregation=aggregation)
+    assert mixed.zero_variance_R[:-size].all() and not mixed.zero_variance_R[-size:].any()
+    assert (mixed.advantages_R[:-size] == 0.0).all() and (mixed.advantages_R[-size:] != 0.0).any()
+
+
+def test_constancy_is_judged_on_what_is_summed() -> None:
+    # 1, 1, 1, 1 summed with weights 1 and 0.5; normalised first, the second function counts half
+    table = torch.tensor([[0.0, 2.0], [1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])
+    weights = torch.tensor([1.0, 0.5])
+    settings: dict[str, Any] = {"num_generations": 4, "scale_rewards": "group"}
+    summed = compute_advantages(table, weights, aggregation="sum_then_normalize", **settings)
+    assert summed.zero_variance_R.all() and (summed.advantages_R == 0.0).all()
+    normalised = compute_advantages(table, weights, aggregation="normalize_then_sum", **settings)
+    assert not normalised.zero_variance_R.any()
+    assert (normalised.advantages_R.sign() == torch.tensor([-1.0, 1.0, -1.0, 1.0])).all()
+    # and the other way round: what cancels only once it is normalised, beside a group that does not
+    both = torch.tensor([[0.0, 4.0], [1.0, 3.0], [0.3, 0.1], [0.1, 0.1]])
+    settings |= {"num_generations": 2}
+    cancelled = compute_advantages(both, torch.ones(2), aggregation="normalize_then_sum", **settings)
+    assert cancelled.zero_variance_R.tolist() == [True, True, False, False]
+    assert cancelled.advantages_R[:2].tolist() == [0.0, 0.0]
+
+
+def test_sums_that_differ_by_rounding_only_are_equal() -> None:
+    result = advantages([[0.1, 0.2], [0.3, 0.0], [0.15, 0.15], [0.0, 0.3]], num_generations=4)
+    assert result.zero_variance_R.all() and (result.advantages_R == 0.0).all()
+    # a constant that is large hides nothing: what varies beside it decides
+    result = advantages([[1e6, 0.1], [1e6, 0.2], [1e6, 0.1], [1e6, 0.2]], num_generations=4)
+    assert not result.zero_variance_R.any()
+
+
+def test_absent_rewards_do_not_make_a_group_vary() -> None:
+    result = advantages([[0.2, NAN], [NAN, NAN], [0.2, NAN]], num_generations=3)
+    assert result.zero_variance_R.all() and result.scored_R.tolist() == [True, False, True]
+    result = advantages([[0.2, NAN], [0.2, 0.5], [0.2, NAN]], num_generations=3)  # one function abstains for two
+    assert not result.zero_variance_R.any()
+
+
+def test_a_sum_that_float32_cannot_hold_is_no_reward() -> None:
+    result = advantages([[3e38, 3e38], [1.0, 0.0], [0.0, 0.5], [0.0, 0.0]], num_generations=4)
+    assert result.scored_R.tolist() == [False, True, True, True]
+    assert result.overflowed_R.tolist() == [True, False, False, False]
+    assert result.rewards_R[0].isnan() and result.advantages_R.isfinite().all()
+    assert torch.allclose(result.advantages_R[1:], advantages([[1.0], [0.5], [0.0]], num_generations=3).advantages_R)
+
+
+def test_the_deviation_of_equal_rewards_is_zero() -> None:
+    assert nan_std(torch.full((24,), 0.2)) == 0.0
+    assert nan_std(torch.tensor([0.2, NAN])) != nan_std(torch.tensor([0.2, NAN]))  # of one there is none

@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -22,6 +23,8 @@ from trl.trainer.utils import add_fused_lm_head
             ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
         ),
         (GRPOTrainer, "get_train_dataloader", ["self"]),
+        (GRPOTrainer, "_clip_grad_norm", ["self", "model"]),
+        (GRPOTrainer, "_get_grad_norm", ["self", "model", "grad_norm"]),
         (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
         (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
         (GRPOTrainer, "_save_checkpoint", ["self", "model", "trial"]),
@@ -62,6 +65,22 @@ def test_the_names_that_we_replace_are_looked_up_in_these_modules() -> None:
 )
 def test_the_loss_reads_the_keys_that_we_give(key: str) -> None:
     assert f'"{key}"' in inspect.getsource(GRPOTrainer._compute_loss)
+
+
+def test_a_step_is_judged_before_it_is_made_and_a_skipped_one_keeps_the_learning_rate() -> None:
+    loop = inspect.getsource(Trainer._run_epoch)
+    names = (
+        "_clip_grad_norm(",
+        "_get_grad_norm(",
+        "optimizer.step()",
+        "optimizer_step_was_skipped",
+        "_maybe_log_save",
+    )
+    places = [loop.index(name) for name in names]
+    assert places == sorted(places)
+    assert "tr_loss -= tr_loss" in inspect.getsource(Trainer._maybe_log_save_evaluate)
+    assert "_is_overflow" in inspect.getsource(AcceleratedOptimizer.step_was_skipped.fget)
+    assert "self.optimizer.step = self._optimizer_patched_step_method" in inspect.getsource(AcceleratedOptimizer.step)
 
 
 def test_the_ratio_is_read_after_the_scoring() -> None:

@@ -1,5 +1,6 @@
 """Each law refuses the corruption that it is there for."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -111,6 +112,16 @@ def test_a_trained_auxiliary_call_is_refused() -> None:
     as_policy = replace(ROLLOUT, calls=(*ROLLOUT.calls[:4], replace(ROLLOUT.calls[4], purpose="policy")))
     with pytest.raises(LawError, match=r"auxiliary calls \[4\] are trained"):
         check_laws(ROLLOUT, build_prefix_merged(as_policy))
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 1e-6])
+@pytest.mark.parametrize("index", [1, 0])
+def test_a_sampled_log_probability_that_is_none_is_refused(logprob: float, index: int) -> None:
+    call = ROLLOUT.calls[index]  # trained, and dropped as superseded
+    bad = replace(call, completion=replace(call.completion, logprobs=put(call.completion.logprobs, 0, logprob)))
+    rollout = replace(ROLLOUT, calls=put(ROLLOUT.calls, index, bad))
+    with pytest.raises(LawError, match=rf"rollout s, call {index}: sampled token 0 has log-probability {logprob};"):
+        check_laws(rollout, build_prefix_merged(rollout))
 
 
 def test_a_rollout_that_misses_calls_is_refused() -> None:

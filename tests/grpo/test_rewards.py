@@ -1,0 +1,119 @@
+"""Rewards and log-probabilities that are no numbers: real runs on one rank and on two, and the wrapper by itself."""
+
+import asyncio
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_loss import run_worker
+from trl.trainer.utils import is_async_callable
+
+from polar_trl.grpo.rewards import find_not_finite, tell_apart
+from polar_trl.record import read_session
+from polar_trl.types import Rollout
+
+BAD = ("inf", "-inf", "nan", "beyond_float32", "beyond_float", "async_nan")
+Run = tuple[list[dict[str, Any]], dict[str, Rollout], dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def run(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What each rank wrote; rollouts by id; the line about each."""
+    out = tmp_path_factory.mktemp("finite")
+    run_worker("finite_worker.py", str(tiny_model), str(out), str(4 // request.param), processes=request.param)
+    ranks = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(request.param)]
+    rollouts = {r.id: r for r in (read_session(path) for path in out.glob("sessions/**/*.jsonl"))}
+    lines = [json.loads(line) for path in out.glob("rows/*/train_*.jsonl") for line in path.read_text().splitlines()]
+    return ranks, rollouts, {line["rollout"]: line for line in lines if line["type"] == "rollout"}
+
+
+def kind(rollout: Rollout) -> str:
+    return rollout.task_id.split("-", 1)[1]
+
+
+def test_one_function_that_gives_no_number_leaves_no_reward(run: Run) -> None:
+    ranks, rollouts, lines = run
+    assert len(rollouts) == len(lines) == 32
+    spoiled = {name for name, r in rollouts.items() if r.error is None and name.endswith("r000") and kind(r) in BAD}
+    assert len(spoiled) >= 4  # the engine may have failed some
+    for name, rollout in rollouts.items():
+        has_reward = rollout.error is None and name not in spoiled
+        assert (lines[name]["reward"] is not None) == has_reward, name
+        assert has_reward or (lines[name]["dropped"], lines[name]["advantage"]) == ("no_reward", 0.0)
+    by_grader = sum(r.counters.get("rewards_not_finite", 0) for r in rollouts.values())
+    assert by_grader == sum(kind(r) == "grader_nan" and not is_engines(r) for r in rollouts.values()) >= 3
+    for rank in ranks:
+        assert sum(entry["polar/rewards_not_finite"] for entry in rank["log"]) == len(spoiled) + by_grader
+        without = sum(line["reward"] is None for line in lines.values())
+        assert sum(entry["polar/rollouts_without_reward"] for entry in rank["log"]) == without
+        assert rank["names"] == ["grader", "extra", "slow"]
+
+
+def test_none_is_an_abstention(run: Run) -> None:
+    _, rollouts, lines = run
+    abstained = [r for r in rollouts.values() if kind(r) == "abstain" and r.error is None]
+    assert abstained
+    for rollout in abstained:
+        assert lines[rollout.id]["reward"] == pytest.approx(rollout.reward)
+
+
+def is_engines(rollout: Rollout) -> bool:
+    return "failed on our side" in (rollout.error or "")
+
+
+def test_a_completion_without_log_probabilities_is_the_engines_failure(run: Run) -> None:
+    _, rollouts, _ = run
+    told = sorted(str(rollout.error) for rollout in rollouts.values() if is_engines(rollout))
+    assert len(told) == 4
+    for what in ("log-probability nan", "log-probability 0.5", "log-probability -inf", "logprobs"):
+        assert sum(what in error and "EngineError" in error for error in told) == 1, (what, told)
+    for rollout in rollouts.values():
+        assert all(-math.inf < value <= 0 for call in rollout.calls for value in call.completion.logprobs)
+
+
+def test_weights_stay_numbers_and_ranks_equal(run: Run) -> None:
+    ranks, _, _ = run
+    assert all(rank["is_finite"] for rank in ranks)
+    assert {rank["sum"] for rank in ranks} == {ranks[0]["sum"]}
+    assert all(math.isfinite(entry["loss"]) and entry["polar/skipped_steps"] == 0 for entry in ranks[0]["log"])
+    assert any(entry["polar/trained_tokens"] for entry in ranks[0]["log"])
+
+
+def give(values: Any, **_: Any) -> Any:
+    return values
+
+
+async def give_later(values: Any, **_: Any) -> Any:
+    return values
+
+
+class Giver:
+    def __call__(self, values: Any, **_: Any) -> Any:
+        return values
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(give, "give"), (functools.partial(give, unused=1), "give"), (Giver(), "Giver"), (give_later, "give_later")],
+)
+def test_numbers_that_are_none_become_infinite_and_names_stay(function: Any, name: str) -> None:
+    wrapped = tell_apart(function)
+    assert wrapped.__name__ == name and is_async_callable(wrapped) == (function is give_later)
+    values = [None, 0.25, math.nan, -math.inf, np.float64("nan"), torch.tensor(math.nan), 10**400, True]
+    given = wrapped(values=values)
+    given = asyncio.run(given) if function is give_later else given
+    assert given == [None, 0.25, math.inf, -math.inf, math.inf, math.inf, math.inf, 1.0]
+    assert tell_apart(give)(values=np.array([1.5, math.nan])) == [1.5, math.inf]
+
+
+def test_a_reward_model_never_abstains() -> None:
+    rewards = torch.tensor([[math.nan, 1.0], [1.0, math.nan], [math.inf, 1.0], [1.0, 1.0]])
+    model = torch.nn.Linear(1, 1)
+    assert tell_apart(model) is model and tell_apart("a/model") == "a/model"
+    found = find_not_finite(rewards, [give, model])
+    assert found.tolist() == [[False, False], [False, True], [True, False], [False, False]]
