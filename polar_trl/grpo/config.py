@@ -78,7 +78,9 @@ class PackedGRPOConfig(GRPOConfig):
         self._require(0 < share <= 1, "top_entropy_quantile", "must be above 0 and at most 1")
         if self.loss_type == "vespo":
             why = "with loss_type='vespo', which weighs whole rollouts by itself"
-            self._require(self.importance_sampling_level == "token", "importance_sampling_level", f"must be 'token' {why}")
+            self._require(
+                self.importance_sampling_level == "token", "importance_sampling_level", f"must be 'token' {why}"
+            )
             self._require(
                 not self.vllm_importance_sampling_correction
                 or self.vllm_importance_sampling_mode in ("token_truncate", "token_mask"),

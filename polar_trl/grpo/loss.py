@@ -126,8 +126,12 @@ class LossFigures:
         """
         if not self._sums:
             return {}
-        sums = accelerator.reduce(torch.stack([torch.stack(s).sum(dim=0) for s in self._sums.values()]), reduction="sum")
-        figures = {name: total / (count or 1.0) for name, (total, count) in zip(self._sums, sums.tolist(), strict=True)}
+        sums = accelerator.reduce(
+            torch.stack([torch.stack(s).sum(dim=0) for s in self._sums.values()]), reduction="sum"
+        )
+        figures = {
+            name: total / (count or 1.0) for name, (total, count) in zip(self._sums, sums.tolist(), strict=True)
+        }
         for name, means in self._row_means.items():
             extreme, sign = _EXTREMES[name]
             largest = (sign * torch.cat([*means, means[0].new_full((1,), -sign * torch.inf)])).amax()

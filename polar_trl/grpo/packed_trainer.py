@@ -1,9 +1,9 @@
 """TRL's GRPO on rows of any length: what a step costs is what its tokens cost.
 
 Rows of all ranks are spread over ranks and forward passes by predicted cost and forwarded without padding, shared
-prefixes once. The losses are TRL's, over the rollouts of an optimizer step. It knows nothing of agents or of engines: a
-subclass says where rows come from (`_collect_rows`). It refuses to let ranks run different numbers of forward passes,
-which would leave collectives waiting for ever.
+prefixes once. The losses are TRL's, over the rollouts of an optimizer step. It knows nothing of agents or of engines:
+a subclass says where rows come from (`_collect_rows`). It refuses to let ranks run different numbers of forward
+passes, which would leave collectives waiting for ever.
 """
 
 import math
@@ -32,6 +32,7 @@ from polar_trl.grpo.rows import Row, rollout_tokens, token_shares
 from polar_trl.grpo.supported import find_causal_model
 from polar_trl.grpo.trained_rows import TrainedRows, describe_row
 
+
 class PackedGRPOTrainer(GRPOTrainer):
     """GRPO whose forward passes are filled by tokens. Arguments are TRL's.
 
@@ -48,6 +49,7 @@ class PackedGRPOTrainer(GRPOTrainer):
     accelerator: Any
     model: Any
     num_iterations: int
+    entropy_coef: float
     current_gradient_accumulation_steps: int
     _current_train_step_time: float
 
@@ -125,13 +127,13 @@ class PackedGRPOTrainer(GRPOTrainer):
                     corrects=self._corrects,
                     accelerator=self.accelerator,
                 )
-        masks = [micro_batch.get("entropy_mask", micro_batch["completion_mask"]) for micro_batch in passes]
         num_explored = torch.zeros((), device=self.accelerator.device)
-        if passes and self._entropy_bonus_enabled:
-            num_explored = self.accelerator.reduce(sum((mask.sum() for mask in masks), num_explored), reduction="sum")
         for micro_batch in passes:
-            micro_batch["num_windows"] = len(windows)
-            micro_batch["num_explored"] = num_explored.clamp(min=1.0)
+            num_explored += micro_batch["entropy_mask" if "entropy_mask" in micro_batch else "completion_mask"].sum()
+        if passes and self._entropy_bonus_enabled:
+            num_explored = self.accelerator.reduce(num_explored, reduction="sum")
+        for micro_batch in passes:
+            micro_batch |= {"num_windows": len(windows), "num_explored": num_explored.clamp(min=1.0)}
         return passes
 
     @property

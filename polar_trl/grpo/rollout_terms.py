@@ -11,7 +11,7 @@ with log-ratios (0.3, 0.0) and (-0.6): their mean is -0.1 and the rollout's rati
 -A c, with a gradient of -A c / 3 to each token. Here each token has the loss -A c (l / detach(l)), with l the token's
 probability, and a share of 1/3: the value sums up to -A c and the gradient of each token is -A c / 3, too.
 This holds as long as the tokens of a rollout weigh the same. Where they do not (token-level bounds of the ratio to the
-sampling policy, masked tokens), sum_t c w_t has the gradient c mean(w) for each token, so each is given the mean weight.
+sampling policy, masked tokens), sum_t c w_t has the gradient c mean(w) for each token: each is given the mean weight.
 """
 
 import math
@@ -116,15 +116,20 @@ def _sum_by_rollout(windows: Sequence[Sequence[MicroBatch]], values: Sequence[Te
     """[B, K] values of the rows of each pass -> K sums [B, 1] over all rows of their rollouts (a collective)."""
     # a step may be fed by several windows that have the same rollouts, each of which counts for itself
     keys = [
-        [(number, row["rollout"]) for row in batch["rows"]] for number, window in enumerate(windows) for batch in window
+        [(number, row["rollout"]) for row in batch["rows"]]
+        for number, window in enumerate(windows)
+        for batch in window
     ]
-    local = [pair for of_pass, part in zip(keys, values, strict=True) for pair in zip(of_pass, part.tolist())]
+    local = [
+        (key, row)
+        for of_pass, part in zip(keys, values, strict=True)
+        for key, row in zip(of_pass, part.tolist(), strict=False)  # a pass without rows has one that trains nothing
+    ]
     totals: dict[Any, list[float]] = {}
     for key, row in gather_object(local):
         totals[key] = [a + b for a, b in zip(totals.get(key, [0.0] * len(row)), row, strict=True)]
     sums = []
     for of_pass, part in zip(keys, values, strict=True):
-        # a pass without rows has one that trains nothing
         rows = [totals[key] for key in of_pass] or torch.zeros(part.shape).tolist()
         sums.append([torch.tensor(column, device=part.device)[:, None] for column in zip(*rows, strict=True)])
     return sums

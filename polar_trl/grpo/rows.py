@@ -17,6 +17,7 @@ from polar_trl.reconstruct.cut import clip_trajectory
 from polar_trl.rollout import Finished
 from polar_trl.types import Trajectory
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One trajectory to train, with its rollout's advantage."""
