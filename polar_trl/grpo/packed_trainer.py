@@ -154,7 +154,7 @@ class PackedGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _no_gradient_exchange(self, model: Any) -> Iterator[None]:
-        # accelerate has DeepSpeed step at every pass that synchronises, and TRL adapts its entropy coefficient there
+        # accelerate has DeepSpeed step at every pass that synchronises
         state = self.accelerator.gradient_state
         before = state.sync_gradients
         state._set_sync_gradients(False)

@@ -56,60 +56,66 @@ def add_rollout_terms(
         windows: This rank's passes; rollouts are whole within a window, over all ranks.
         score: Log-probabilities and entropies [B, C] of a pass under the policy that is about to be trained.
     """
-    scored = [[score(batch) for batch in window] for window in windows]
-    passes = [
-        (batch, logps_BC, batch.get("old_per_token_logps", logps_BC))
-        for window, scores in zip(windows, scored, strict=True)
-        for batch, (logps_BC, _) in zip(window, scores, strict=True)
-    ]
+    passes, entropies = [], []
+    for batch in (batch for window in windows for batch in window):
+        logps_BC, entropies_BC = score(batch)
+        passes.append((batch, logps_BC, batch.get("old_per_token_logps", logps_BC)))
+        entropies.append(entropies_BC.float())
     if args.top_entropy_quantile < 1.0:
-        entropies = [entropies_BC.float() for scores in scored for _, entropies_BC in scores]
         _add_entropy_masks([batch for batch, _, _ in passes], entropies, args.top_entropy_quantile, accelerator)
-    sums = _sum_by_rollout(windows, [_row_terms(*part, args, corrects=corrects) for part in passes])
-    for (batch, _, _), (drift_B1, gap_B1, staleness_B1, log_weight_B1) in zip(passes, sums, strict=True):
-        tokens_B1, advantages_B1 = batch["rollout_tokens"][:, None], batch["advantages"][:, None]
-        batch["mean_log_ratio"] = drift_B1 / tokens_B1
-        if corrects and args.vllm_importance_sampling_mode.startswith("sequence"):
-            batch["sequence_gap"] = gap_B1
-        if args.off_policy_mask_threshold is not None:
-            is_close_B1 = staleness_B1 / tokens_B1 <= args.off_policy_mask_threshold
-            batch["off_policy_mask"] = (is_close_B1 | (advantages_B1 >= 0)).float()
-        if args.loss_type == "vespo":
-            batch["phi"] = GRPOTrainer.get_gamma_weights(
-                advantages_B1,
-                log_weight_B1,
-                torch.ones_like(log_weight_B1),
-                None,
-                args.vespo_k_pos,
-                args.vespo_lambda_pos,
-                args.vespo_k_neg,
-                args.vespo_lambda_neg,
-            )
-    weighted = []
-    for batch, logps_BC, old_BC in passes:
-        mask_BC = batch["completion_mask"]
-        weight_BC = policy_weight(old_BC, batch, args, corrects).expand_as(mask_BC)
-        batch["policy_weight"] = weight_BC
-        kl_BC = torch.zeros_like(logps_BC)
-        if args.beta != 0.0:
-            kl_BC = kl_estimate(batch["ref_per_token_logps"], logps_BC)
-        weighted.append(torch.stack([(weight_BC * mask_BC).sum(dim=1), (kl_BC * mask_BC).sum(dim=1)], dim=1))
+    sums = _sum_by_rollout(windows, [_row_sums(*part, args, corrects=corrects) for part in passes])
+    for (batch, _, _), sums_of_pass in zip(passes, sums, strict=True):
+        _add_sequence_terms(batch, sums_of_pass, args, corrects=corrects)
+    for batch, _, old_BC in passes:
+        batch["policy_weight"] = policy_weight(old_BC, batch, args, corrects).expand_as(old_BC)
     if args.importance_sampling_level == "sequence":
+        weighted = [_row_weights(batch, logps_BC, args) for batch, logps_BC, _ in passes]
         for (batch, _, _), (weight_B1, kl_B1) in zip(passes, _sum_by_rollout(windows, weighted), strict=True):
             batch["mean_weight"] = weight_B1 / batch["rollout_tokens"][:, None]
             batch["mean_kl"] = kl_B1 / batch["rollout_tokens"][:, None]
 
 
-def _row_terms(batch: MicroBatch, logps_BC: Tensor, old_BC: Tensor, args: Any, *, corrects: bool) -> Tensor:
-    """[B, 4] sums over each row's tokens: log-ratio to the old policy, of the old to the sampling one, of the sampling
-    to the present one, and VESPO's log-weight."""
-    mask_BC = batch["completion_mask"]
+def _row_sums(batch: MicroBatch, logps_BC: Tensor, old_BC: Tensor, args: Any, *, corrects: bool) -> Tensor:
+    """[B, 4] sums over each row's tokens: log-ratio of the present to the old policy, of the old to the sampling one,
+    of the sampling to the present one, and VESPO's log-weight."""
     gap_BC = old_BC - batch["sampling_per_token_logps"]
     log_weight_BC = (logps_BC - old_BC).clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT)
     if corrects and args.loss_type == "vespo":
         log_weight_BC = log_weight_BC + bound_ratio(gap_BC, args).log().clamp(LEAST_LOG_WEIGHT, MOST_LOG_WEIGHT)
     terms = (logps_BC - old_BC, gap_BC, batch["sampling_per_token_logps"] - logps_BC, log_weight_BC)
-    return torch.stack([(term_BC * mask_BC).double().sum(dim=1) for term_BC in terms], dim=1)
+    return torch.stack([(term_BC * batch["completion_mask"]).double().sum(dim=1) for term_BC in terms], dim=1)
+
+
+def _add_sequence_terms(batch: MicroBatch, sums: Sequence[Tensor], args: Any, *, corrects: bool) -> None:
+    """What is the same for all tokens of a rollout, from its sums [B, 1]."""
+    drift_B1, gap_B1, staleness_B1, log_weight_B1 = sums
+    tokens_B1, advantages_B1 = batch["rollout_tokens"][:, None], batch["advantages"][:, None]
+    batch["mean_log_ratio"] = drift_B1 / tokens_B1
+    if corrects and args.vllm_importance_sampling_mode.startswith("sequence"):
+        batch["sequence_gap"] = gap_B1
+    if args.off_policy_mask_threshold is not None:
+        is_close_B1 = staleness_B1 / tokens_B1 <= args.off_policy_mask_threshold
+        batch["off_policy_mask"] = (is_close_B1 | (advantages_B1 >= 0)).float()
+    if args.loss_type == "vespo":
+        batch["phi"] = GRPOTrainer.get_gamma_weights(
+            advantages_B1,
+            log_weight_B1,
+            torch.ones_like(log_weight_B1),
+            None,
+            args.vespo_k_pos,
+            args.vespo_lambda_pos,
+            args.vespo_k_neg,
+            args.vespo_lambda_neg,
+        )
+
+
+def _row_weights(batch: MicroBatch, logps_BC: Tensor, args: Any) -> Tensor:
+    """[B, 2] sums over each row's tokens of what multiplies the rollout's ratio: the policy's weight, the KL."""
+    kl_BC = torch.zeros_like(logps_BC)
+    if args.beta != 0.0:
+        kl_BC = kl_estimate(batch["ref_per_token_logps"], logps_BC)
+    terms = (batch["policy_weight"], kl_BC)
+    return torch.stack([(term_BC * batch["completion_mask"]).double().sum(dim=1) for term_BC in terms], dim=1)
 
 
 def _sum_by_rollout(windows: Sequence[Sequence[MicroBatch]], values: Sequence[Tensor]) -> list[list[Tensor]]:
