@@ -1,4 +1,4 @@
-"""Rows of one forward pass -> what TRL's loss reads: the trainable tokens, padded, and the flat sequence they are in.
+"""Rows of one forward pass -> what the loss reads: the trainable tokens, padded, and the flat sequence they are in.
 
 It refuses to pad what is forwarded: only the figures per trainable token are a rectangle.
 """
@@ -15,28 +15,32 @@ from polar_trl.grpo.rows import Row
 
 
 def build_micro_batch(
-    rows: Sequence[Row], weights: Sequence[float], *, num_rows: int, kind: LayoutKind, device: torch.device
+    rows: Sequence[Row],
+    shares: Sequence[float],
+    rollout_tokens: Sequence[int],
+    *,
+    kind: LayoutKind,
+    device: torch.device,
 ) -> dict[str, Any]:
     """What one forward pass of B rows needs; without rows, one that trains nothing and costs two tokens.
 
-    TRL's losses look at a row's trainable tokens only, so those are all that "completion" has here: C is the most
-    trainable tokens of a row. The tokens themselves are forwarded from "packed".
+    The loss looks at a row's trainable tokens only, so those are all that is in the rectangle: C is the most trainable
+    tokens of a row. The tokens themselves are forwarded from "packed".
 
     Args:
-        weights: Factor of each row's advantage.
-        num_rows: B, at least one: the most rows that any rank has in this pass, since TRL gathers figures of rows.
-            What the given rows do not fill stays empty.
+        shares: What the loss of each row's tokens is multiplied by.
+        rollout_tokens: How many trained tokens each row's rollout has.
 
     Returns:
-        `prompt_ids`, `prompt_mask` [B, 0]; `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C];
-        `advantages` [B]; `packed`, a `PackedRows`.
+        `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C]; `advantages`, `shares`,
+        `rollout_tokens` [B]; `packed`, a `PackedRows`.
     """
     if not rows:
         # a pass that every rank has to make: one token is scored so that all parameters are used, and masked
-        filled = build_micro_batch([build_filler()], [0.0], num_rows=num_rows, kind=kind, device=device)
-        return filled | {"completion_mask": torch.zeros((num_rows, 1), dtype=torch.long, device=device)}
+        filled = build_micro_batch([build_filler()], [0.0], [1], kind=kind, device=device)
+        return filled | {"completion_mask": torch.zeros((1, 1), dtype=torch.long, device=device)}
     counts = [row.num_trainable for row in rows]
-    shape = (num_rows, max(counts))
+    shape = (len(rows), max(counts))
     completion_ids = torch.zeros(shape, dtype=torch.long)
     completion_mask = torch.zeros(shape, dtype=torch.long)
     sampling_logps = torch.zeros(shape)
@@ -50,16 +54,13 @@ def build_micro_batch(
         kind=kind,
         device=device,
     )
-    advantages = torch.zeros(num_rows)
-    advantages[: len(rows)] = torch.tensor([row.advantage * weight for row, weight in zip(rows, weights, strict=True)])
-    nothing = torch.zeros((num_rows, 0), dtype=torch.long, device=device)
     return {
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
         "completion_ids": completion_ids.to(device),
         "completion_mask": completion_mask.to(device),
         "sampling_per_token_logps": sampling_logps.to(device),
-        "advantages": advantages.to(device),
+        "advantages": torch.tensor([row.advantage for row in rows], device=device),
+        "shares": torch.tensor(list(shares), device=device),
+        "rollout_tokens": torch.tensor([max(1, count) for count in rollout_tokens], device=device),
         "packed": packed,
     }
 

@@ -10,12 +10,13 @@ from trl import GRPOConfig
 
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES
 from polar_trl.rollout import RolloutConfig
 from polar_trl.session import SessionLimits
 
-LOSS_TYPES = ROLLOUT_MEAN_LOSSES | {"dapo", "bnpo", "cispo", "vespo"}
-"""What TRL computes."""
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+IMPORTANCE_LEVELS = ("token", "sequence")
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+"""TRL's, but for `bnpo`. What is listed here is what `tests/grpo/test_loss.py` holds against TRL (law 5)."""
 
 
 @dataclass
@@ -49,16 +50,31 @@ class PackedGRPOConfig(GRPOConfig):
     loss_type: str = field(
         default="dapo",
         metadata={
-            "help": "TRL's loss types, those that average over rows averaging over rollouts; 'per_rollout' is another "
-            "name for that mean of TRL's 'grpo'."
+            "help": "TRL's loss types but 'bnpo', those that average over rows averaging over rollouts; 'per_rollout' "
+            "is another name for that mean of TRL's 'grpo'."
+        },
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "How the ratio of training to sampling policy is bounded. TRL's own default sums it over a whole "
+            "sequence (here a rollout), which masks nearly every long agent session and costs a forward pass more."
         },
     )
 
     def __post_init__(self) -> None:
         if self.loss_type == "per_rollout":
-            # what TRL calls "grpo", which row_weights turns from a mean over rows into one over rollouts
+            # what TRL calls "grpo", of which token_shares makes a mean over rollouts
             self.loss_type = "grpo"
-        self._require(self.loss_type in LOSS_TYPES, "loss_type", f"must be one of {', '.join(sorted(LOSS_TYPES))}")
+        self._require(
+            self.loss_type != "bnpo",
+            "loss_type",
+            "must not divide by the tokens of a forward pass, into which rows fall by their sizes; 'dapo' divides by "
+            "those of the step",
+        )
+        self._require_one_of("loss_type", LOSS_TYPES)
+        self._require_one_of("importance_sampling_level", IMPORTANCE_LEVELS)
+        self._require_one_of("vllm_importance_sampling_mode", CORRECTION_MODES)
         super().__post_init__()
         self._require(self.max_tokens_per_device >= 1, "max_tokens_per_device", "must be at least 1")
         self._require(
@@ -66,15 +82,23 @@ class PackedGRPOConfig(GRPOConfig):
             "sequence_layout",
             "must be 'tree', 'packed', 'single', or left out",
         )
-        self._require(
-            self.weight_rounding in ("dithered", "nearest"), "weight_rounding", "must be 'dithered' or 'nearest'"
-        )
-        self._require(
-            self.beta == 0.0 or self.loss_type not in ROLLOUT_MEAN_LOSSES,
-            "beta",
-            f"must be 0 with loss_type={self.loss_type!r}, whose KL term would count rows instead of rollouts; "
-            "use loss_type='dapo' for a KL penalty",
-        )
+        self._require_one_of("weight_rounding", ("dithered", "nearest"))
+        share = self.top_entropy_quantile
+        self._require(0 < share <= 1, "top_entropy_quantile", "must be above 0 and at most 1")
+        if self.loss_type == "vespo":
+            why = "with loss_type='vespo', which weighs whole rollouts by itself"
+            self._require(
+                self.importance_sampling_level == "token", "importance_sampling_level", f"must be 'token' {why}"
+            )
+            self._require(
+                not self.vllm_importance_sampling_correction
+                or self.vllm_importance_sampling_mode in ("token_truncate", "token_mask"),
+                "vllm_importance_sampling_mode",
+                f"must be 'token_truncate' or 'token_mask' {why}",
+            )
+
+    def _require_one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        self._require(getattr(self, name) in choices, name, f"must be one of {', '.join(sorted(choices))}")
 
     def _require(self, holds: Any, name: str, message: str) -> None:
         if not holds:
@@ -90,13 +114,6 @@ class PolarGRPOConfig(PackedGRPOConfig):
     """
 
     use_vllm: bool = field(default=True, metadata={"help": "Always on: the engine shares this process."})
-    vllm_importance_sampling_mode: str = field(
-        default="token_truncate",
-        metadata={
-            "help": "How the ratio of training to sampling policy is bounded. TRL's own default sums it over a whole "
-            "sequence, which masks nearly every long agent session."
-        },
-    )
     max_agents: int = field(default=16, metadata={"help": "Agents that run at the same time, per process."})
     max_preparing: int = field(default=4, metadata={"help": "Sandboxes prepared at the same time, per process."})
     max_grading: int = field(default=4, metadata={"help": "Sessions graded at the same time, per process."})
@@ -226,6 +243,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
             self._require(value is None or value >= 1, name, "must be at least 1, or left out")
         share = self.vllm_gpu_memory_utilization
         self._require(0 < share <= 1, "vllm_gpu_memory_utilization", "must be above 0 and at most 1")
+        self._require_policy_lag_works()
         per_process = self.per_device_train_batch_size * self.steps_per_generation
         for name in ("max_policy_lag", "resample_zero_variance"):
             self._require(
@@ -242,6 +260,25 @@ class PolarGRPOConfig(PackedGRPOConfig):
         for name in ("max_agents", "max_preparing", "max_grading", "max_session_calls"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
         self.build_rollout_config()  # which refuses what it cannot run
+
+    def _require_policy_lag_works(self) -> None:
+        if not self.max_policy_lag:
+            return
+        self._require(
+            self.vllm_importance_sampling_correction,
+            "max_policy_lag",
+            "must be 0 with vllm_importance_sampling_correction: false: what an older policy sampled would be trained "
+            "as if the present one had",
+        )
+        micro_steps = self.steps_per_generation * self.num_iterations
+        # the loader has fetched the next generation batch, which is begun early, only where a step ends with this one
+        self._require(
+            self.gradient_accumulation_steps % micro_steps == 0,
+            "max_policy_lag",
+            "must be 0 where a generation batch feeds several optimizer steps: the next batch is not known before the "
+            "last of them, so that no session could begin early. Let steps_per_generation x num_iterations (it is "
+            f"{micro_steps}) divide gradient_accumulation_steps (it is {self.gradient_accumulation_steps})",
+        )
 
     @property
     def engine_slots(self) -> int:

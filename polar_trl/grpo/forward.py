@@ -145,7 +145,10 @@ def pack_rows(
 
 
 def score(model: Any, packed: PackedRows) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (nats) [S] of the scored tokens, under the model's sampling temperature."""
+    """Log-probabilities and entropies (nats) [S] of the scored tokens, under the model's sampling temperature.
+
+    TRL's head of a reference model gives no entropies; they are NaN then.
+    """
     layout = {} if packed.kind == "single" else {"layout": packed.layout}
     outputs = model(
         input_ids=packed.input_ids,
@@ -155,4 +158,5 @@ def score(model: Any, packed: PackedRows) -> tuple[Tensor, Tensor]:
         shift_labels=packed.labels,
         fused_lm_head=True,
     )
-    return outputs.log_probs[0], outputs.entropy[0]
+    logps = outputs.log_probs[0]
+    return logps, torch.full_like(logps, torch.nan) if outputs.entropy is None else outputs.entropy[0]

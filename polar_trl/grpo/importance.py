@@ -7,27 +7,18 @@ import torch
 from torch import Tensor
 
 
-def importance_ratio(
-    trainer_logps_BT: Tensor,
-    sampling_logps_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    mode: str,
-    clip_min: float | None,
-    clip_max: float | None,
-) -> Tensor:
-    """Bounded ratio of training to sampling policy; [B, T] for token modes, [B, 1] for sequence modes.
+def bound_ratio(log_ratio: Tensor, args: Any) -> Tensor:
+    """The ratio of training to sampling policy, bounded as TRL does, of whatever shape its logarithm has.
 
-    Modes are TRL's: "token_truncate" and "sequence_truncate" clamp the ratio, "token_mask" and "sequence_mask" set
-    it to 0 outside the bounds. A sequence is one row.
+    Args:
+        log_ratio: Of tokens; for the modes "sequence_...", the sums over their rollouts.
+        args: The config. Its modes "..._truncate" clamp the ratio, "..._mask" set it to 0 outside the bounds.
     """
-    log_ratio = (trainer_logps_BT - sampling_logps_BT) * mask_BT
-    if mode.startswith("sequence"):
-        log_ratio = log_ratio.sum(dim=-1, keepdim=True)
     ratio = torch.exp(log_ratio)
-    low = float("-inf") if clip_min is None else clip_min
-    high = float("inf") if clip_max is None else clip_max
-    if mode.endswith("truncate"):
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    low = float("-inf") if low is None else low
+    high = float("inf") if high is None else high
+    if args.vllm_importance_sampling_mode.endswith("truncate"):
         return ratio.clamp(min=low, max=high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 

@@ -1,13 +1,29 @@
-"""Finished rollouts -> the numbers that a step logs. Pure: nothing is gathered and nothing is kept here."""
+"""Finished rollouts -> the numbers that a step logs. Nothing is gathered and nothing is kept here."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polar_trl.rollout import STAGES, Finished
+
+COUNTS = ("polar/counters/", "polar/dropped/", "polar/stopped/")
+"""Beginnings of the names of counts that a batch may have none of."""
+
+
+def append_metrics(waiting: MutableMapping[str, list[float]], batch: Mapping[str, float]) -> None:
+    """Add a generation batch's metrics to those that wait to be logged.
+
+    TRL logs the mean of each list. A count that a batch has none of is a 0 in its list, so that with several batches
+    between two lines of the log, sampled tokens are still trained tokens and the dropped ones of all reasons.
+    """
+    num_before = len(waiting["polar/sampled_tokens"])
+    for name in [*batch, *(name for name in waiting if name.startswith(COUNTS) and name not in batch)]:
+        if name.startswith(COUNTS):
+            waiting[name] += [0.0] * (num_before - len(waiting[name]))
+        waiting[name].append(batch.get(name, 0.0))
 
 
 def count_rollout(result: Finished) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """TRL's GRPO on rows of any length: what a step costs is what its tokens cost.
 
 Rows of all ranks are spread over ranks and forward passes by predicted cost and forwarded without padding, shared
-prefixes once. Every loss of TRL is computed by TRL, on the rows' trainable tokens. It knows nothing of agents or of
-engines: a subclass says where rows come from (`_collect_rows`). It refuses to let ranks run different numbers of
-forward passes, which would leave collectives waiting for ever.
+prefixes once. The losses are TRL's, over the rollouts of an optimizer step. It knows nothing of agents or of engines:
+a subclass says where rows come from (`_collect_rows`). It refuses to let ranks run different numbers of forward
+passes, which would leave collectives waiting for ever.
 """
 
 import math
@@ -22,32 +22,39 @@ from trl.trainer.utils import use_adapter
 
 from polar_trl.engine.colocate import find_pass_dtype
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.balance import CostModel, Plan, plan_micro_batches
+from polar_trl.grpo.balance import CostModel, plan_micro_batches
 from polar_trl.grpo.batch import build_micro_batch, to_rows
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.forward import choose_layout, prepare_model, score
-from polar_trl.grpo.importance import RatioStats, importance_ratio
+from polar_trl.grpo.importance import RatioStats
+from polar_trl.grpo.loss import LossFigures, MicroBatch, token_losses
 from polar_trl.grpo.phases import PhaseClock
 from polar_trl.grpo.policy_weights import PolicyWeights
-from polar_trl.grpo.rows import ROLLOUT_MEAN_LOSSES, Row, row_weights
+from polar_trl.grpo.rollout_terms import add_rollout_terms, needs_rollout_terms
+from polar_trl.grpo.rows import Row, rollout_tokens, token_shares
 from polar_trl.grpo.step_guard import StepGuard
 from polar_trl.grpo.supported import find_causal_model
 from polar_trl.grpo.trained_rows import TrainedRows, describe_row
-
-MicroBatch = dict[str, Any]
 
 
 class PackedGRPOTrainer(GRPOTrainer):
     """GRPO whose forward passes are filled by tokens. Arguments are TRL's.
 
-    A generation batch of TRL is collected in its first micro-step. The forward passes of an optimizer step, as many
-    as its tokens need, all run in its last one; with no rows there is none, and no optimizer step either.
+    A generation batch of TRL is collected in its first micro-step, and its rollouts are dealt to windows: what an
+    optimizer step and a generation batch can both be divided into. The forward passes of an optimizer step, as many as
+    its tokens need, all run in its last micro-step; with no rows there is none,
+    and no optimizer step either.
+
+    A generation's loss is the mean over its windows of the one that `token_shares` declares; as in TRL, the loss of an
+    optimizer step is the mean over its windows, so over generations where several feed it. Generations without rows
+    are left out of it.
     """
 
     args: PackedGRPOConfig
     accelerator: Any
     model: Any
     num_iterations: int
+    entropy_coef: float
     current_gradient_accumulation_steps: int
     _current_train_step_time: float
     _globalstep_last_logged: int
@@ -68,10 +75,14 @@ class PackedGRPOTrainer(GRPOTrainer):
         self._cost = _build_cost_model(policy)
         self._windows: list[list[MicroBatch]] | None = None
         """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
+        self._pending: list[list[MicroBatch]] = []
+        """Windows of the optimizer step that is under way."""
+        self._micro_steps = 0
+        """Of that step."""
         self.step_guard = StepGuard(self.accelerator)
         self.args.logging_nan_inf_filter = False  # it would log the mean of other steps in the place of a NaN
         self._ratio_stats = RatioStats()
-        self._loss_inputs: MicroBatch | None = None
+        self._figures = LossFigures()
         self.trained_rows: TrainedRows | None = None
         """Where the trained tokens are written down."""
         self.phases = PhaseClock(self._metrics)
@@ -101,14 +112,18 @@ class PackedGRPOTrainer(GRPOTrainer):
             with self.phases.measure("train", "planning"):
                 self._windows = self._plan_windows(rows, "train")
         steps_per_window = self._steps_per_window()
-        loss = torch.zeros((), device=self.accelerator.device)
-        if (self._step + 1) % steps_per_window == 0:
-            window = self._windows[self._step // steps_per_window % len(self._windows)]
-            with self.phases.measure("train", "training"):
-                loss = self._train_window(model, window, steps_per_window)
+        if (self._step + 1) % steps_per_window == 0 and any(self._windows):
+            self._pending.append(self._windows[self._step // steps_per_window % len(self._windows)])
         self._step += 1
+        self._micro_steps += 1
+        loss = torch.zeros((), device=self.accelerator.device)
+        is_last = self._micro_steps >= self.current_gradient_accumulation_steps
+        if is_last:
+            windows, self._pending, self._micro_steps = self._pending, [], 0
+            with self.phases.measure("train", "training"):
+                loss = self._train_window(model, self._prepare_passes(windows))
         self._current_train_step_time += time.perf_counter() - started
-        if self._step % self.current_gradient_accumulation_steps == 0:
+        if is_last:
             self._metrics["train"]["step_time"].append(self._current_train_step_time)
             self._current_train_step_time = 0.0
         return loss
@@ -117,29 +132,46 @@ class PackedGRPOTrainer(GRPOTrainer):
         """Micro-steps of a window: what a generation and an optimizer step can both be divided into."""
         return math.gcd(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
 
-    def _train_window(self, model: Any, window: list[MicroBatch], steps_per_window: int) -> Tensor:
-        """Forward and backward of all passes; gradients are exchanged after the last one only."""
-        self.step_guard.has_rows |= any("is_filler" not in micro_batch for micro_batch in window)
-        if not self.step_guard.has_rows:
-            window = []  # so far, there is no gradient to exchange
+    def _prepare_passes(self, windows: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
+        """The passes of a step (or of an evaluation batch) with what their loss needs to know of all of it."""
+        passes = [micro_batch for window in windows for micro_batch in window]
+        if passes and needs_rollout_terms(self.args, corrects=self._corrects):
+            with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+                add_rollout_terms(
+                    windows,
+                    lambda micro_batch: self._score(self.model, micro_batch),
+                    self.args,
+                    corrects=self._corrects,
+                    accelerator=self.accelerator,
+                )
+        num_explored = torch.zeros((), device=self.accelerator.device)
+        for micro_batch in passes:
+            num_explored += micro_batch["entropy_mask" if "entropy_mask" in micro_batch else "completion_mask"].sum()
+        if passes and self._entropy_bonus_enabled:
+            num_explored = self.accelerator.reduce(num_explored, reduction="sum")
+        for micro_batch in passes:
+            micro_batch |= {"num_windows": len(windows), "num_explored": num_explored.clamp(min=1.0)}
+        return passes
+
+    @property
+    def _corrects(self) -> bool:
+        return bool(self.use_vllm and self.args.vllm_importance_sampling_correction)
+
+    def _train_window(self, model: Any, passes: list[MicroBatch]) -> Tensor:
+        """Forward and backward of all passes of a step; gradients are exchanged after the last one only."""
+        self.step_guard.has_rows = bool(passes)  # as many on every rank, and none where no rank has rows
         loss = torch.zeros((), device=self.accelerator.device)
-        num_micro_steps = self.current_gradient_accumulation_steps
-        # TRL divides by the number of passes that an optimizer step has: here it is this
-        self.current_gradient_accumulation_steps = len(window) * num_micro_steps // steps_per_window
-        try:
-            for number, micro_batch in enumerate(window):
-                is_last = number == len(window) - 1
-                with nullcontext() if is_last else self._no_gradient_exchange(model):
-                    loss += super(GRPOTrainer, self).training_step(model, micro_batch, None)
-        finally:
-            self.current_gradient_accumulation_steps = num_micro_steps
-        self._log_ratio_stats("train")
-        self.step_guard.note(loss, (row["rollout"] for micro_batch in window for row in micro_batch["rows"]))
+        for number, micro_batch in enumerate(passes):
+            is_last = number == len(passes) - 1
+            with nullcontext() if is_last else self._no_gradient_exchange(model):
+                loss += super(GRPOTrainer, self).training_step(model, micro_batch, None)
+        self._log_loss("train")
+        self.step_guard.note(loss, (row["rollout"] for micro_batch in passes for row in micro_batch["rows"]))
         return loss
 
     @contextmanager
     def _no_gradient_exchange(self, model: Any) -> Iterator[None]:
-        # accelerate has DeepSpeed step at every pass that synchronises, and TRL adapts its entropy coefficient there
+        # accelerate has DeepSpeed step at every pass that synchronises
         state = self.accelerator.gradient_state
         before = state.sync_gradients
         state._set_sync_gradients(False)
@@ -189,12 +221,12 @@ class PackedGRPOTrainer(GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """The loss of an evaluation batch."""
-        (window,) = self._plan_windows(self._collect_rows(inputs, "eval"), "eval")
+        windows = self._plan_windows(self._collect_rows(inputs, "eval"), "eval")
         loss = torch.zeros((), device=self.accelerator.device)
         with torch.no_grad(), self.compute_loss_context_manager():
-            for micro_batch in window:
+            for micro_batch in self._prepare_passes(windows):
                 loss += self.compute_loss(model, micro_batch)
-        self._log_ratio_stats("eval")
+        self._log_loss("eval")
         return loss, None, None
 
     # From rows to forward passes.
@@ -205,10 +237,12 @@ class PackedGRPOTrainer(GRPOTrainer):
         num_windows = 1
         if mode == "train":
             num_windows = self.args.steps_per_generation // self._steps_per_window()
-        weights = row_weights(rows, loss_type=self.loss_type)
-        if self.loss_type in ROLLOUT_MEAN_LOSSES:
-            # the mean over a generation's rollouts is one over optimizer steps, each of which has its own part of them
-            weights = [weight * num_windows for weight in weights]
+        # a generation's loss is the mean over its windows, each of which has its own part of the rollouts
+        shares = token_shares(
+            rows, loss_type=self.args.loss_type, max_completion_length=self.args.max_completion_length
+        )
+        shares = [share * num_windows for share in shares]
+        tokens = rollout_tokens(rows)
         windows, plans = [], []
         for part in self._deal_rollouts(rows, num_windows):
             chosen = [rows[i] for i in part]
@@ -220,48 +254,23 @@ class PackedGRPOTrainer(GRPOTrainer):
                 cost=self._cost,
             )
             plans.append(plan)
-            windows.append(self._build_window(chosen, [weights[i] for i in part], plan, mode))
-        num_trainable = sum(row.num_trainable for row in rows)
-        for window in windows:
-            # TRL divides by this, times passes per optimizer step, over micro-steps per generation
-            num_items = float(num_trainable)
-            if mode == "train" and window:
-                num_items *= self.args.steps_per_generation / num_windows / len(window)
-            for micro_batch in window:
-                micro_batch["num_items_in_batch"] = torch.tensor(num_items, device=self.accelerator.device)
-            self._add_reference_logps(window, mode)
+            mine = plan.micro_batches[self.accelerator.process_index]
+            triples = [(rows[i], shares[i], tokens[i]) for i in part]
+            windows.append([self._build_pass([triples[i] for i in members]) for members in mine])
+            self._add_reference_logps(windows[-1], mode)
         metrics = self._metrics[mode]
-        metrics["polar/trained_tokens"].append(num_trainable)
+        metrics["polar/trained_tokens"].append(sum(row.num_trainable for row in rows))
         metrics["polar/forwarded_tokens"].append(sum(plan.forwarded_tokens for plan in plans))
         metrics["polar/unique_tokens"].append(sum(plan.unique_tokens for plan in plans))
         metrics["polar/forward_passes"].append(sum(plan.num_micro_batches for plan in plans))
         metrics["polar/rank_imbalance"].append(max(_imbalance(plan.costs_R) for plan in plans))
         return windows
 
-    def _build_window(self, rows: Sequence[Row], weights: Sequence[float], plan: Plan, mode: str) -> list[MicroBatch]:
-        """This rank's passes over its share of the rows, whose losses weigh `weights`."""
-        mine = plan.micro_batches[self.accelerator.process_index]
-        if not mine and mode == "train" and self.args.gradient_accumulation_steps > self._steps_per_window():
-            # others of this optimizer step may have rows, and gradients are exchanged in the last of them
-            empty = build_micro_batch([], [], num_rows=1, kind=self.layout_kind, device=self.accelerator.device)
-            return [{**empty, "rows": [], "is_filler": True}]
-        window = []
-        for number, members in enumerate(mine):
-            num_rows = max(1, *(len(theirs[number]) for theirs in plan.micro_batches))
-            factor = 1.0
-            if self.loss_type in ROLLOUT_MEAN_LOSSES:
-                # TRL's mean over rows of a pass, over passes and over ranks becomes the sum that the weights mean
-                factor = float(num_rows * self.accelerator.num_processes * (len(mine) if mode == "train" else 1))
-            micro_batch = build_micro_batch(
-                [rows[i] for i in members],
-                [weights[i] * factor for i in members],
-                num_rows=num_rows,
-                kind=self.layout_kind,
-                device=self.accelerator.device,
-            )
-            micro_batch["rows"] = [describe_row(rows[i]) for i in members]
-            window.append(micro_batch)
-        return window
+    def _build_pass(self, members: Sequence[tuple[Row, float, int]]) -> MicroBatch:
+        """A pass over rows, with the share of each row's tokens and the tokens of its rollout."""
+        rows, shares, tokens = zip(*members, strict=True) if members else ((), (), ())
+        micro_batch = build_micro_batch(rows, shares, tokens, kind=self.layout_kind, device=self.accelerator.device)
+        return micro_batch | {"rows": [describe_row(row) for row in rows]}
 
     def _deal_rollouts(self, rows: Sequence[Row], num_windows: int) -> list[list[int]]:
         """Indices of rows for each optimizer step; rollouts stay whole, and all ranks deal alike."""
@@ -296,7 +305,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
             return self._score(self.model, micro_batch)[0]
 
-    # Inside TRL's loss.
+    # The loss of a pass.
 
     def _score(self, model: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         with self.accelerator.autocast():
@@ -304,46 +313,54 @@ class PackedGRPOTrainer(GRPOTrainer):
         return to_rows(logps_S, micro_batch), to_rows(entropies_S, micro_batch)
 
     def _compute_loss(self, model: Any, inputs: MicroBatch) -> Tensor:
-        self._loss_inputs = inputs
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self._loss_inputs = None
-
-    def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
-        """Log-probabilities and entropies [B, C] of the pass whose loss TRL is computing.
-
-        TRL scores a batch once more, without gradients, only to have its ratio to the sampling policy. As long as the
-        policy has not moved since it sampled, the loss's own pass gives the same numbers, so that one is saved.
-        """
-        assert self._loss_inputs is not None
-        inputs = self._loss_inputs
+        """What a pass adds to its step's loss, times the number of ranks, over which gradients are averaged."""
         logps_BC, entropies_BC = self._score(model, inputs)
-        trainer_BC = inputs.get("old_per_token_logps", logps_BC.detach())
         mask_BC = inputs["completion_mask"]
-        inputs["importance_sampling_ratio"] = importance_ratio(
-            trainer_BC,
-            inputs["sampling_per_token_logps"],
-            mask_BC,
-            mode=self.vllm_importance_sampling_mode,
-            clip_min=self.vllm_importance_sampling_clip_min,
-            clip_max=self.vllm_importance_sampling_clip_max,
-        )
+        losses_BC, figures = token_losses(logps_BC, inputs, self.args, corrects=self._corrects)
+        loss = (losses_BC * mask_BC * inputs["shares"][:, None]).sum() / inputs["num_windows"]
+        if self._entropy_bonus_enabled:
+            self._figures.add_part("policy_loss", loss)
+            explored_BC = inputs.get("entropy_mask", mask_BC)
+            self._figures.add("explored_entropy", entropies_BC, explored_BC)
+            loss = loss - self._entropy_weight() * (entropies_BC * explored_BC).sum() / inputs["num_explored"]
+        self._figures.add("entropy", entropies_BC, mask_BC)
+        for name, (values_BC, weights_BC) in figures.items():
+            self._figures.add(name, values_BC, weights_BC)
+        trainer_BC = inputs.get("old_per_token_logps", logps_BC.detach())
         self._ratio_stats.add(trainer_BC, inputs["sampling_per_token_logps"], mask_BC)
-        if self.trained_rows is not None and model.training:
+        if self.trained_rows is not None and self.model.training:
             self.trained_rows.note(inputs["rows"], trainer_BC)
-        return logps_BC, entropies_BC, None
+        return loss * self.accelerator.num_processes
 
-    def _log_ratio_stats(self, mode: str) -> None:
-        """How far the training policy is from the one that sampled, over the step's tokens. A collective."""
+    def _entropy_weight(self) -> float:
+        """The bonus's coefficient as the last step left it; TRL gives none while entropy is above the target."""
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return float(self.entropy_coef)
+
+    def _adapt_entropy(self, entropy: float) -> None:
+        """TRL's controller: the next step's coefficient goes up where this one's entropy (nats) is low."""
+        args, self._last_world_entropy = self.args, entropy
+        delta = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
+        self.entropy_coef = min(max(self.entropy_coef + delta, args.entropy_coef_min), args.entropy_coef_max)
+
+    def _log_loss(self, mode: str) -> None:
+        """Figures of the loss, and how far the trained policy is from the one that sampled, over all tokens of a step
+        or an evaluation batch. A collective."""
+        figures, self._figures = self._figures.summarise(self.accelerator), LossFigures()
+        explored = figures.pop("explored_entropy", None)
+        if explored is not None and mode == "train":
+            if self.use_adaptive_entropy:
+                self._adapt_entropy(explored)
+            figures["entropy_coef"] = self.entropy_coef
         stats, self._ratio_stats = self._ratio_stats, RatioStats()
-        figures = stats.summarise(
+        ratios = stats.summarise(
             self.accelerator,
             clip_min=self.vllm_importance_sampling_clip_min,
             clip_max=self.vllm_importance_sampling_clip_max,
         )
-        for name, value in figures.items():
-            self._metrics[mode][f"sampling/{name}"].append(value)
+        for name, value in {**figures, **{f"sampling/{name}": value for name, value in ratios.items()}}.items():
+            self._metrics[mode][name].append(value)
 
 
 def _sum_gradients_in_float32(accelerator: Any) -> None:

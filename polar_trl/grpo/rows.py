@@ -1,7 +1,7 @@
 """Rollouts and their advantages -> the rows that train them, and each row's share in the loss.
 
-It refuses to let the number of rows speak: losses that average over rows are re-weighted so that they average over
-rollouts, however many trajectories a rollout was split into. What is left out is counted by its reason.
+It refuses to let the number of rows speak: shares are those of a rollout's tokens, however many trajectories it was
+split into. What is left out is counted by its reason.
 """
 
 from collections import Counter, defaultdict
@@ -16,9 +16,6 @@ from polar_trl.grpo.layout import Ids
 from polar_trl.reconstruct.cut import clip_trajectory
 from polar_trl.rollout import Finished
 from polar_trl.types import Trajectory
-
-ROLLOUT_MEAN_LOSSES = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
-"""TRL losses that average over rows; `row_weights` makes them average over rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,25 +92,33 @@ def build_rows(
     return rows, +dropped
 
 
-def row_weights(rows: Sequence[Row], *, loss_type: str) -> list[float]:
-    """The weight of each row's loss in the mean over rollouts that a loss type declares.
+def rollout_tokens(rows: Sequence[Row]) -> list[int]:
+    """How many trained tokens the rollout of each row has; all its rows are among the given ones."""
+    totals: dict[str, int] = defaultdict(int)
+    for row in rows:
+        totals[row.rollout_id] += row.num_trainable
+    return [totals[row.rollout_id] for row in rows]
 
-    With T_j trainable tokens in row j of a rollout with T tokens in all, and R rollouts:
 
-    * "grpo" and "sapo" average a rollout's tokens, then rollouts: T_j / T / R for a row's mean over its tokens.
-    * "dr_grpo" and "luspo" average rollouts' sums (over a constant): 1 / R for a row's sum.
-    * "dapo", "cispo" and "vespo" divide by all tokens of the step, which TRL does: 1.
-    * "bnpo" divides by the tokens of each forward pass, which TRL defines as depending on the split: 1.
+def token_shares(rows: Sequence[Row], *, loss_type: str, max_completion_length: int) -> list[float]:
+    """For each row, what the loss of one of its tokens is multiplied by: the loss is the sum over all tokens.
+
+    With T tokens in the token's rollout, R rollouts and N tokens in all:
+
+    * "grpo" and "sapo" average a rollout's tokens, then rollouts: 1 / T / R.
+    * "luspo" and "dr_grpo" average rollouts' sums, the latter over a constant: 1 / R, 1 / R / max_completion_length.
+    * "dapo", "cispo" and "vespo" divide by all tokens: 1 / N.
+
+    A rollout of 3 tokens in rows of 2 and 1, beside one of 2 tokens in one row: "grpo" gives 1/6, 1/6 and 1/4, and
+    "dapo" 1/5 for each, however the three tokens are cut.
 
     Args:
         rows: All rows that are averaged over, of all ranks.
     """
-    if loss_type not in ROLLOUT_MEAN_LOSSES:
-        return [1.0] * len(rows)
-    rollout_tokens: dict[str, int] = defaultdict(int)
-    for row in rows:
-        rollout_tokens[row.rollout_id] += row.num_trainable
-    num_rollouts = max(1, len(rollout_tokens))
+    tokens = rollout_tokens(rows)
+    num_rollouts = len({row.rollout_id for row in rows if row.num_trainable})
+    if loss_type in ("grpo", "sapo"):
+        return [1.0 / max(1, count * num_rollouts) for count in tokens]
     if loss_type in ("dr_grpo", "luspo"):
-        return [1.0 / num_rollouts] * len(rows)
-    return [row.num_trainable / rollout_tokens[row.rollout_id] / num_rollouts for row in rows]
+        return [1.0 / max(1, num_rollouts) / (max_completion_length if loss_type == "dr_grpo" else 1)] * len(rows)
+    return [1.0 / max(1, sum(row.num_trainable for row in rows))] * len(rows)

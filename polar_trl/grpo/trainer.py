@@ -33,7 +33,7 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
 from polar_trl.grpo.forward import pack_rows, score
-from polar_trl.grpo.metrics import build_rollout_metrics, count_rollout, nan_std
+from polar_trl.grpo.metrics import append_metrics, build_rollout_metrics, count_rollout, nan_std
 from polar_trl.grpo.metrics_log import MetricsLog
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
@@ -345,10 +345,10 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 reason = "no_reward"  # law 4: without a reward, no gradient
             elif zero_variance and self.args.drop_zero_variance and mode == "train":
                 reason = "zero_variance"
-                trajectories = result.reconstruction.trajectories
-                dropped["zero_variance"] += sum(sum(trajectory.trainable) for trajectory in trajectories)
-            else:
+            if reason is None:
                 results.append((result, advantage))
+            else:
+                dropped[reason] += sum(sum(trajectory.trainable) for trajectory in result.reconstruction.trajectories)
             record = self.trained_rows.name_record(result.record_path)
             described.append(describe_rollout(result.rollout, record, reward, advantage, dropped=reason))
         self.trained_rows.write_rollouts(mode, self.state.global_step + (mode == "train"), described)
@@ -503,10 +503,10 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         summaries: list[dict[str, float]] = gather_object([count_rollout(result) for result in finished])
         lengths: list[int] = gather_object([len(row.token_ids_T) for row in rows])
         metrics = self._metrics[mode]
-        for name, value in build_rollout_metrics(summaries).items():
-            metrics[name].append(value)
+        figures = build_rollout_metrics(summaries)
         for reason, count in sorted(sum(gather_object([dropped]), Counter()).items()):
-            metrics[f"polar/dropped/{reason}"].append(count)
+            figures[f"polar/dropped/{reason}"] = figures.get(f"polar/dropped/{reason}", 0) + count
+        append_metrics(metrics, figures)
         metrics["polar/rollouts_without_reward"].append(int((~advantages.scored_R).sum()))
         num_not_finite = self._num_not_finite + int(advantages.overflowed_R.sum())
         num_not_finite += int(sum(summary.get("counters/rewards_not_finite", 0) for summary in summaries))

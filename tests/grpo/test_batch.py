@@ -3,13 +3,14 @@
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from polar_trl.grpo.batch import build_micro_batch, to_rows
-from polar_trl.grpo.importance import RatioStats, importance_ratio
-from polar_trl.grpo.rows import Row, build_row, row_weights
+from polar_trl.grpo.importance import RatioStats, bound_ratio
+from polar_trl.grpo.rows import Row, build_row, rollout_tokens, token_shares
 from polar_trl.types import Trajectory
 
 CPU = torch.device("cpu")
@@ -31,12 +32,13 @@ def row(rollout_id: str, mask: str, advantage: float = 1.0, first_id: int = 10) 
 
 def test_the_loss_sees_trainable_tokens_only() -> None:
     rows = [row("a", "...xx.x", 2.0), row("b", ".x", -1.0, first_id=50)]
-    batch = build_micro_batch(rows, [1.0, 0.5], num_rows=3, kind="packed", device=CPU)
-    assert batch["completion_ids"].tolist() == [[13, 14, 16], [51, 0, 0], [0, 0, 0]]
-    assert batch["completion_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
-    assert batch["sampling_per_token_logps"].tolist() == [[-0.5] * 3, [-0.5, 0.0, 0.0], [0.0] * 3]
-    assert batch["advantages"].tolist() == [2.0, -0.5, 0.0]
-    assert batch["prompt_ids"].shape == (3, 0)
+    batch = build_micro_batch(rows, [0.25, 0.5], [3, 4], kind="packed", device=CPU)
+    assert batch["completion_ids"].tolist() == [[13, 14, 16], [51, 0, 0]]
+    assert batch["completion_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["sampling_per_token_logps"].tolist() == [[-0.5] * 3, [-0.5, 0.0, 0.0]]
+    assert batch["advantages"].tolist() == [2.0, -1.0]
+    assert batch["shares"].tolist() == [0.25, 0.5]
+    assert batch["rollout_tokens"].tolist() == [3, 4]
     packed = batch["packed"]
     assert packed.input_ids.tolist() == [[*range(10, 17), 50, 51]]
     assert packed.position_ids.tolist() == [[*range(7), 0, 1]]
@@ -48,7 +50,7 @@ def test_the_loss_sees_trainable_tokens_only() -> None:
 @pytest.mark.parametrize("kind", ["packed", "tree"])
 def test_scored_values_find_their_rows(kind: str) -> None:
     rows = [row("a", "..xxx"), row("b", "..x"), row("c", ".xx.x", first_id=90)]
-    batch = build_micro_batch(rows, [1.0] * 3, num_rows=4, kind=kind, device=CPU)  # type: ignore[arg-type]
+    batch = build_micro_batch(rows, [1.0] * 3, [1] * 3, kind=kind, device=CPU)  # type: ignore[arg-type]
     values = batch["packed"].labels[0].double().requires_grad_()
     per_row = to_rows(values, batch)
     assert (per_row == batch["completion_ids"]).all()
@@ -59,27 +61,34 @@ def test_scored_values_find_their_rows(kind: str) -> None:
 def test_a_shared_prefix_is_forwarded_once() -> None:
     rows = [row("a", "....xx"), row("b", "....xxx")]
     counts = [
-        build_micro_batch(rows, [1.0] * 2, num_rows=2, kind=kind, device=CPU)["packed"].input_ids.shape[1]
+        build_micro_batch(rows, [1.0] * 2, [1] * 2, kind=kind, device=CPU)["packed"].input_ids.shape[1]
         for kind in ("packed", "tree")
     ]
     assert counts == [13, 7]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_pass_without_rows_trains_nothing(num_rows: int) -> None:
-    batch = build_micro_batch([], [], num_rows=num_rows, kind="tree", device=CPU)
-    assert batch["completion_mask"].tolist() == [[0]] * num_rows
-    assert batch["advantages"].tolist() == [0.0] * num_rows
+def test_a_pass_without_rows_trains_nothing() -> None:
+    batch = build_micro_batch([], [], [], kind="tree", device=CPU)
+    assert batch["completion_mask"].tolist() == [[0]]
+    assert batch["shares"].tolist() == [0.0]
     assert len(batch["packed"].scored_positions) == 1
-    assert to_rows(torch.ones(1), batch).shape == (num_rows, 1)
+    assert to_rows(torch.ones(1), batch).shape == (1, 1)
 
 
-def test_weights_make_row_means_rollout_means() -> None:
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        ("dapo", [1 / 6] * 3),
+        ("grpo", [1 / 4 / 2, 1 / 4 / 2, 1 / 2 / 2]),
+        ("luspo", [1 / 2] * 3),
+        ("dr_grpo", [1 / 2 / 10] * 3),
+    ],
+)
+def test_shares_are_those_of_rollouts(loss_type: str, expected: list[float]) -> None:
     rows = [row(r, m) for r, m in [("a", ".xxx"), ("a", ".x"), ("b", ".xx")]]
-    assert row_weights(rows, loss_type="dapo") == [1.0, 1.0, 1.0]
-    assert row_weights(rows, loss_type="grpo") == [0.375, 0.125, 0.5]
-    assert row_weights(rows, loss_type="dr_grpo") == [0.5, 0.5, 0.5]
-    assert row_weights([], loss_type="grpo") == []
+    assert token_shares(rows, loss_type=loss_type, max_completion_length=10) == pytest.approx(expected)
+    assert token_shares([], loss_type=loss_type, max_completion_length=10) == []
+    assert rollout_tokens(rows) == [4, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -87,16 +96,14 @@ def test_weights_make_row_means_rollout_means() -> None:
     [
         ("token_truncate", [[2.0, 0.5, 1.0]]),
         ("token_mask", [[0.0, 0.5, 1.0]]),
-        ("sequence_truncate", [[1.5]]),
-        ("sequence_mask", [[1.5]]),
+        ("sequence_truncate", [[2.0, 0.5, 1.0]]),
+        ("sequence_mask", [[0.0, 0.5, 1.0]]),
     ],
 )
 def test_importance_ratios(mode: str, expected: list[list[float]]) -> None:
-    trainer = torch.tensor([[3.0, 0.5, 9.0]]).log()
-    sampling = torch.ones(1, 3).log()
-    mask = torch.tensor([[1, 1, 0]])
-    ratio = importance_ratio(trainer, sampling, mask, mode=mode, clip_min=None, clip_max=2.0)
-    assert torch.allclose(ratio, torch.tensor(expected))
+    bounds = {"vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 2.0}
+    args = SimpleNamespace(vllm_importance_sampling_mode=mode, **bounds)
+    assert bound_ratio(torch.tensor([[3.0, 0.5, 1.0]]).log(), args).allclose(torch.tensor(expected))
 
 
 class OneRank:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from loss_table import CASES, build_case_settings
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -27,7 +28,30 @@ def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
         ({"use_vllm": False}, "use_vllm must be true"),
         ({"vllm_mode": "server"}, "vllm_mode must be 'colocate'"),
         ({"mask_truncated_completions": True}, "mask_truncated_completions is not supported"),
-        ({"beta": 0.1, "loss_type": "grpo"}, "beta must be 0 with loss_type='grpo'"),
+        ({"loss_type": "bnpo"}, r"loss_type must not divide by the tokens of a forward pass, .* 'dapo' divides by"),
+        ({"importance_sampling_level": "row"}, "importance_sampling_level must be one of sequence, token"),
+        ({"vllm_importance_sampling_mode": "clip"}, "vllm_importance_sampling_mode must be one of sequence_mask, .*"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must be above 0 and at most 1"),
+        (
+            {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level must be 'token' with loss_type='vespo'",
+        ),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+            "vllm_importance_sampling_mode must be 'token_truncate' or 'token_mask' with loss_type='vespo'",
+        ),
+        (
+            {"max_policy_lag": 1, "vllm_importance_sampling_correction": False},
+            "max_policy_lag must be 0 with vllm_importance_sampling_correction: false",
+        ),
+        (
+            {"max_policy_lag": 1, "num_iterations": 2},
+            r"max_policy_lag must be 0 where a generation batch feeds several optimizer steps: .* \(it is 2\) divide",
+        ),
+        (
+            {"max_policy_lag": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+            r"max_policy_lag must be 0 where .* divide gradient_accumulation_steps \(it is 2\)",
+        ),
         ({"trajectory_builder": "merge"}, "trajectory_builder must be"),
         ({"max_agents": 0}, "max_agents must be at least 1"),
     ],
@@ -39,6 +63,17 @@ def test_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None
 
 def test_the_defaults_are_accepted(tmp_path: Path) -> None:
     assert config(tmp_path).vllm_importance_sampling_mode == "token_truncate"
+
+
+def test_every_case_that_is_held_against_trl_is_accepted(tmp_path: Path) -> None:
+    for case in CASES:
+        args = config(tmp_path, **build_case_settings(case))
+        assert args.loss_type == case.settings["loss_type"]
+
+
+def test_sessions_may_stay_open_where_a_step_ends_with_its_generations(tmp_path: Path) -> None:
+    for more in ({}, {"steps_per_generation": 1}, {"num_iterations": 2, "steps_per_generation": 1}):
+        assert config(tmp_path, max_policy_lag=1, gradient_accumulation_steps=2, **more).max_policy_lag == 1
 
 
 def test_tasks_survive_the_dataset() -> None:
@@ -77,7 +112,7 @@ def test_an_empty_set_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_type": "foo"}, r"loss_type must be one of bnpo, cispo, .* \(it is 'foo'\)"),
+        ({"loss_type": "foo"}, r"loss_type must be one of cispo, dapo, .* \(it is 'foo'\)"),
         ({"max_policy_lag": None}, "max_policy_lag must be 0 or more"),
         ({"resample_zero_variance": -1}, "resample_zero_variance must be 0 or more"),
         ({"straggler_quantile": 1.0}, "straggler_quantile is 1.0: give a share between 0 and 1"),

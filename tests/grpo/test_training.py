@@ -156,6 +156,8 @@ def test_a_troubled_run_goes_on_and_says_what_happened(troubled_run: Path) -> No
 
     logged: dict[str, float] = {}
     for entry in steps(troubled_run):
+        dropped = sum(value for key, value in entry.items() if key.startswith("polar/dropped/"))
+        assert entry["polar/sampled_tokens"] == entry["polar/trained_tokens"] + dropped
         for key, value in entry.items():
             if isinstance(value, (int, float)):
                 logged[key] = logged.get(key, 0) + value
@@ -167,13 +169,16 @@ def test_a_troubled_run_goes_on_and_says_what_happened(troubled_run: Path) -> No
     )
     untrained = logged["polar/sampled_tokens"] - logged["polar/trained_tokens"]
     assert untrained == no_reward + logged["polar/dropped/zero_variance"]
-    assert no_reward > 0 and logged["polar/dropped/zero_variance"] > 0
+    assert no_reward == logged["polar/dropped/no_reward"] > 0 and logged["polar/dropped/zero_variance"] > 0
 
 
 def test_two_processes_with_different_numbers_of_rows(tiny_model: Path, tmp_path: Path) -> None:
     # With 2 x 4 rollouts a process, rank 0 gets the forking task (two rows a rollout) and rank 1 does not.
-    settings = json.dumps({"gradient_accumulation_steps": 1, "max_steps": 2})
+    # A KL penalty without LoRA has a reference model of its own.
+    settings = json.dumps({"gradient_accumulation_steps": 1, "max_steps": 2, "beta": 0.05})
     run_worker("train_worker.py", str(tiny_model), str(tmp_path), "fork,ok,fork,ok", settings, processes=2)
+    first, second = (entry["kl"] for entry in steps(tmp_path))
+    assert first == pytest.approx(0, abs=1e-9) and second > 1e-7
     assert [entry["polar/trajectories_per_rollout"] for entry in steps(tmp_path)] == [1.5, 1.5]
     ranks = {path.parts[-3].rsplit("-", 1)[1] for path in tmp_path.glob("sessions/**/*.jsonl")}
     assert ranks == {"rank0", "rank1"}
