@@ -15,6 +15,7 @@ import torch
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.activations import Activations, build_meta_model, count_activations
+from polar_trl.grpo.kernel_shapes import Kernels
 
 GIB = 1 << 30
 Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
@@ -83,6 +84,8 @@ class Setup:
     """0: the engine stays awake while the model trains."""
     max_model_len: int
     """Tokens of the longest session: `vllm_max_model_length`."""
+    kernels: Kernels = Kernels()
+    """Of the trainer's passes."""
     traces: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Models and passes that were counted already, shared between the variants of a setup."""
 
@@ -139,6 +142,7 @@ class Setup:
                 num_tokens=self.num_tokens,
                 autocast=self.bf16,
                 checkpointing=self.gradient_checkpointing,
+                kernels=self.kernels,
             )
         return self.traces[key]
 
