@@ -7,10 +7,12 @@ TRL computes that in tiles, see `memory.count_head`.
 """
 
 import copy
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,8 @@ from polar_trl.grpo.layout import Layout, build_layout
 from polar_trl.grpo.linear_attention import computed_in_torch, is_gated_delta_net, plan_layout, wrap_linear_attention
 
 _SHAPE_ATTENTION = "polar_shapes"
-_TRACED_LAYERS = 8
-"""Of a model with recurrent layers, whose reference code runs a loop over the tokens: more take minutes."""
 _TRACED_TOKENS = (1024, 2048)
+"""Of a model with gated delta nets in torch, which are a loop over the tokens: more take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,30 +79,48 @@ def count_activations(
     Args:
         build: From a configuration to a model on the meta device, whose weights have the dtype of the pass.
         autocast: Matrix products in bfloat16 whatever the weights are.
+
+    Layers that are alike add the same each, to the byte, so that a few of many are enough.
     """
 
-    def trace(config: Any, num_tokens: int) -> Activations:
-        model = build(config)
-        return _trace(model, num_tokens, autocast=autocast, checkpointing=checkpointing, kernels=kernels)
-
+    model = build(config)
     text = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or [])
-    if kernels.fla or "linear_attention" not in kinds or num_tokens <= _TRACED_TOKENS[1]:
-        return trace(config, num_tokens)
-    # As many layers of each kind as there are, on the way from a few layers and tokens to all: every figure is a
-    # constant, and parts that grow with layers, with tokens, and with both.
-    period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 1
-    few = (period, max(period * 2, _TRACED_LAYERS // period * period))
-    if few[1] > len(kinds):
-        return trace(config, num_tokens)
-    found = {
-        (layers, tokens): trace(_cut(config, layers), tokens) for layers in few for tokens in _TRACED_TOKENS
-    }
-    fields = ("saved", "copies", "forward_peak", "backward_peak")
-    at = (len(kinds), num_tokens)
-    return Activations(
-        **{name: _extrapolate({key: getattr(a, name) for key, a in found.items()}, at) for name in fields}
-    )
+    num_layers = text.num_hidden_layers
+    few = _choose_layers(model, num_layers)
+    is_fused = kernels.fla and any(map(is_gated_delta_net, model.modules()))
+    is_loop = "linear_attention" in (getattr(text, "layer_types", None) or ()) and not is_fused
+    spans = _TRACED_TOKENS if is_loop and num_tokens > _TRACED_TOKENS[1] else (num_tokens,)
+
+    def trace(layers: int, tokens: int) -> Activations:
+        part = model if layers == num_layers else build(_cut(config, layers))
+        return _trace(part, tokens, autocast=autocast, checkpointing=checkpointing, kernels=kernels)
+
+    # every figure is a constant, and parts that grow with layers, with tokens, and with both
+    found = {layers: {tokens: trace(layers, tokens) for tokens in spans} for layers in few}
+
+    def extend(name: str) -> int:
+        at_layers = {
+            layers: _extend({tokens: getattr(at, name) for tokens, at in row.items()}, num_tokens)
+            for layers, row in found.items()
+        }
+        return round(_extend(at_layers, num_layers))
+
+    return Activations(**{name: extend(name) for name in ("saved", "copies", "forward_peak", "backward_peak")})
+
+
+def _choose_layers(model: nn.Module, num_layers: int) -> tuple[int, ...]:
+    """Two numbers of first layers, of as many of each kind as all have, or all where the layers are not alike.
+
+    Layers are of a kind that have parameters of the same names, shapes and dtypes.
+    """
+    shapes: list[list[Any]] = [[] for _ in range(num_layers)]
+    for name, weight in model.named_parameters():
+        place = re.search(r"\blayers\.(\d+)\.(.+)", name)
+        if place is not None and int(place[1]) < num_layers:
+            shapes[int(place[1])].append((place[2], weight.shape, weight.dtype))
+    period = next(p for p in range(1, num_layers + 1) if shapes[p:] == shapes[:-p])
+    few = period * ceil(2 / period)
+    return (few, 2 * few) if 2 * few < num_layers else (num_layers,)
 
 
 def _cut(config: Any, num_layers: int) -> Any:
@@ -109,17 +128,15 @@ def _cut(config: Any, num_layers: int) -> Any:
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
-    text.layer_types = text.layer_types[:num_layers]
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
     return config
 
 
-def _extrapolate(at_corner: dict[tuple[int, int], int], at: tuple[int, int]) -> int:
-    """The bilinear function through four corners."""
-    (x0, x1), (y0, y1) = (sorted({key[i] for key in at_corner}) for i in (0, 1))
-    x, y = (at[0] - x0) / (x1 - x0), (at[1] - y0) / (y1 - y0)
-    lower = at_corner[x0, y0] * (1 - x) + at_corner[x1, y0] * x
-    upper = at_corner[x0, y1] * (1 - x) + at_corner[x1, y1] * x
-    return round(lower * (1 - y) + upper * y)
+def _extend(values: dict[int, float], at: int) -> float:
+    """The line through two points, or the value at the only one."""
+    (x0, y0), (x1, y1) = min(values.items()), max(values.items())
+    return y0 if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
 def _trace(
