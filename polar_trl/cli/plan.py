@@ -21,6 +21,11 @@ Other flags are keys of the run, as scripts/train.py takes them. Only the model'
 if the run does not fit; see docs/scaling.md for what is counted and what is estimated.
 """
 
+_DELTA_NETS = {
+    True: "counted with flash-linear-attention, which is installed here or expected (pip install -e '.[kernels]')",
+    False: "counted in torch, since flash-linear-attention is not installed here",
+}
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
@@ -64,6 +69,7 @@ def _build_plan_json(found: "Plan", advice: Sequence["Advice"]) -> dict[str, Any
         "kv_sessions": found.kv_sessions,
         "max_model_len": found.max_model_len,
         "host_bytes_asleep": found.host_bytes,
+        "kernels": asdict(found.kernels),
         "advice": [asdict(item) for item in advice],
     }
 
@@ -88,6 +94,8 @@ def _print_plan(found: "Plan", advice: Sequence["Advice"]) -> None:
     )
     if found.host_bytes:
         console.print(f"host memory for sleeping engines: {_gib(found.host_bytes)} GiB")
+    if found.is_hybrid:
+        console.print(f"gated delta nets: {_DELTA_NETS[found.kernels.fla]}", markup=False)
     console.print("it fits" if found.fits else "it does not fit")
     fullest = max(found.phases, key=found.total)
     for item in advice:

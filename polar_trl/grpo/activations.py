@@ -7,12 +7,15 @@ TRL computes that in tiles, see `memory.count_head`.
 """
 
 import copy
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -21,12 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from polar_trl.grpo.linear_attention import computed_in_torch
+from polar_trl.grpo.forward import keep_adapter_inputs
+from polar_trl.grpo.kernel_shapes import Kernels, attend, computed_with
+from polar_trl.grpo.layout import Layout, build_layout
+from polar_trl.grpo.linear_attention import computed_in_torch, is_gated_delta_net, plan_layout, wrap_linear_attention
 
 _SHAPE_ATTENTION = "polar_shapes"
-_TRACED_LAYERS = 8
-"""Of a model with recurrent layers, whose reference code runs a loop over the tokens: more take minutes."""
 _TRACED_TOKENS = (1024, 2048)
+"""Of a model with gated delta nets in torch, which are a loop over the tokens: more take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +53,7 @@ def build_meta_model(config: Any, *, dtype: torch.dtype, peft_config: Any = None
     TRL takes the class that the configuration names (`trl.trainer.utils.create_model_from_path`).
     """
     config = copy.deepcopy(config)
-    AttentionInterface.register(_SHAPE_ATTENTION, _attend)
+    AttentionInterface.register(_SHAPE_ATTENTION, attend)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     make = named._from_config if named is not None else AutoModelForCausalLM.from_config
     with torch.device("meta"):
@@ -61,34 +66,61 @@ def build_meta_model(config: Any, *, dtype: torch.dtype, peft_config: Any = None
 
 
 def count_activations(
-    build: Callable[[Any], Any], config: Any, *, num_tokens: int, autocast: bool, checkpointing: bool
+    build: Callable[[Any], Any],
+    config: Any,
+    *,
+    num_tokens: int,
+    autocast: bool,
+    checkpointing: bool,
+    kernels: Kernels = Kernels(),
 ) -> Activations:
     """What a forward and backward pass over one sequence of `num_tokens` holds at its worst moments.
 
     Args:
         build: From a configuration to a model on the meta device, whose weights have the dtype of the pass.
         autocast: Matrix products in bfloat16 whatever the weights are.
+
+    Layers that are alike add the same each, to the byte, so that a few of many are enough.
     """
+
+    model = build(config)
     text = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or [])
-    if "linear_attention" not in kinds or num_tokens <= _TRACED_TOKENS[1]:
-        return _trace(build(config), num_tokens, autocast=autocast, checkpointing=checkpointing)
-    # As many layers of each kind as there are, on the way from a few layers and tokens to all: every figure is a
-    # constant, and parts that grow with layers, with tokens, and with both.
-    period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 1
-    few = (period, max(period * 2, _TRACED_LAYERS // period * period))
-    if few[1] > len(kinds):
-        return _trace(build(config), num_tokens, autocast=autocast, checkpointing=checkpointing)
-    found = {
-        (layers, tokens): _trace(build(_cut(config, layers)), tokens, autocast=autocast, checkpointing=checkpointing)
-        for layers in few
-        for tokens in _TRACED_TOKENS
-    }
-    fields = ("saved", "copies", "forward_peak", "backward_peak")
-    at = (len(kinds), num_tokens)
-    return Activations(
-        **{name: _extrapolate({key: getattr(a, name) for key, a in found.items()}, at) for name in fields}
-    )
+    num_layers = text.num_hidden_layers
+    few = _choose_layers(model, num_layers)
+    is_fused = kernels.fla and any(map(is_gated_delta_net, model.modules()))
+    is_loop = "linear_attention" in (getattr(text, "layer_types", None) or ()) and not is_fused
+    spans = _TRACED_TOKENS if is_loop and num_tokens > _TRACED_TOKENS[1] else (num_tokens,)
+
+    def trace(layers: int, tokens: int) -> Activations:
+        part = model if layers == num_layers else build(_cut(config, layers))
+        return _trace(part, tokens, autocast=autocast, checkpointing=checkpointing, kernels=kernels)
+
+    # every figure is a constant, and parts that grow with layers, with tokens, and with both
+    found = {layers: {tokens: trace(layers, tokens) for tokens in spans} for layers in few}
+
+    def extend(name: str) -> int:
+        at_layers = {
+            layers: _extend({tokens: getattr(at, name) for tokens, at in row.items()}, num_tokens)
+            for layers, row in found.items()
+        }
+        return round(_extend(at_layers, num_layers))
+
+    return Activations(**{name: extend(name) for name in ("saved", "copies", "forward_peak", "backward_peak")})
+
+
+def _choose_layers(model: nn.Module, num_layers: int) -> tuple[int, ...]:
+    """Two numbers of first layers, of as many of each kind as all have, or all where the layers are not alike.
+
+    Layers are of a kind that have parameters of the same names, shapes and dtypes.
+    """
+    shapes: list[list[Any]] = [[] for _ in range(num_layers)]
+    for name, weight in model.named_parameters():
+        place = re.search(r"\blayers\.(\d+)\.(.+)", name)
+        if place is not None and int(place[1]) < num_layers:
+            shapes[int(place[1])].append((place[2], weight.shape, weight.dtype))
+    period = next(p for p in range(1, num_layers + 1) if shapes[p:] == shapes[:-p])
+    few = period * ceil(2 / period)
+    return (few, 2 * few) if 2 * few < num_layers else (num_layers,)
 
 
 def _cut(config: Any, num_layers: int) -> Any:
@@ -96,28 +128,30 @@ def _cut(config: Any, num_layers: int) -> Any:
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
-    text.layer_types = text.layer_types[:num_layers]
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
     return config
 
 
-def _extrapolate(at_corner: dict[tuple[int, int], int], at: tuple[int, int]) -> int:
-    """The bilinear function through four corners."""
-    (x0, x1), (y0, y1) = (sorted({key[i] for key in at_corner}) for i in (0, 1))
-    x, y = (at[0] - x0) / (x1 - x0), (at[1] - y0) / (y1 - y0)
-    lower = at_corner[x0, y0] * (1 - x) + at_corner[x1, y0] * x
-    upper = at_corner[x0, y1] * (1 - x) + at_corner[x1, y1] * x
-    return round(lower * (1 - y) + upper * y)
+def _extend(values: dict[int, float], at: int) -> float:
+    """The line through two points, or the value at the only one."""
+    (x0, y0), (x1, y1) = min(values.items()), max(values.items())
+    return y0 if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
-def _trace(model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool) -> Activations:
+def _trace(
+    model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool, kernels: Kernels = Kernels()
+) -> Activations:
     is_adapted = hasattr(model, "peft_config")
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable()
         if is_adapted:
             model.enable_input_require_grads()
+    keep_adapter_inputs(model)
+    layout = _lay_out(model, num_tokens) if kernels.fla else None
     # a GPU's kernels would be called on tensors that have no memory
-    with FakeTensorMode(), computed_in_torch(model):
+    with FakeTensorMode(), computed_in_torch(model), computed_with(kernels, model):
         _give_shapes(model)
         live = _LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):
@@ -129,9 +163,10 @@ def _trace(model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool) 
         with live:
             ids = torch.zeros(1, num_tokens, dtype=torch.int64)
             positions = torch.arange(num_tokens)[None]
+            row = {} if layout is None else {"layout": layout}
             # the arithmetic of a GPU's autocast: the same operations are lowered
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                hidden = base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                hidden = base(input_ids=ids, position_ids=positions, use_cache=False, **row).last_hidden_state
                 with_copies = live.now
             saved, forward_peak = live.now, live.peak
             live.peak = live.now
@@ -139,6 +174,15 @@ def _trace(model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool) 
             return Activations(
                 saved=saved, copies=with_copies - saved, forward_peak=forward_peak, backward_peak=live.peak
             )
+
+
+def _lay_out(model: nn.Module, num_tokens: int) -> Layout:
+    """One row, with what gated delta nets keep beside a layout: on tensors without data it could not be made."""
+    wrap_linear_attention(model)
+    layout = build_layout([np.zeros(num_tokens, dtype=np.int64)], share_prefixes=False)
+    for net in filter(is_gated_delta_net, model.modules()):
+        plan_layout(layout, net.conv_kernel_size - 1, torch.device("cpu"))
+    return layout
 
 
 def _give_shapes(model: nn.Module) -> None:
@@ -187,26 +231,3 @@ class _LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
-
-
-class _FusedAttention(torch.autograd.Function):
-    """The memory of a fused kernel: its output, and one float32 per head and token to recompute weights from."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = value.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, normaliser = ctx.saved_tensors
-        _delta = torch.empty_like(normaliser)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention: [1, H, N, D] -> [1, N, H, D]."""
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))  # as autocast does for attention
-    return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None

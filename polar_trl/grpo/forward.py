@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polar_trl.errors import ConfigError
@@ -72,13 +72,13 @@ def prepare_model(model: PreTrainedModel, kind: LayoutKind) -> None:
         register_attention()
         model.set_attn_implementation(ATTENTION)
         wrap_linear_attention(model)
-    _keep_adapter_inputs(model)
+    keep_adapter_inputs(model)
     scored = _ScoredOnly()
     model.base_model.register_forward_pre_hook(scored.take, with_kwargs=True)
     model.base_model.register_forward_hook(scored.apply)
 
 
-def _keep_adapter_inputs(model: PreTrainedModel) -> None:
+def keep_adapter_inputs(model: nn.Module) -> None:
     """Spare PEFT's adapters a detour: their weights are float32, so that each raises its input to float32, which
     autocast lowers again before it multiplies. Both copies are as large as the layer's input."""
     for module in model.modules():

@@ -85,7 +85,7 @@ def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
     Args:
         hidden_states: [1, N, hidden].
     """
-    plan = _plan(layout, net.conv_kernel_size - 1, hidden_states.device)
+    plan = plan_layout(layout, net.conv_kernel_size - 1, hidden_states.device)
     fla = fla_kernels.find_kernels(net, hidden_states.device)
     qkv_NC, z, b_NH, a_NH = (x[0] for x in _project(net, hidden_states))
     beta_NH = b_NH.sigmoid()
@@ -145,7 +145,7 @@ class _Plan:
     """Where in `windows` those are."""
 
 
-def _plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
+def plan_layout(layout: Layout, reach: int, device: torch.device) -> _Plan:
     """Kept with the layout: all layers, and the recomputation of a checkpointed one, share it."""
     plans: dict[tuple[int, torch.device], _Plan] = layout.__dict__.setdefault("delta_net_plans", {})
     if (reach, device) not in plans:

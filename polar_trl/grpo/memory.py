@@ -6,7 +6,7 @@ leaving it out: an unknown optimizer, or a key-value cache of an unknown shape.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import torch
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.activations import Activations, build_meta_model, count_activations
+from polar_trl.grpo.kernel_shapes import Kernels
 
 GIB = 1 << 30
 Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
@@ -48,6 +49,8 @@ class Weight:
     is_trained: bool
     is_embedding: bool
     is_adapter: bool
+    is_adapted: bool
+    """A frozen one that an adapter is added to."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +66,7 @@ class Setup:
     dtype: torch.dtype
     """Of the trainer's weights; TRL loads float32 unless `model_init_kwargs` names another."""
     bf16: bool
-    """Autocast to bfloat16; under FSDP2 and DeepSpeed the dtype of the forward pass."""
+    """Autocast to bfloat16 (or float16, which takes as much); under FSDP2 and DeepSpeed the dtype of the pass."""
     optim: str
     gradient_checkpointing: bool
     num_tokens: int
@@ -83,6 +86,8 @@ class Setup:
     """0: the engine stays awake while the model trains."""
     max_model_len: int
     """Tokens of the longest session: `vllm_max_model_length`."""
+    kernels: Kernels = Kernels()
+    """Of the trainer's passes."""
     traces: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Models and passes that were counted already, shared between the variants of a setup."""
 
@@ -126,7 +131,7 @@ class Setup:
         # sharded models are gathered in the dtype of the pass; all others are lowered operation by operation
         as_held = self.sharding in ("none", "ddp")
         dtype = self.dtype if as_held or not self.bf16 else torch.bfloat16
-        key = (dtype, self.bf16, self.gradient_checkpointing, self.num_tokens, id(self.peft_config))
+        key = (dtype, self.bf16, self.gradient_checkpointing, self.num_tokens, id(self.peft_config), self.kernels)
         if key not in self.traces:
 
             def build(config: Any) -> Any:
@@ -139,6 +144,7 @@ class Setup:
                 num_tokens=self.num_tokens,
                 autocast=self.bf16,
                 checkpointing=self.gradient_checkpointing,
+                kernels=self.kernels,
             )
         return self.traces[key]
 
@@ -158,6 +164,8 @@ class Plan:
     max_model_len: int
     host_bytes: int
     """Of the machine, for all GPUs: the engines' weights while they sleep at level 1."""
+    kernels: Kernels
+    """That the passes were counted with."""
 
     def total(self, phase: str) -> int:
         return sum(self.phases[phase].values())
@@ -169,7 +177,7 @@ class Plan:
     @property
     def kv_tokens(self) -> int:
         """Tokens of sessions that the cache holds, beside the states of as many full-length sessions."""
-        return self.kv_sessions * self.max_model_len if self.state_bytes_per_session else self._tokens(self.kv_bytes)
+        return self.kv_sessions * self.max_model_len if self.is_hybrid else self._tokens(self.kv_bytes)
 
     @property
     def kv_sessions(self) -> int:
@@ -181,6 +189,11 @@ class Plan:
     def fits(self) -> bool:
         """Every phase does, and the engine can hold one session, without which it does not start."""
         return self.peak <= self.gpu_bytes and self.kv_sessions >= 1
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Some layers are recurrent."""
+        return self.state_bytes_per_session > 0
 
     def _tokens(self, num_bytes: int) -> int:
         return max(0, num_bytes) // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
@@ -216,6 +229,7 @@ def build_plan(setup: Setup) -> Plan:
         state_bytes_per_session=state,
         max_model_len=setup.max_model_len,
         host_bytes=engine_weights * setup.num_gpus if setup.sleep_level == 1 else 0,
+        kernels=setup.kernels,
     )
 
 
@@ -232,6 +246,7 @@ def read_weights(model: Any) -> tuple[Weight, ...]:
             is_trained=weight.requires_grad and not any(part in _IDLE for part in name.split(".")),
             is_embedding=id(weight) in embeddings,
             is_adapter=".lora_" in name,
+            is_adapted=".base_layer." in name,
         )
         for name, weight in model.named_parameters()
     )
@@ -260,11 +275,27 @@ def count_kept(setup: Setup) -> dict[str, int]:
         buckets = sum(w.nbytes for w in weights if w.is_trained)  # DDP copies gradients into buckets of its own
     elif setup.sharding in ("zero2", "zero3"):
         buckets = 2 * min(setup.num_trained, DEEPSPEED_BUCKET) * setup.compute_bytes
-    kept = {"trainer: weights": held, "trainer: optimizer": states, "gradient buckets": buckets}
+    kept = {
+        "trainer: weights": held,
+        "trainer: low halves of the masters": count_low_halves(setup),
+        "trainer: optimizer": states,
+        "gradient buckets": buckets,
+    }
     if setup.has_reference and setup.peft_config is None:
         reference = sum(w.nbytes for w in weights) if setup.sharding in ("none", "ddp", "fsdp2") else held
         kept["reference model"] = ceil(reference / setup.num_shards) if setup.sharding == "fsdp2" else reference
     return kept
+
+
+def count_low_halves(setup: Setup) -> int:
+    """Bytes of what rounding to the engine's half precision took from float32 weights (int16, `rounding`).
+
+    An adapter is merged in float32 and rounded where it is pushed, and DeepSpeed has masters of its own.
+    """
+    in_float32 = setup.dtype == torch.float32 or (setup.sharding == "fsdp2" and setup.bf16)
+    if setup.peft_config is not None or setup.sharding in ("zero2", "zero3") or not in_float32:
+        return 0
+    return ceil(setup.num_trained * 2 / setup.num_shards)
 
 
 def count_optimizer(weight: Weight, optim: str) -> int:
@@ -288,8 +319,8 @@ def count_gradients(setup: Setup) -> int:
     if setup.sharding in ("none", "ddp"):
         return sum(w.nbytes for w in setup.weights if w.is_trained)
     if setup.sharding == "fsdp2":
-        # passes before the last of a step add up whole, since nothing is exchanged; then float32 shards
-        return setup.num_trained * setup.compute_bytes + ceil(setup.num_trained * 4 / setup.num_gpus)
+        # passes before the last of a step add up whole in float32, since nothing is exchanged; then shards
+        return setup.num_trained * 4 + ceil(setup.num_trained * 4 / setup.num_gpus)
     return ceil(setup.num_trained * setup.compute_bytes / setup.num_gpus)
 
 
@@ -346,16 +377,16 @@ def count_gathered(setup: Setup) -> int:
 
 
 def count_synced(setup: Setup) -> int:
-    """Bytes of what a weight push makes beside both models.
+    """Bytes of what a weight push makes beside both models, one weight at a time.
 
-    TRL gathers and pushes one weight at a time. With LoRA it first adds the adapter into the weights, one by one;
-    under ZeRO-3 all of them are gathered for that.
+    A sharded weight is gathered. Where an adapter is on it, it is copied in float32 for the sum, which is made of the
+    adapter's product, in float32 too; the rounded copy, half as large, comes after that product has gone.
     """
-    if setup.peft_config is not None and setup.sharding == "zero3":
-        return sum(w.numel for w in setup.weights) * setup.compute_bytes
-    if setup.peft_config is not None:
-        return max(w.numel for w in setup.weights if not w.is_embedding) * 4
-    return _largest(setup.weights) if setup.is_sharded else 0
+    gathered = _largest(setup.weights) if setup.is_sharded else 0
+    adapted = max((w for w in setup.weights if w.is_adapted), key=lambda w: w.numel, default=None)
+    if adapted is None:
+        return gathered
+    return max(gathered, adapted.numel * 2 * 4 + (adapted.nbytes if setup.is_sharded else 0))
 
 
 # The engine.
@@ -404,7 +435,7 @@ def count_kv(model_config: Any) -> tuple[int, int]:
 
 
 def _with_itemsize(weight: Weight, itemsize: int) -> Weight:
-    return Weight(weight.numel, itemsize, weight.is_trained, weight.is_embedding, weight.is_adapter)
+    return replace(weight, itemsize=itemsize)
 
 
 def _largest(weights: Iterable[Weight]) -> int:

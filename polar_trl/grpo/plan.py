@@ -7,6 +7,7 @@ accelerate files whose sharding `memory` does not count.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trl import ModelConfig, get_peft_config
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.kernel_shapes import Kernels
 from polar_trl.grpo.memory import GIB, QUANTISED, Plan, Setup, Sharding, build_plan
 from polar_trl.grpo.model_folder import load_config
 
@@ -84,7 +86,7 @@ def read_setup(
     return Setup(
         model_config=model_config,
         dtype=dtype,
-        bf16=bool(args.bf16) or precision == "bf16",
+        bf16=bool(args.bf16 or args.fp16) or precision in ("bf16", "fp16"),
         optim=str(getattr(args.optim, "value", args.optim)),
         gradient_checkpointing=args.gradient_checkpointing,
         # a trajectory that is longer than the budget is forwarded alone
@@ -98,7 +100,19 @@ def read_setup(
         engine_num_seqs=args.engine_slots,
         sleep_level=args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0,
         max_model_len=longest,
+        kernels=choose_kernels(args, model_config),
     )
+
+
+def choose_kernels(args: PolarGRPOConfig, model_config: Any) -> Kernels:
+    """What the run would compute with on its GPU.
+
+    A machine with a GPU is taken for the one that trains, so that what is installed decides. Any other plans for a
+    machine that has the extra `kernels`, as docs/packing.md asks for.
+    """
+    is_hybrid = "linear_attention" in (getattr(model_config.get_text_config(), "layer_types", None) or ())
+    has_fla = find_spec("fla") is not None or not torch.cuda.is_available()
+    return Kernels(fla=is_hybrid and has_fla, liger=bool(args.use_liger_kernel))
 
 
 def parse_memory(text: str) -> int:
@@ -186,12 +200,17 @@ def _list_variants(setup: Setup, found: Plan) -> Iterator[tuple[str, Setup]]:
         yield "vllm_enable_sleep_mode: true", replace(setup, sleep_level=2)
     if not setup.gradient_checkpointing:
         yield "gradient_checkpointing: true", replace(setup, gradient_checkpointing=True)
+    if not setup.kernels.liger:
+        yield "use_liger_kernel: true", replace(setup, kernels=replace(setup.kernels, liger=True))
+    if found.is_hybrid and not setup.kernels.fla:
+        yield "pip install -e '.[kernels]'", replace(setup, kernels=replace(setup.kernels, fla=True))
     if setup.peft_config is None:
         lora = get_peft_config(ModelConfig(use_peft=True, lora_r=32, lora_target_modules="all-linear"))
         yield "use_peft: true, lora_r: 32, lora_target_modules: all-linear", replace(setup, peft_config=lora)
         if setup.optim not in QUANTISED:
             yield "optim: adamw_8bit", replace(setup, optim="adamw_8bit")
-    if setup.dtype == torch.float32 and setup.sharding in ("none", "ddp"):
+    elif setup.dtype == torch.float32 and setup.sharding in ("none", "ddp"):
+        # of the base, which is never stepped: in trained weights small steps would round to nothing
         yield 'model_init_kwargs: {"dtype": "bfloat16"}', replace(setup, dtype=torch.bfloat16)
     if setup.has_reference:
         yield "beta: 0", replace(setup, has_reference=False)

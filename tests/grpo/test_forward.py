@@ -50,7 +50,7 @@ def test_under_autocast_adapters_take_their_input_as_it_is(
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         if not spared:
-            monkeypatch.setattr("polar_trl.grpo.forward._keep_adapter_inputs", lambda model: None)
+            monkeypatch.setattr("polar_trl.grpo.forward.keep_adapter_inputs", lambda model: None)
         prepare_model(model.get_base_model(), "packed")
         monkeypatch.undo()
         found.append(run(model.train(), autocast=True))
