@@ -17,7 +17,7 @@ from polar_trl.errors import EngineError
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 12
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest mean gap per token in nats. bfloat16's own noise is about 0.04; wrong kernels show gaps above 1."""
 
 
