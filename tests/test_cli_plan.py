@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
+from polar_trl.grpo import plan as planning
 from polar_trl.grpo.plan import read_accelerate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +65,45 @@ def test_the_tables_name_the_phases_and_the_answer(capsys: pytest.CaptureFixture
     for words in ("weight sync", "saved activations", "6 sessions of 32,768", "host memory for sleeping engines: 7.5"):
         assert words in printed
     assert "it fits" in printed
+
+
+def test_no_advice_puts_trained_weights_in_bfloat16(qwen3_4b: str) -> None:
+    def list_changes(use_peft: str) -> list[str]:
+        flags = ["--model_name_or_path", qwen3_4b, "--use_peft", use_peft]
+        setup = planning.read_setup(Path(RUN), flags, gpu="80GB")
+        return [change for change, _ in planning._list_variants(setup, planning.plan(setup))]
+
+    half = 'model_init_kwargs: {"dtype": "bfloat16"}'
+    assert half in list_changes("true") and half not in list_changes("false")
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "has_gpu", "words"),
+    [
+        (False, False, "counted with flash-linear-attention"),
+        (False, True, "counted in torch"),
+        (True, True, "counted with"),
+    ],
+)
+def test_it_says_which_kernels_were_counted(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    is_installed: bool,
+    has_gpu: bool,
+    words: str,
+) -> None:
+    monkeypatch.setattr("polar_trl.grpo.plan.find_spec", lambda _name: object() if is_installed else None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    Qwen3_5TextConfig(
+        architectures=["Qwen3_5ForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=128,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    keys = ["--config", RUN, "--gpu", "80GB", "--model_name_or_path", str(tmp_path)]
+    keys += ["--vllm_max_model_length", "2048", "--max_tokens_per_device", "2048"]
+    assert main(["plan", *keys]) == 0
+    assert f"gated delta nets: {words}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3", "ddp_8gpu"])

@@ -10,6 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
+from polar_trl.grpo.balance import CostModel, plan_micro_batches
+
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "gpu")]
 
@@ -71,6 +73,16 @@ def test_rows_fill_the_pass_and_train_three_tenths(tokens: int) -> None:
     assert not any(row.trainable_T[0] for row in rows)
 
 
+@pytest.mark.parametrize("tokens", train_cost.TOKENS[:-1])
+def test_rows_of_full_fine_tuning_are_two_full_passes(tokens: int) -> None:
+    case = train_cost.Case.parse(f"qwen3-4b:full:{tokens}")
+    assert (case.passes, case.dtype) == (2, torch.float32)
+    rows = [row.token_ids_T for row in train_cost.build_rows(2 * tokens, 100, scale=1)]
+    cost = CostModel(per_token=1.0, per_pair=1e-4)
+    plan = plan_micro_batches(rows, num_ranks=1, max_tokens=tokens, share_prefixes=False, cost=cost)
+    assert [sum(len(rows[i]) for i in part) for part in plan.micro_batches[0]] == [tokens, tokens]
+
+
 @pytest.mark.parametrize(("name", "billions"), [("qwen3.5-4b", 4.206), ("qwen3-4b", 4.022), ("qwen3-0.6b", 0.596)])
 def test_sizes_make_models_of_their_names(name: str, billions: float) -> None:
     make: Any = Qwen3_5ForCausalLM if name == "qwen3.5-4b" else Qwen3ForCausalLM
@@ -80,8 +92,17 @@ def test_sizes_make_models_of_their_names(name: str, billions: float) -> None:
 
 
 def test_a_case_that_there_is_not_is_refused() -> None:
-    assert train_cost.Case.parse("qwen3-4b:lora:32768").tokens == 32768
-    for text in ("qwen3-8b:lora:16384", "qwen3-4b:qlora:16384", "qwen3-4b:lora:20000", "qwen3-4b"):
+    case = train_cost.Case.parse("qwen3-4b:lora:32768")
+    assert (case.tokens, case.checkpointing, case.liger) == (32768, True, False)
+    case = train_cost.Case.parse("qwen3-4b:lora:16384:keep:liger")
+    assert (case.checkpointing, case.liger) == (False, True)
+    for text in (
+        "qwen3-8b:lora:16384",
+        "qwen3-4b:qlora:16384",
+        "qwen3-4b:lora:20000",
+        "qwen3-4b",
+        "qwen3-4b:lora:16384:x",
+    ):
         with pytest.raises(ValueError):
             train_cost.Case.parse(text)
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from polar_trl.grpo.forward import keep_adapter_inputs
-from polar_trl.grpo.kernel_shapes import Kernels, attend, computed_with
+from polar_trl.grpo.kernel_shapes import IN_TORCH, Kernels, attend, computed_with
 from polar_trl.grpo.layout import Layout, build_layout
 from polar_trl.grpo.linear_attention import computed_in_torch, is_gated_delta_net, plan_layout, wrap_linear_attention
 
@@ -72,7 +72,7 @@ def count_activations(
     num_tokens: int,
     autocast: bool,
     checkpointing: bool,
-    kernels: Kernels = Kernels(),
+    kernels: Kernels = IN_TORCH,
 ) -> Activations:
     """What a forward and backward pass over one sequence of `num_tokens` holds at its worst moments.
 
@@ -140,7 +140,7 @@ def _extend(values: dict[int, float], at: int) -> float:
 
 
 def _trace(
-    model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool, kernels: Kernels = Kernels()
+    model: Any, num_tokens: int, *, autocast: bool, checkpointing: bool, kernels: Kernels = IN_TORCH
 ) -> Activations:
     is_adapted = hasattr(model, "peft_config")
     model.train()

@@ -39,6 +39,9 @@ class Kernels:
     """`use_liger_kernel`: norms, SwiGLU and rotary embedding; otherwise torch, operation by operation."""
 
 
+IN_TORCH = Kernels()
+
+
 @contextmanager
 def computed_with(kernels: Kernels, model: nn.Module) -> Iterator[None]:
     """Forward passes of a model call the stand-ins of these packages."""
@@ -48,6 +51,16 @@ def computed_with(kernels: Kernels, model: nn.Module) -> Iterator[None]:
         if kernels.liger:
             stack.enter_context(_computed_by_liger(model))
         yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -81,13 +94,9 @@ class _Attention(Function):
 @contextmanager
 def _computed_by_fla() -> Iterator[None]:
     """Gated delta nets that are given a layout call the stand-ins, on whichever device."""
-    before = fla_kernels.find_kernels
     shapes = FlaKernels(rule=_run_rule, convolve=_convolve, norm=_gate)
-    fla_kernels.find_kernels = lambda _net, _device: shapes
-    try:
+    with _replaced(fla_kernels, "find_kernels", lambda _net, _device: shapes):
         yield
-    finally:
-        fla_kernels.find_kernels = before
 
 
 def _run_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
@@ -191,15 +200,11 @@ def _computed_by_liger(model: nn.Module) -> Iterator[None]:
             module.forward = MethodType(_feed_forward, module)  # type: ignore[assignment]
         elif hasattr(module, "q_norm") or hasattr(module, "q_proj"):
             attentions.add(sys.modules[type(module).__module__])
-    name = "apply_rotary_pos_emb"
-    before = [(module, getattr(module, name)) for module in attentions if hasattr(module, name)]
-    for module, function in before:
-        setattr(module, name, _rotate_or(function))
-    try:
+    with ExitStack() as stack:
+        for module in attentions:
+            if (rotate := getattr(module, "apply_rotary_pos_emb", None)) is not None:
+                stack.enter_context(_replaced(module, "apply_rotary_pos_emb", _rotate_or(rotate)))
         yield
-    finally:
-        for module, function in before:
-            setattr(module, name, function)
 
 
 def _normalise(norm: Any, inputs: Tensor) -> Tensor:

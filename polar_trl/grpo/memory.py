@@ -15,7 +15,7 @@ import torch
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.activations import Activations, build_meta_model, count_activations
-from polar_trl.grpo.kernel_shapes import Kernels
+from polar_trl.grpo.kernel_shapes import IN_TORCH, Kernels
 
 GIB = 1 << 30
 Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
@@ -86,7 +86,7 @@ class Setup:
     """0: the engine stays awake while the model trains."""
     max_model_len: int
     """Tokens of the longest session: `vllm_max_model_length`."""
-    kernels: Kernels = Kernels()
+    kernels: Kernels = IN_TORCH
     """Of the trainer's passes."""
     traces: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Models and passes that were counted already, shared between the variants of a setup."""

@@ -2,19 +2,22 @@
 
   bash scripts/gpu/run.sh train_cost                                          all cases, at most 330 s
   bash scripts/gpu/run.sh train_cost --cases qwen3.5-4b:lora:16384 --seconds 120
+  bash scripts/gpu/run.sh train_cost --no-profile --cases qwen3-4b:lora:16384:keep qwen3-4b:full:16384
   bash scripts/gpu/run.sh train_cost --tiny                                   a CPU: small sizes, short rows
 
-Weights are random, in bfloat16, made on the device. A step is `PackedGRPOTrainer.training_step` over rows that fill
-one pass (gradient checkpointing, 30% of the tokens trained, no prefix shared) and an AdamW step. The first compiles;
-the median of three more counts. MFU is what `train_flops.Flops.model` counts, which leaves out what gradient
-checkpointing computes again, per second, over the card's peak; "hardware %" has it in. `plan GB` is what `polar-trl
-plan` predicts for the same pass, beside the engine and what CUDA takes; `peak GB` is torch's own count.
+Weights are random, made on the device: in bfloat16 beside an adapter, in float32 (bfloat16 products) where all are
+trained. A step is `PackedGRPOTrainer.training_step` over rows that fill one pass (gradient checkpointing unless the
+case says "keep", 30% of the tokens trained, no prefix shared) and an AdamW step. Where all weights are trained it is
+two passes, as the second meets the gradients of the first. The first step compiles; the median of three more counts.
+MFU is what `train_flops.Flops.model` counts, which leaves out what gradient checkpointing computes again, per second,
+over the card's peak; "hardware %" has it in. `plan GB` is what `polar-trl plan` predicts for the same pass, beside the
+engine, what CUDA takes, and the low halves of masters, which a plain AdamW has not; `peak GB` is torch's own count.
 
 The first case is also profiled: what its GPU time goes to, by kernel. Where Liger's kernels are installed, 16k tokens
-of a 4B model are trained with them too (TRL's `use_liger_kernel`). Sizes: Qwen3-0.6B and Qwen3-4B as published
-(arXiv:2505.09388, table 1, and their model cards); Qwen3.5-4B's text model as on its model card. What that does not
-say is the default of transformers' `Qwen3_5TextConfig`: head_dim 256, delta net heads of 128, full attention in one
-layer of four. That makes 4.02, 0.60 and 4.21 billion weights.
+of a 4B model with an adapter are trained with them too (TRL's `use_liger_kernel`). Sizes: Qwen3-0.6B and Qwen3-4B as
+published (arXiv:2505.09388, table 1, and their model cards); Qwen3.5-4B's text model as on its model card. What that
+does not say is the default of transformers' `Qwen3_5TextConfig`: head_dim 256, delta net heads of 128, full attention
+in one layer of four. That makes 4.02, 0.60 and 4.21 billion weights.
 """
 
 import argparse
@@ -30,7 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -59,8 +62,9 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from polar_trl.grpo import fla_kernels
 from polar_trl.grpo.config import PackedGRPOConfig
+from polar_trl.grpo.kernel_shapes import Kernels
 from polar_trl.grpo.linear_attention import is_gated_delta_net
-from polar_trl.grpo.memory import Setup, count_kept, count_training
+from polar_trl.grpo.memory import Setup, count_kept, count_low_halves, count_training
 from polar_trl.grpo.rows import Row
 
 MODELS = {"qwen3.5-4b": QWEN35_4B, "qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_06B}
@@ -81,9 +85,11 @@ COLUMNS = {
     "model": "model",
     "tuning": "tuning",
     "tokens": "tokens",
+    "passes": "passes",
     "attention": "attention",
     "delta_rule": "linear attention",
     "norms": "norms, MLP",
+    "checkpointing": "checkpointing",
     "step_s": "forward, backward s",
     "optimizer_s": "optimizer s",
     "tokens_per_s": "tokens/s",
@@ -92,6 +98,7 @@ COLUMNS = {
     "hardware": "hardware %",
     "peak_gb": "peak GB",
     "plan_gb": "plan GB",
+    "plan_ratio": "plan / peak",
 }
 
 
@@ -101,18 +108,40 @@ class Case:
     tuning: str
     """"lora" or "full"."""
     tokens: int
+    """Of a pass."""
+    checkpointing: bool = True
     liger: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        model, tuning, tokens = text.split(":")
+        """MODEL:TUNING:TOKENS, and after it :keep for activations that are kept, :liger for Liger's kernels."""
+        model, tuning, tokens, *options = text.split(":")
         if model not in MODELS or tuning not in ("lora", "full") or int(tokens) not in TOKENS:
             raise ValueError(text)
-        return cls(model=model, tuning=tuning, tokens=int(tokens))
+        if not {*options} <= {"keep", "liger"}:
+            raise ValueError(text)
+        return cls(
+            model=model,
+            tuning=tuning,
+            tokens=int(tokens),
+            checkpointing="keep" not in options,
+            liger="liger" in options,
+        )
 
     @property
     def label(self) -> str:
-        return f"{self.model} {self.tuning} {self.tokens}" + (" liger" if self.liger else "")
+        options = " keep" * (not self.checkpointing) + " liger" * self.liger
+        return f"{self.model} {self.tuning} {self.tokens}{options}"
+
+    @property
+    def passes(self) -> int:
+        """Of a step; there are no rows for two of the longest."""
+        return 2 if self.tuning == "full" and self.tokens < TOKENS[-1] else 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights on a GPU: those that an optimizer steps are float32."""
+        return torch.float32 if self.tuning == "full" else torch.bfloat16
 
 
 def build_config(name: str, *, tiny: bool) -> Any:
@@ -137,18 +166,18 @@ def build_trainer(case: Case, out: str, *, tiny: bool) -> Any:
     config = build_config(case.model, tiny=tiny)
     make: Any = Qwen3_5ForCausalLM if case.model == "qwen3.5-4b" else Qwen3ForCausalLM
     with torch.device("cuda" if on_gpu else "cpu"):
-        model = make._from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        model = make._from_config(config, dtype=case.dtype if on_gpu else torch.float32)
     args = PackedGRPOConfig(
         output_dir=out,
         per_device_train_batch_size=8,
         num_generations=8,
         use_cpu=not on_gpu,
         bf16=on_gpu,
-        gradient_checkpointing=True,
+        gradient_checkpointing=case.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         use_liger_kernel=case.liger,
         sequence_layout="packed",
-        max_tokens_per_device=case.tokens,
+        max_tokens_per_device=case.tokens // (TINY_SCALE if tiny else 1),
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
@@ -163,11 +192,12 @@ def build_trainer(case: Case, out: str, *, tiny: bool) -> Any:
         peft_config=build_adapter(case),
     )
     trainer.model.train()
-    # transformers would do this in train()
-    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers would do these in train()
+    if case.checkpointing:
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if case.liger:
-        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)  # so would this
-    trainer.preset = build_rows(case.tokens, config.vocab_size, scale=TINY_SCALE if tiny else 1)
+        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+    trainer.preset = build_rows(case.passes * case.tokens, config.vocab_size, scale=TINY_SCALE if tiny else 1)
     return trainer
 
 
@@ -183,7 +213,7 @@ def own_module(case: Case) -> Iterator[None]:
 
 
 def build_rows(num_tokens: int, vocab_size: int, *, scale: int) -> list[Row]:
-    """Random rows that fill a pass of `num_tokens`, all `scale` times shorter."""
+    """Random rows that fill one pass of `num_tokens`, or two of half as many, all `scale` times shorter."""
     count = list(accumulate(ROW_LENGTHS)).index(num_tokens) + 1
     rng = np.random.default_rng(0)
     rows = []
@@ -232,10 +262,11 @@ def run_case(case: Case, args: argparse.Namespace, report: Report, *, with_profi
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     num_scored = sum(row.num_trainable for row in trainer.preset)
-    flops = count_flops(policy, lengths, num_scored, checkpointing=True)
+    flops = count_flops(policy, lengths, num_scored, checkpointing=case.checkpointing)
     row = {
         "tokens": sum(lengths),
         **describe_kernels(case, policy, device),
+        "checkpointing": "yes" if case.checkpointing else "no",
         "step_s": step_s,
         "optimizer_s": optimizer_s,
         "tokens_per_s": sum(lengths) / (step_s + optimizer_s),
@@ -269,15 +300,15 @@ def describe_kernels(case: Case, model: Any, device: torch.device) -> dict[str, 
     }
 
 
-def predict_bytes(case: Case, *, tiny: bool) -> int:
-    """What `polar-trl plan` counts for the training phase of such a run, without the engine and CUDA's own part."""
-    on_gpu = not tiny
-    setup = Setup(
+def build_setup(case: Case, *, tiny: bool) -> Setup:
+    """Of the training phase of such a run, without an engine."""
+    has_fla = not tiny and importlib.util.find_spec("fla") is not None
+    return Setup(
         model_config=build_config(case.model, tiny=tiny),
-        dtype=torch.bfloat16 if on_gpu else torch.float32,
-        bf16=on_gpu,
+        dtype=torch.float32 if tiny else case.dtype,
+        bf16=not tiny,
         optim="adamw_torch_fused",
-        gradient_checkpointing=True,
+        gradient_checkpointing=case.checkpointing,
         num_tokens=case.tokens // (TINY_SCALE if tiny else 1),
         peft_config=build_adapter(case),
         has_reference=False,
@@ -288,8 +319,17 @@ def predict_bytes(case: Case, *, tiny: bool) -> int:
         engine_num_seqs=1,
         sleep_level=2,
         max_model_len=case.tokens,
+        kernels=Kernels(fla=has_fla and case.model == "qwen3.5-4b", liger=case.liger),
     )
-    return sum(count_kept(setup).values()) + sum(count_training(setup).values())
+
+
+def predict_bytes(setup: Setup) -> int:
+    """What `polar-trl plan` counts of torch's peak in the training phase, with a plain AdamW."""
+    return sum(count_kept(setup).values()) - count_low_halves(setup) + sum(count_training(setup).values())
+
+
+def predict_case(case: Case, *, tiny: bool) -> int:
+    return predict_bytes(build_setup(case, tiny=tiny))
 
 
 def read_clock() -> float:
@@ -302,14 +342,15 @@ def list_cases(args: argparse.Namespace) -> Iterator[Case]:
     has_liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
     for case in args.cases:
         yield case
-        if has_liger and case.tokens == TOKENS[0] and case.model.endswith("-4b"):
-            yield Case(model=case.model, tuning=case.tuning, tokens=case.tokens, liger=True)
+        is_compared = case.tokens == TOKENS[0] and case.model.endswith("-4b") and case.tuning == "lora"
+        if has_liger and is_compared and not case.liger:
+            yield replace(case, liger=True)
 
 
 def run(args: argparse.Namespace, report: Report, predict: Callable[[Case], Future[int]]) -> None:
     started = time.monotonic()
     cases = list(list_cases(args))
-    predicted = {case: predict(case) for case in cases if not case.liger}
+    predicted = {case: predict(case) for case in cases}
     done: list[tuple[Case, dict[str, Any]]] = []
     for number, case in enumerate(cases):
         names = {"model": case.model, "tuning": case.tuning, "tokens": case.tokens}
@@ -328,9 +369,10 @@ def run(args: argparse.Namespace, report: Report, predict: Callable[[Case], Futu
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     for case, row in done:
-        future = predicted.get(case)
         try:
-            row["plan_gb"] = future.result(timeout=args.plan_seconds) / 1e9 if future else ""
+            row["plan_gb"] = predicted[case].result(timeout=args.plan_seconds) / 1e9
+            if torch.cuda.is_available():  # elsewhere the peak is the process's
+                row["plan_ratio"] = row["plan_gb"] / row["peak_gb"]
         except Exception as error:  # noqa: BLE001 - what was measured is printed all the same
             report.say(f"{case.label}: no prediction: {type(error).__name__}: {error}")
     report.save()
@@ -348,7 +390,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the figures")
     parser.add_argument("--cases", nargs="+", type=parse_case, default=[Case.parse(text) for text in CASES])
     parser.add_argument("--seconds", type=float, default=330, help="no case is begun after so many")
-    parser.add_argument("--plan_seconds", type=float, default=20, help="waited for predictions at the end")
+    parser.add_argument("--plan_seconds", type=float, default=60, help="waited for predictions at the end")
     parser.add_argument("--repeat", type=int, default=3, help="steps after the first; the median counts")
     parser.add_argument(
         "--profile", action=argparse.BooleanOptionalAction, default=True, help="profile the first case"
@@ -362,7 +404,7 @@ def main() -> None:
     report = Report("train_cost", args.out, COLUMNS)
     # predictions take a processor's time, not the GPU's
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        run(args, report, lambda case: pool.submit(predict_bytes, case, tiny=args.tiny))
+        run(args, report, lambda case: pool.submit(predict_case, case, tiny=args.tiny))
         pool.shutdown(wait=False, cancel_futures=True)
     report.finish()
 
