@@ -1,7 +1,8 @@
 """A run in which rewards and log-probabilities are no numbers: `finite_worker.py MODEL OUT MAX_STEPS`.
 
 A task's behaviour is what a reward function gives for the first rollout of its group, or what the grader gives for all
-of them; the last rank's engine gives some completions log-probabilities that are none. Writes OUT/rank-R.json.
+of them; the last rank's engine gives some completions log-probabilities that are none, and its loss is NaN in the last
+step. Writes OUT/rank-R.json.
 """
 
 import json
@@ -53,6 +54,14 @@ async def slow(rollouts: list[Rollout], **_: Any) -> list[Any]:
     return pick(rollouts, {"async_nan": float("nan")}, None)
 
 
+class NanAtTheEnd(PolarGRPOTrainer):
+    def _score(self, model: Any, micro_batch: Any) -> Any:
+        logps, entropies = super()._score(model, micro_batch)
+        is_last_rank = self.accelerator.process_index == self.accelerator.num_processes - 1
+        is_time = is_last_rank and self.state.global_step == self.args.max_steps - 1
+        return logps * torch.nan if is_time else logps, entropies
+
+
 def spoil_engine() -> None:
     """The patched function is what every completion of the engine's passes."""
     take, number = polar_trl.engine.vllm._take_logprobs, 0
@@ -67,7 +76,7 @@ def spoil_engine() -> None:
 
 
 model, out, max_steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-trainer = PolarGRPOTrainer(
+trainer = NanAtTheEnd(
     model=model,
     args=PolarGRPOConfig(
         output_dir=str(out),

@@ -13,23 +13,32 @@ import torch
 from test_loss import run_worker
 from trl.trainer.utils import is_async_callable
 
+from polar_trl.cli import main
 from polar_trl.grpo.rewards import find_not_finite, tell_apart
 from polar_trl.record import read_session
 from polar_trl.types import Rollout
 
 BAD = ("inf", "-inf", "nan", "beyond_float32", "beyond_float", "async_nan")
-Run = tuple[list[dict[str, Any]], dict[str, Rollout], dict[str, Any]]
+Run = tuple[list[dict[str, Any]], dict[str, Rollout], Path]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def run(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What each rank wrote; rollouts by id; the line about each."""
+    """What each rank wrote; rollouts by id; the folder."""
     out = tmp_path_factory.mktemp("finite")
     run_worker("finite_worker.py", str(tiny_model), str(out), str(4 // request.param), processes=request.param)
     ranks = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(request.param)]
     rollouts = {r.id: r for r in (read_session(path) for path in out.glob("sessions/**/*.jsonl"))}
-    lines = [json.loads(line) for path in out.glob("rows/*/train_*.jsonl") for line in path.read_text().splitlines()]
-    return ranks, rollouts, {line["rollout"]: line for line in lines if line["type"] == "rollout"}
+    return ranks, rollouts, out
+
+
+def read_lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in out.glob("rows/*/train_*.jsonl") for line in path.read_text().splitlines()]
+
+
+def describe(out: Path) -> dict[str, dict[str, Any]]:
+    """The line about each rollout."""
+    return {line["rollout"]: line for line in read_lines(out) if line["type"] == "rollout"}
 
 
 def kind(rollout: Rollout) -> str:
@@ -37,7 +46,8 @@ def kind(rollout: Rollout) -> str:
 
 
 def test_one_function_that_gives_no_number_leaves_no_reward(run: Run) -> None:
-    ranks, rollouts, lines = run
+    ranks, rollouts, out = run
+    lines = describe(out)
     assert len(rollouts) == len(lines) == 32
     spoiled = {name for name, r in rollouts.items() if r.error is None and name.endswith("r000") and kind(r) in BAD}
     assert len(spoiled) >= 4  # the engine may have failed some
@@ -55,11 +65,11 @@ def test_one_function_that_gives_no_number_leaves_no_reward(run: Run) -> None:
 
 
 def test_none_is_an_abstention(run: Run) -> None:
-    _, rollouts, lines = run
+    _, rollouts, out = run
     abstained = [r for r in rollouts.values() if kind(r) == "abstain" and r.error is None]
     assert abstained
     for rollout in abstained:
-        assert lines[rollout.id]["reward"] == pytest.approx(rollout.reward)
+        assert describe(out)[rollout.id]["reward"] == pytest.approx(rollout.reward)
 
 
 def is_engines(rollout: Rollout) -> bool:
@@ -80,8 +90,23 @@ def test_weights_stay_numbers_and_ranks_equal(run: Run) -> None:
     ranks, _, _ = run
     assert all(rank["is_finite"] for rank in ranks)
     assert {rank["sum"] for rank in ranks} == {ranks[0]["sum"]}
-    assert all(math.isfinite(entry["loss"]) and entry["polar/skipped_steps"] == 0 for entry in ranks[0]["log"])
-    assert any(entry["polar/trained_tokens"] for entry in ranks[0]["log"])
+    *made, skipped = ranks[0]["log"]
+    assert all(math.isfinite(entry["loss"]) and entry["polar/skipped_steps"] == 0 for entry in made)
+    assert math.isnan(skipped["loss"]) and skipped["polar/skipped_steps"] == 1
+    assert any(entry["polar/trained_tokens"] for entry in made)
+
+
+def test_what_a_skipped_step_had_is_named_and_not_called_trained(run: Run) -> None:
+    _, _, out = run
+    *made, skipped = [json.loads(line) for line in (out / "trained.jsonl").read_text().splitlines()]
+    assert all("skipped" not in line for line in made) and any(line["rollouts"] for line in made)
+    assert (skipped["rollouts"], skipped["rows"], skipped["tokens"]) == ([], 0, 0)
+    assert skipped["skipped"] == "its loss is not finite"
+    was_to_be = {name for name, line in describe(out).items() if line["dropped"] is None}
+    assert set(skipped["not_trained"]) == was_to_be - {name for line in made for name in line["rollouts"]} != set()
+    rows = [line for line in read_lines(out) if line["type"] == "row"]
+    assert {row["rollout"] for row in rows} == was_to_be - set(skipped["not_trained"])
+    assert main(["replay", str(out)]) == 0
 
 
 def give(values: Any, **_: Any) -> Any:
