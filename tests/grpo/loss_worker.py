@@ -367,7 +367,7 @@ def run_layouts(out: Path, common: dict[str, Any]) -> dict[Any, Any]:
             rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
             share = range(rank * NUM_ROLLOUTS // world, (rank + 1) * NUM_ROLLOUTS // world)
             # one of each way to divide is enough beyond the first architecture and for several processes
-            loss_types = LOSS_TYPES if architecture == "llama" and world == 1 else LOSS_TYPES[:3]
+            loss_types = LOSS_TYPES if architecture == "llama" and world == 1 else LOSS_TYPES[: 2 if world > 2 else 3]
             for loss_type in loss_types:
                 for parts, max_tokens in SPLITS:
                     key = (architecture, layout, loss_type, parts, max_tokens)
