@@ -83,6 +83,11 @@ class PackedGRPOConfig(GRPOConfig):
             "must be 'tree', 'packed', 'single', or left out",
         )
         self._require_one_of("weight_rounding", ("dithered", "nearest"))
+        self._require(
+            not any(kind in str(self.optim) for kind in ("schedule_free", "layerwise", "lomo")),
+            "optim",
+            "must change weights in its step and nowhere else: those that compute are rounded after it",
+        )
         share = self.top_entropy_quantile
         self._require(0 < share <= 1, "top_entropy_quantile", "must be above 0 and at most 1")
         if self.loss_type == "vespo":

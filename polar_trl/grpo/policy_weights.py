@@ -34,7 +34,7 @@ class PolicyWeights(TrainerCallback):
         self.dithered = dithered
         self._is_deepspeed = is_deepspeed
         self._saved: dict[str, Tensor] | None = None
-        self._is_resumed = False
+        self._is_begun = self._is_resumed = False
         self._trained: dict[str, nn.Parameter] = {}
         self._num_adapted = 0
         self.rounded: RoundedWeights | None = None
@@ -49,12 +49,18 @@ class PolicyWeights(TrainerCallback):
         model = kwargs["model"]
         self._trained = dict(find_trained_weights(model))
         self._num_adapted = sum(p.numel() for name, p in model.named_parameters() if ".base_layer." in name)
+        is_again, self._is_begun = self._is_begun, True
+        is_resumed, self._is_resumed = self._is_resumed, False
         if self.dtype not in HALF_DTYPES or not self._trained:
             return
         if self._is_deepspeed:
-            if self.dithered and not self._is_resumed:
+            if self.dithered and not is_again and not is_resumed:
                 _dither_deepspeed(self._trained, self.dtype, self.seed)
             return
+        if is_again and not is_resumed:
+            return  # `train` was called before, and the masters are as it left them
+        if self.rounded is not None:
+            self.rounded.leave()
         optimizer = kwargs["optimizer"]
         self.rounded = RoundedWeights(self._trained.items(), dtype=self.dtype, seed=self.seed, dithered=self.dithered)
         if self._saved is not None:

@@ -94,8 +94,15 @@ class RoundedWeights:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the masters back for each of its steps."""
-        optimizer.register_step_pre_hook(self.restore_masters)
-        optimizer.register_step_post_hook(self.round)
+        self._hooks = (
+            optimizer.register_step_pre_hook(self.restore_masters),
+            optimizer.register_step_post_hook(self.round),
+        )
+
+    def leave(self) -> None:
+        """Follow no optimizer any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def is_sharded(self) -> bool:

@@ -16,6 +16,7 @@ from test_loss import build_launcher
 from tiny_qwen import build_tiny_qwen3
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.policy_weights import PolicyWeights
 from polar_trl.grpo.rounded_weights import RoundedWeights
 
 HERE = Path(__file__).parent
@@ -162,3 +163,19 @@ def test_the_state_of_another_model_is_refused() -> None:
     rounded = RoundedWeights(build_layer().named_parameters(), dtype=torch.bfloat16, seed=1, dithered=True)
     with pytest.raises(ConfigError, match="those of other parameters"):
         rounded.load_state_dict({"weight": torch.zeros(4, dtype=torch.int16)})
+
+
+def test_training_that_is_begun_again_goes_on_with_its_masters() -> None:
+    layer = build_layer()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    weights = PolicyWeights(torch.bfloat16, seed=1, dithered=True, is_deepspeed=False)
+    index = torch.arange(layer.weight.numel())
+    masters = []
+    for _ in range(2):
+        weights.on_train_begin(None, None, None, model=layer, optimizer=optimizer)
+        assert weights.rounded is not None
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-6)
+        masters.append(weights.rounded.read_master("weight", index))
+        optimizer.step()
+    torch.testing.assert_close(masters[0] - masters[1], torch.full_like(masters[0], 1e-6), atol=1e-8, rtol=0.0)
