@@ -84,7 +84,7 @@ class PackedGRPOConfig(GRPOConfig):
         )
         self._require_one_of("weight_rounding", ("dithered", "nearest"))
         self._require(
-            not any(kind in str(self.optim) for kind in ("schedule_free", "layerwise", "lomo")),
+            not any(kind in str(self.optim).lower() for kind in ("schedule_free", "layerwise", "lomo")),
             "optim",
             "must change weights in its step and nowhere else: those that compute are rounded after it",
         )
