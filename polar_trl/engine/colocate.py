@@ -17,7 +17,7 @@ from trl.trainer import grpo_trainer
 
 from polar_trl.engine.cuda_graphs import require_safe_graphs
 from polar_trl.engine.lora import iter_merged
-from polar_trl.engine.rounding import choose_compute_dtype, round_weight
+from polar_trl.engine.rounding import choose_compute_dtype, find_pass_dtype, round_weight
 from polar_trl.engine.vllm import VllmEngine
 from polar_trl.errors import ConfigError, EngineError
 
@@ -139,12 +139,6 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         self._asleep |= _SLEEPING_PARTS
         # TRL's own flag: whether the weights are gone. At level 1 they come back with `wake`.
         self._llm_weights_sleeping = self._sleep_level == 2
-
-
-def find_pass_dtype(accelerator: Any, model: Any) -> torch.dtype:
-    """What the trainer's forward pass multiplies in: autocast's dtype, or the weights' own."""
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    return autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ longer shrinks (2**-24), numbers are left as they are, and moves of 1e-6 are see
 """
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,12 @@ _FLOAT16_NORMAL = 0x38800000
 _MAGNITUDE = 0x7FFFFFFF
 CHUNK = 1 << 26
 """Elements that are treated at a time, which bounds the memory of intermediate results (256 MiB each)."""
+
+
+def find_pass_dtype(accelerator: Any, model: Any) -> torch.dtype:
+    """What the trainer's forward pass multiplies in: autocast's dtype, or the weights' own."""
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def choose_compute_dtype(pass_dtype: torch.dtype, engine_dtype: torch.dtype) -> torch.dtype:

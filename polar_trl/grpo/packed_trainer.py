@@ -1,9 +1,9 @@
 """TRL's GRPO on rows of any length: what a step costs is what its tokens cost.
 
 Rows of all ranks are spread over ranks and forward passes by predicted cost and forwarded without padding, shared
-prefixes once. The losses are TRL's, over the rollouts of an optimizer step. It knows nothing of agents or of engines:
-a subclass says where rows come from (`_collect_rows`). It refuses to let ranks run different numbers of forward
-passes, which would leave collectives waiting for ever.
+prefixes once. The losses are TRL's, over the rollouts of an optimizer step. It knows nothing of agents, and of an
+engine only what it computes in: a subclass says where rows come from (`_collect_rows`). It refuses to let ranks run
+different numbers of forward passes, which would leave collectives waiting for ever.
 """
 
 import math
@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from polar_trl.engine.colocate import find_pass_dtype
+from polar_trl.engine.rounding import find_pass_dtype
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.balance import CostModel, plan_micro_batches
 from polar_trl.grpo.batch import build_micro_batch, to_rows
