@@ -66,16 +66,22 @@ def token_losses(
             figures["clip_ratio/region_mean"] = low_BC | high_BC, weights_BC
         losses_BC = losses_BC * (batch["mean_weight"] if is_sequence else weight)
     if args.beta != 0.0:
-        kl_BC = kl_estimate(batch["ref_per_token_logps"], logps_BC)
-        if args.use_bias_correction_kl and is_sequence:
-            # each token's ratio is the rollout's, so its gradient weighs the rollout's mean
-            coef_BC = ratio_BC.detach()
-            kl_BC = kl_BC * coef_BC + batch["mean_kl"] * (ratio_BC - coef_BC)
-        elif args.use_bias_correction_kl:
-            kl_BC = kl_BC * ratio_BC
+        kl_BC = _penalty(logps_BC, ratio_BC, batch, args)
         losses_BC = losses_BC + args.beta * kl_BC
         figures["kl"] = kl_BC, mask_BC.float()
     return losses_BC, figures
+
+
+def _penalty(logps_BC: Tensor, ratio_BC: Tensor, batch: MicroBatch, args: Any) -> Tensor:
+    """Divergence from the reference policy, importance-corrected if the config says so."""
+    kl_BC = kl_estimate(batch["ref_per_token_logps"], logps_BC)
+    if not args.use_bias_correction_kl:
+        return kl_BC
+    if args.importance_sampling_level == "token":
+        return kl_BC * ratio_BC
+    # each token's ratio is the rollout's, so its gradient weighs the rollout's mean
+    coef_BC = ratio_BC.detach()
+    return kl_BC * coef_BC + batch["mean_kl"] * (ratio_BC - coef_BC)
 
 
 def kl_estimate(ref_logps_BC: Tensor, logps_BC: Tensor) -> Tensor:

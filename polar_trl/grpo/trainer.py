@@ -1,9 +1,9 @@
 """`PolarGRPOTrainer`: TRL's GRPO, with agents in place of `generate`.
 
-TRL keeps the optimizer, checkpoints, PEFT and logging, and the formulas of losses are its own. What is replaced is the
-step from data rows to rows to train: weights go to the engine, agents run against the proxy, their calls become
-trajectories, and rewards become one advantage per rollout; `PackedGRPOTrainer` forwards the rows. It refuses to hand
-the loss a token that the engine did not sample in exactly that context.
+TRL keeps the optimizer, checkpoints, PEFT and logging. What is replaced is the step from data rows to rows to train:
+weights go to the engine, agents run against the proxy, their calls become trajectories, and rewards become one
+advantage per rollout; `PackedGRPOTrainer` forwards the rows and sums TRL's losses over them. It refuses to hand the
+loss a token that the engine did not sample in exactly that context.
 """
 
 import logging
