@@ -46,6 +46,19 @@ def test_a_lora_run_fits_on_80_gb(capsys: pytest.CaptureFixture[str], qwen3_4b: 
     assert report["kv_sessions"] == report["kv_tokens"] // 32768 == 6
 
 
+@pytest.mark.parametrize(
+    ("flags", "engine_bytes", "low_bytes"),
+    [((), 2, 2), (("--bf16", "false"), 4, 0), (("--bf16", "false", "--engine_dtype", "bfloat16"), 2, 2)],
+)
+def test_the_engine_computes_as_the_pass_does(
+    capsys: pytest.CaptureFixture[str], qwen3_4b: str, flags: tuple[str, ...], engine_bytes: int, low_bytes: int
+) -> None:
+    keys = ("--config", RUN, "--gpu", "200GB", "--model_name_or_path", qwen3_4b, "--use_peft", "false", *flags)
+    rollouts = plan(capsys, 0, *keys)["phases"]["rollouts"]
+    assert rollouts["engine: weights"] == engine_bytes * 4_022_468_096
+    assert rollouts.get("trainer: low halves of the masters", 0) == low_bytes * 4_022_468_096
+
+
 def test_what_to_change_when_it_does_not(capsys: pytest.CaptureFixture[str], qwen3_4b: str) -> None:
     keys = ("--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b, "--use_peft", "false")
     report = plan(capsys, 1, *keys)

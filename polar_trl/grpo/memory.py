@@ -23,8 +23,6 @@ Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
 ALLOWANCE = GIB * 3 // 2
 """CUDA context, libraries, CUDA graphs and what the allocator cannot use. A sleeping engine and its context were
 measured at 1.1 GiB; the rest is an allowance for fragments."""
-ENGINE_DTYPE_BYTES = 2
-"""vLLM's `dtype="auto"`, which TRL leaves, loads float32 checkpoints in half precision too."""
 ENGINE_BATCH_TOKENS = 4096
 """`max_num_batched_tokens` that TRL gives the engine."""
 HEAD_TILE = (4096, 32768)
@@ -82,6 +80,8 @@ class Setup:
     engine_share: float
     """`vllm_gpu_memory_utilization`."""
     engine_num_seqs: int
+    engine_bytes: int = 2
+    """Per element of the engine's weights and cache."""
     sleep_level: int
     """0: the engine stays awake while the model trains."""
     max_model_len: int
@@ -201,10 +201,10 @@ class Plan:
 
 def build_plan(setup: Setup) -> Plan:
     """Count every phase of a run. Raises `ConfigError` where something cannot be counted."""
-    engine_weights = count_engine_weights(setup.weights)
+    engine_weights = sum(w.numel for w in setup.weights if not w.is_adapter) * setup.engine_bytes
     share = int(setup.engine_share * setup.gpu_bytes)
     kv_bytes = share - engine_weights - count_engine_work(setup)
-    kv_per_token, state = count_kv(setup.model_config)
+    kv_per_token, state = count_kv(setup.model_config, setup.engine_bytes)
     kept = count_kept(setup)
     trainer = {"trainer: weights": kept["trainer: weights"]} | _only(kept, "reference model")
     asleep_or_share = 0 if setup.sleep_level else share
@@ -288,12 +288,14 @@ def count_kept(setup: Setup) -> dict[str, int]:
 
 
 def count_low_halves(setup: Setup) -> int:
-    """Bytes of what rounding to the engine's half precision took from float32 weights (int16, `rounding`).
+    """Bytes of what rounding to half precision took from float32 weights (int16, `rounded_weights`).
 
-    An adapter is merged in float32 and rounded where it is pushed, and DeepSpeed has masters of its own.
+    Where pass and engine are float32 nothing is rounded. An adapter is merged in float32 and rounded where it is
+    pushed, and DeepSpeed has masters of its own.
     """
     in_float32 = setup.dtype == torch.float32 or (setup.sharding == "fsdp2" and setup.bf16)
-    if setup.peft_config is not None or setup.sharding in ("zero2", "zero3") or not in_float32:
+    is_rounded = in_float32 and (setup.bf16 or setup.engine_bytes == 2)
+    if setup.peft_config is not None or setup.sharding in ("zero2", "zero3") or not is_rounded:
         return 0
     return ceil(setup.num_trained * 2 / setup.num_shards)
 
@@ -392,10 +394,6 @@ def count_synced(setup: Setup) -> int:
 # The engine.
 
 
-def count_engine_weights(weights: Iterable[Weight]) -> int:
-    return sum(w.numel for w in weights if not w.is_adapter) * ENGINE_DTYPE_BYTES
-
-
 def count_engine_work(setup: Setup) -> int:
     """Bytes that vLLM finds itself to need for a forward pass when it starts: an estimate.
 
@@ -404,11 +402,11 @@ def count_engine_work(setup: Setup) -> int:
     """
     config = setup.model_config.get_text_config()
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    per_token = (3 * wide + 6 * config.hidden_size) * ENGINE_DTYPE_BYTES
+    per_token = (3 * wide + 6 * config.hidden_size) * setup.engine_bytes
     return ENGINE_BATCH_TOKENS * per_token + 3 * 4 * setup.engine_num_seqs * config.vocab_size
 
 
-def count_kv(model_config: Any) -> tuple[int, int]:
+def count_kv(model_config: Any, itemsize: int = 2) -> tuple[int, int]:
     """Bytes of the engine's cache per token, and per session whatever its length.
 
     A full-attention layer keeps a key and a value of `head_dim` for each key-value head; sliding windows count as
@@ -421,7 +419,7 @@ def count_kv(model_config: Any) -> tuple[int, int]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     recurrent = kinds.count("linear_attention")
-    per_token = (len(kinds) - recurrent) * 2 * heads * head_dim * ENGINE_DTYPE_BYTES
+    per_token = (len(kinds) - recurrent) * 2 * heads * head_dim * itemsize
     if not recurrent:
         return per_token, 0
     try:
@@ -431,7 +429,7 @@ def count_kv(model_config: Any) -> tuple[int, int]:
         matrix = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     except AttributeError as error:
         raise ConfigError(f"its recurrent layers are of a kind that plan does not count ({error})") from error
-    return per_token, recurrent * (inputs * ENGINE_DTYPE_BYTES + matrix * 4)
+    return per_token, recurrent * (inputs * itemsize + matrix * 4)
 
 
 def _with_itemsize(weight: Weight, itemsize: int) -> Weight:

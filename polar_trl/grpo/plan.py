@@ -82,11 +82,13 @@ def read_setup(
     refuse_unread(model)
     model_config = load_config(model.model_name_or_path, trust_remote_code=args.trust_remote_code)
     dtype = read_dtype(args, model_config)
+    in_half = bool(args.bf16 or args.fp16) or precision in ("bf16", "fp16")
+    engine_dtype = getattr(torch, args.engine_dtype) if args.engine_dtype else torch.bfloat16 if in_half else dtype
     longest = args.vllm_max_model_length or model_config.get_text_config().max_position_embeddings
     return Setup(
         model_config=model_config,
         dtype=dtype,
-        bf16=bool(args.bf16 or args.fp16) or precision in ("bf16", "fp16"),
+        bf16=in_half,
         optim=str(getattr(args.optim, "value", args.optim)),
         gradient_checkpointing=args.gradient_checkpointing,
         # a trajectory that is longer than the budget is forwarded alone
@@ -98,6 +100,7 @@ def read_setup(
         gpu_bytes=gpu_bytes,
         engine_share=args.vllm_gpu_memory_utilization,
         engine_num_seqs=args.engine_slots,
+        engine_bytes=engine_dtype.itemsize,
         sleep_level=args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0,
         max_model_len=longest,
         kernels=choose_kernels(args, model_config),

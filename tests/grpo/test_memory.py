@@ -333,6 +333,7 @@ def test_key_value_cache_of_known_sizes() -> None:
         num_hidden_layers=8, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
         linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
     )  # fmt: skip
+    assert count_kv(Qwen3Config(**QWEN3_4B), 4) == (2 * 147456, 0)
     # 2 of 8 layers have a cache; 6 have 32 x 128 x 128 float32 and 3 inputs of 8,192 channels
     assert count_kv(hybrid) == (2 * 2 * 4 * 256 * 2, 6 * (32 * 128 * 128 * 4 + 3 * 8192 * 2))
 
@@ -372,6 +373,7 @@ def test_only_trained_float32_weights_have_low_halves() -> None:
     assert count_low_halves(setup_of(config, bf16=True)) == 2 * sum(w.numel for w in weights)
     assert count_low_halves(setup_of(config, bf16=True, peft_config=lora())) == 0
     assert count_low_halves(setup_of(config, bf16=True, dtype=torch.bfloat16)) == 0
+    assert count_low_halves(setup_of(config, engine_bytes=2)) > 0 == count_low_halves(setup_of(config, engine_bytes=4))
 
 
 def test_fsdp2_sums_gradients_in_float32() -> None:
