@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from polar_trl.engine.rounding import HALF_DTYPES, add_offsets, draw_offsets
+from polar_trl.errors import ConfigError
 from polar_trl.grpo.rounded_weights import RoundedWeights, local_part
 from polar_trl.grpo.update_ratio import UpdateRatio
 
@@ -51,6 +52,11 @@ class PolicyWeights(TrainerCallback):
         self._num_adapted = sum(p.numel() for name, p in model.named_parameters() if ".base_layer." in name)
         is_again, self._is_begun = self._is_begun, True
         is_resumed, self._is_resumed = self._is_resumed, False
+        if self._saved is not None and self.dtype not in HALF_DTYPES:
+            raise ConfigError(
+                "the checkpoint's weights are rounded for half precision, and this run computes in float32: go on with "
+                "bf16 (or fp16) as before, or begin a new run with the checkpoint as model"
+            )
         if self.dtype not in HALF_DTYPES or not self._trained:
             return
         if self._is_deepspeed:

@@ -165,6 +165,13 @@ def test_the_state_of_another_model_is_refused() -> None:
         rounded.load_state_dict({"weight": torch.zeros(4, dtype=torch.int16)})
 
 
+def test_a_run_in_float32_does_not_go_on_from_rounded_weights() -> None:
+    weights = PolicyWeights(torch.float32, seed=1, dithered=True, is_deepspeed=False)
+    weights.resume({"weight": torch.zeros(4096, dtype=torch.int16)})
+    with pytest.raises(ConfigError, match="rounded for half precision, and this run computes in float32"):
+        weights.on_train_begin(None, None, None, model=build_layer(), optimizer=None)
+
+
 def test_training_that_is_begun_again_goes_on_with_its_masters() -> None:
     layer = build_layer()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
