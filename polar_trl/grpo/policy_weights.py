@@ -54,8 +54,8 @@ class PolicyWeights(TrainerCallback):
         is_resumed, self._is_resumed = self._is_resumed, False
         if self._saved is not None and self.dtype not in HALF_DTYPES:
             raise ConfigError(
-                "the checkpoint's weights are rounded for half precision, and this run computes in float32: go on with "
-                "bf16 (or fp16) as before, or begin a new run with the checkpoint as model"
+                "the checkpoint's weights are rounded for half precision, and this run computes in float32: go on "
+                "with bf16 (or fp16) as before, or begin a new run with the checkpoint as model"
             )
         if self.dtype not in HALF_DTYPES or not self._trained:
             return
