@@ -11,6 +11,7 @@ from vLLM. The ratio of moves is in sums of absolute values, over all weights (d
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -56,8 +57,10 @@ def main() -> None:
     if args.worker:
         print("RESULT " + json.dumps(WORKERS[args.worker](str(args.model))), flush=True)
         return
+    if args.model == MODEL:
+        subprocess.run([sys.executable, ROOT / "scripts" / "get_model.py"], check=True, stdout=subprocess.DEVNULL)
     if not (args.model / "config.json").is_file():
-        sys.exit(f"bench_rounding: no model in {args.model}: run `python scripts/get_model.py`, or give --model")
+        sys.exit(f"bench_rounding: no model in {args.model}")
     found: dict[str, Any] = {}
     for names in (("dithered", "nearest"), ("lora", "finite")):  # two at a time: one for each core
         processes = {name: start(name, args.model) for name in names}
@@ -72,7 +75,8 @@ def main() -> None:
 def start(name: str, model: Path) -> subprocess.Popen[str]:
     print(f"bench_rounding: {name} ...", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--worker", name, "--model", str(model)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet)
 
 
 def finish(name: str, process: subprocess.Popen[str]) -> dict[str, Any]:
