@@ -16,7 +16,7 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from polar_trl.engine.cuda_graphs import require_safe_graphs
-from polar_trl.engine.lora import iter_merged
+from polar_trl.engine.lora import iter_merged, require_mergeable
 from polar_trl.engine.rounding import choose_compute_dtype, find_pass_dtype, round_weight
 from polar_trl.engine.vllm import VllmEngine
 from polar_trl.errors import ConfigError, EngineError
@@ -76,6 +76,8 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
                 f"vllm_tensor_parallel_size must be 1, not {self.tensor_parallel_size}: agents talk to one rank, and "
                 "a tensor-parallel engine needs the same requests on all of them"
             )
+        if _is_adapted(self.model):
+            require_mergeable(self.model)
         on_cpu = self.accelerator.device.type == "cpu"
         self.pass_dtype = pass_dtype = find_pass_dtype(self.accelerator, self.model)
         self._llm_kwargs = {
@@ -103,7 +105,7 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's, but for adapters: they are merged into copies, and the frozen base is never written to."""
-        if not hasattr(self.model, "merge_adapter"):
+        if not _is_adapted(self.model):
             yield from super()._iter_named_params()
             return
         for name, weight, is_merged in iter_merged(self.model, self._dist.gather_params):
@@ -176,6 +178,11 @@ def build_model_kwargs(config: Any) -> dict[str, Any]:
         # on Hopper, vLLM 0.26 takes FlashInfer's delta rule whether or not that is installed
         kwargs["additional_config"] = {"gdn_prefill_backend": "triton"}
     return kwargs
+
+
+def _is_adapted(model: Any) -> bool:
+    """Whether PEFT has wrapped the model."""
+    return hasattr(model, "merge_adapter")
 
 
 def _is_qwen35(config: Any) -> bool:

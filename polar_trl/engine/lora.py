@@ -36,21 +36,37 @@ def iter_merged(model: Any, gather: Gather) -> Iterator[tuple[str, Tensor, bool]
                 yield _plain_name(name), _whole(parameter.data), False
             continue
         layer = layers[owner]
-        with gather(list(layer.parameters())), _merged_copies(layer, name) as merged:
+        with gather(list(layer.parameters())), _merged_copies(layer) as merged:
             for leaf, weight in merged.items():
                 full_name = f"{owner}.base_layer.{leaf}"
                 done.add(full_name)
                 yield _plain_name(full_name), weight, True
 
 
+def require_mergeable(model: Any) -> None:
+    """Raise `ConfigError` where merged weights would not be the policy, or could not be handed to the engine."""
+    base = model.get_base_model()
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if base.config.get_text_config().tie_word_embeddings and any(
+        hasattr(module, "base_layer") or hasattr(module, "modules_to_save") for module in ends
+    ):
+        raise ConfigError(
+            "the model's embedding and head are one weight (tie_word_embeddings), of which an adapter would change "
+            "one side only: leave embed_tokens and lm_head out of lora_target_modules and of modules_to_save"
+        )
+    if any(name.endswith("token_adapter") for name, _ in base.named_modules()):
+        raise ConfigError("trainable_token_indices: rows that are trained alone cannot be merged for the engine")
+    for name, module in base.named_modules():
+        if hasattr(module, "base_layer") and not all(p.is_floating_point() for p in module.base_layer.parameters()):
+            raise ConfigError(f"{name} is quantised: an adapter on it cannot be merged for the engine")
+
+
 @contextmanager
-def _merged_copies(layer: Any, name: str) -> Iterator[dict[str, Tensor]]:
+def _merged_copies(layer: Any) -> Iterator[dict[str, Tensor]]:
     """The base's own parameters with the adapter merged in, float32, while the layer keeps what it has."""
     base = layer.get_base_layer()
     kept = [(module, leaf, p) for module in layer.modules() for leaf, p in module._parameters.items() if p is not None]
     for module, leaf, parameter in kept:
-        if not parameter.is_floating_point():
-            raise ConfigError(f"{name} is quantised: an adapter on it cannot be merged for the engine")
         whole = _whole(parameter.data)
         copied = whole.float().clone() if module is base else whole
         module._parameters[leaf] = nn.Parameter(copied, requires_grad=False)

@@ -3,7 +3,8 @@
 It refuses settings under which the trained distribution would not be the sampled one.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any, Literal
 
 from trl import GRPOConfig
@@ -88,6 +89,12 @@ class PackedGRPOConfig(GRPOConfig):
             "optim",
             "must change weights in its step and nowhere else: those that compute are rounded after it",
         )
+        self._require(
+            not self.neftune_noise_alpha, "neftune_noise_alpha", "must be unset: the trained pass is the policy's own"
+        )
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            self._require(not isinstance(value, float) or isfinite(value), setting.name, "must be a finite number")
         share = self.top_entropy_quantile
         self._require(0 < share <= 1, "top_entropy_quantile", "must be above 0 and at most 1")
         if self.loss_type == "vespo":

@@ -67,6 +67,7 @@ class ResumableTrainer(GRPOTrainer):
             ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
         """
         output_dir = Path(self.args.output_dir)
+        self._last_loaded_step = -1  # TRL's: the engine has the weights of an evaluation, or of an earlier training
         folder = checkpoint.choose_checkpoint(output_dir, resume_from_checkpoint)
         step = 0
         if folder is not None:
@@ -95,7 +96,6 @@ class ResumableTrainer(GRPOTrainer):
         self._epochs_done = state.epochs
         self._num_batches = state.num_batches
         self._windows = list(rank_state.windows) or None
-        self._last_loaded_step = -1  # TRL's: the engine has other weights
         self.vllm_generation.engine.policy_version = state.policy_version
         self.seconds_before = state.seconds
         if self.upcoming is not None:

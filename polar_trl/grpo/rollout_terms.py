@@ -148,6 +148,6 @@ def _add_entropy_masks(
     chosen = [values_BC[batch["completion_mask"].bool()] for batch, values_BC in zip(batches, entropies, strict=True)]
     local = torch.cat([torch.zeros(0, device=accelerator.device), *chosen])
     everywhere = accelerator.gather(accelerator.pad_across_processes(local, pad_index=-torch.inf))
-    threshold = torch.quantile(everywhere[everywhere > -torch.inf], 1.0 - quantile)
+    threshold = torch.quantile(everywhere[everywhere != -torch.inf], 1.0 - quantile)
     for batch, values_BC in zip(batches, entropies, strict=True):
         batch["entropy_mask"] = ((values_BC >= threshold) & batch["completion_mask"].bool()).float()

@@ -27,6 +27,8 @@ from polar_trl.errors import ConfigError
 
 _LOWER = 0 if sys.byteorder == "little" else 1
 """Which of the two halves of an int32 is the lower one."""
+_LARGEST = 0x7FFF7FFF
+"""Bits of a NaN that stays one when it is rounded up; all finite numbers are below."""
 
 
 class RoundedWeights:
@@ -55,7 +57,7 @@ class RoundedWeights:
                 raise ConfigError(
                     f"the trained weight {name} is {str(parameter.dtype).removeprefix('torch.')}, in which the "
                     "optimizer's small steps round to nothing: leave dtype out of model_init_kwargs (float32 weights, "
-                    "bf16: true for the pass), or train an adapter (use_peft: true)"
+                    "bf16: true for the pass), or train an adapter (use_peft: true) and no whole modules beside it"
                 )
             weights = local_part(parameter)
             self._low[name] = torch.zeros(weights.numel(), dtype=torch.int16, device=weights.device)
@@ -82,15 +84,16 @@ class RoundedWeights:
     def round(self, *_: Any) -> None:
         """After it: parameters hold what computes."""
         for name, parameter in self._parameters.items():
+            # a GPU's NaN has all bits: rounded up it would carry over into the sign, and be a zero
+            bits = _bits(parameter).clamp_(max=_LARGEST)
             if self.dtype == torch.bfloat16:
                 # its own lower half, read as a signed number, is what a weight has above its nearest bfloat16
-                bits = _bits(parameter)
                 bits.sub_(self._low[name].copy_(bits.view(torch.int16)[_LOWER::2]))
                 continue
-            for bits, low in zip(_bits(parameter).split(CHUNK), self._low[name].split(CHUNK), strict=True):
-                rounded = round_bits(bits, self.dtype)
-                low.copy_(bits - rounded)
-                bits.copy_(rounded)
+            for chunk, low in zip(bits.split(CHUNK), self._low[name].split(CHUNK), strict=True):
+                rounded = round_bits(chunk, self.dtype)
+                low.copy_(chunk - rounded)
+                chunk.copy_(rounded)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the masters back for each of its steps."""

@@ -375,7 +375,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             self._last_loaded_step = self.state.global_step
         if is_new:
             for name, value in self.policy_weights.measure_push(generation.engine_dtype, self.accelerator).items():
-                self._metrics[mode][name].append(value)
+                self._metrics["train"][name].append(value)  # also where an evaluation comes before the next step
 
     def _check_engine_once(self, mode: str) -> None:
         """Before the first rollout: does the engine compute what the trainer computes?"""

@@ -8,15 +8,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from polar_trl.engine.lora import iter_merged
+from polar_trl.engine.lora import iter_merged, require_mergeable
 from polar_trl.errors import ConfigError
 
 
-def build(dtype: torch.dtype, **settings: Any) -> Any:
+def build(dtype: torch.dtype, *, tied: bool = False, **settings: Any) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, tie_word_embeddings=False, attention_bias=True,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=tied, attention_bias=True,
     )  # fmt: skip
     base = Qwen3ForCausalLM(config).to(dtype)
     model = get_peft_model(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
@@ -75,4 +75,18 @@ def test_a_quantised_base_is_refused() -> None:
             weight = module.base_layer.weight
             module.base_layer.weight = torch.nn.Parameter(weight.data.to(torch.uint8), requires_grad=False)
     with pytest.raises(ConfigError, match="is quantised: an adapter on it cannot be merged"):
-        merge_all(model)
+        require_mergeable(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "are one weight .* leave embed_tokens and lm_head out"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "are one weight"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, "rows that are trained alone"),
+    ],
+)
+def test_what_an_engine_cannot_be_given_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_mergeable(build(torch.float32, tied="trainable_token_indices" not in settings, **settings))
+    require_mergeable(build(torch.float32, tied=True))

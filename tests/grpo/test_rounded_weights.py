@@ -153,6 +153,18 @@ def test_published_weights_stay_and_the_optimizer_sees_masters(dtype: torch.dtyp
     assert ((layer.weight - master).abs() <= spacing * master.abs())[normal].all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
+    layer = build_layer()
+    rounded = RoundedWeights(layer.named_parameters(), dtype=dtype, seed=1, dithered=True)
+    rounded.restore_masters()
+    bad = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800000], dtype=torch.int32)  # NaN of GPU and CPU, inf
+    layer.weight.data.view(-1)[:4].view(torch.int32).copy_(bad)
+    rounded.round()
+    assert not torch.isfinite(layer.weight.view(-1)[:4]).any()
+    assert torch.isfinite(layer.weight.view(-1)[4:]).all()
+
+
 def test_weights_that_hold_no_master_are_refused() -> None:
     layer = build_layer().bfloat16()
     with pytest.raises(ConfigError, match=r"the trained weight weight is bfloat16, in which .* round to nothing"):
