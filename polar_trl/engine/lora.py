@@ -22,13 +22,12 @@ def iter_merged(model: Any, gather: Gather) -> Iterator[tuple[str, Tensor, bool]
     """The weights of a PEFT model's base under their own names, as the active adapter makes them (a collective).
 
     Yields:
-        Name, the whole weight, and whether the adapter changed it: then it is float32 and nobody else's. The next
-        weight may take its memory.
+        Name, the whole weight, and whether the adapter was merged into it: then it is a float32 copy.
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     done: set[str] = set()
     for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".base_layer.")
+        owner = name.rpartition(".base_layer.")[0]
         if model.prefix in name or "original_module" in name or name in done:
             continue
         if owner not in layers or not layers[owner].active_adapters:

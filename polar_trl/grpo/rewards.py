@@ -1,4 +1,4 @@
-"""What reward functions give -> numbers, or no reward: TRL's way of asking them, with None and NaN told apart.
+"""Tell a reward that is not finite from a reward function that abstains, which are both NaN once TRL has asked it.
 
 A function abstains with None, and the others decide. A number that is not finite, of whichever function, leaves the
 rollout without any reward. TRL makes NaN of None, so the two have to be told apart before it does.

@@ -1,4 +1,4 @@
-"""Loss and gradient of an optimizer step -> whether it is made: not on what is not finite, nor where nobody has rows.
+"""Make an optimizer step only of a finite loss and gradient, and only where some rank has rows.
 
 A step that is not made leaves weights, moments, step counts and the learning rate bit for bit as they are, on all
 ranks. Several faults in a row end the run, before the next checkpoint. Under float16, a gradient that overflowed only
