@@ -21,7 +21,7 @@ from polar_trl.grpo.rounded_weights import RoundedWeights
 
 HERE = Path(__file__).parent
 FSDP2 = HERE.parents[1] / "configs" / "accelerate" / "fsdp2.yaml"
-SETTINGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-5}
+SETTINGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-5, "logging_steps": 1}
 
 
 def train(model: Path, out: Path, launcher: list[str], *, resume: Path | None = None, **settings: Any) -> list[Any]:
