@@ -25,13 +25,13 @@ from starlette.routing import Match
 from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
-from polar_trl.chat_server import ChatServer
 from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.chat_server import ChatServer
 from polar_trl.engine.gate import Visits
 from polar_trl.errors import ConfigError, LawError, WireError
-from polar_trl.record import SessionLog
+from polar_trl.recording.log import SessionLog
+from polar_trl.recording.session import Classify, Policy, Session, SessionLimits, Turn, always_policy, internal_error
 from polar_trl.sandbox.network import PROXY_ADDRESS
-from polar_trl.session import Classify, Policy, Session, SessionLimits, Turn, always_policy, internal_error
 from polar_trl.tokens.base import Renderer
 from polar_trl.types import Endpoint
 from polar_trl.wire import DIALECTS

@@ -27,13 +27,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, TaskError
-from polar_trl.tasks.folders import Tools, write_task
-from polar_trl.tasks.mutants import HINTS, build_mutants
-from polar_trl.tasks.pypi import Spec, build_draft, load_specs
-from polar_trl.tasks.releases import Release
-from polar_trl.tasks.suite import install_environment
+from polar_trl.tasks.build.folders import Tools, write_task
+from polar_trl.tasks.build.mutants import HINTS, build_mutants
+from polar_trl.tasks.build.pypi import Spec, build_draft, load_specs
+from polar_trl.tasks.build.releases import Release
+from polar_trl.tasks.build.suite import install_environment
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "tasks"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
 
 
 @dataclasses.dataclass(kw_only=True)

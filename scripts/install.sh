@@ -22,5 +22,5 @@ echo "install: packages into $venv, about 3 GB (a few minutes) ..." >&2
 # their CUDA builds, which fail to load and take `import vllm` and `import trl` down with them. Text models need none
 # of them, and triton (1 GB) needs a GPU.
 "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton 2>/dev/null || true
-"$venv/bin/python" scripts/check_install.py
+"$venv/bin/python" scripts/dev/check_install.py
 printf '%s\n' "$wanted" > "$venv/installed"

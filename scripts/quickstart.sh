@@ -35,7 +35,7 @@ run=${run:-runs/quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)}
 
 bash scripts/install.sh
 bin=${VENV:-.venv}/bin
-"$bin/python" scripts/get_model.py > /dev/null
+"$bin/python" scripts/dev/get_model.py > /dev/null
 # glibc gives large blocks back to the kernel and asks for them again on every pass; keeping them saves time.
 export MALLOC_MMAP_THRESHOLD_=4294967295 MALLOC_TRIM_THRESHOLD_=17179869184
 # One process needs no launcher; that of accelerate would answer Ctrl-C with a traceback and not wait for the run.

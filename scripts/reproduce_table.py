@@ -29,9 +29,9 @@ import yaml
 from polar_trl.cli.eval import format_rate
 from polar_trl.cli.process import sigterm_interrupts
 from polar_trl.errors import PolarError
-from polar_trl.pass_rates import TaskCount, estimate_gain
-from polar_trl.run_log import SETTINGS_FILE
-from polar_trl.sample_tasks import PASSING_REWARD, read_results
+from polar_trl.eval.pass_at_k import TaskCount, estimate_gain
+from polar_trl.eval.sample_tasks import PASSING_REWARD, read_results
+from polar_trl.run_folder import SETTINGS_FILE
 
 PAPER: Mapping[str, tuple[float, float]] = {
     "codex": (3.8, 26.4),

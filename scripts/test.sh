@@ -9,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install.sh
 bin=${VENV:-.venv}/bin
-"$bin/python" scripts/get_model.py > /dev/null
-"$bin/python" scripts/get_agents.py
+"$bin/python" scripts/dev/get_model.py > /dev/null
+"$bin/python" scripts/dev/get_agents.py
 if [ ! -x /usr/bin/chromium ]; then
   { apt-get update && apt-get install -y --no-install-recommends chromium; } > /dev/null ||
     { echo "test.sh: the tests of polar-trl inspect need /usr/bin/chromium; install it" >&2; exit 1; }
@@ -22,8 +22,8 @@ if [ "${CONTAINERS:-yes}" = no ]; then
 fi
 POLAR_ENGINE=$(mktemp -d /tmp/polar-trl-engine.XXXXXX)
 export POLAR_ENGINE
-trap 'bash scripts/container_engine.sh down' EXIT
-engine=$(bash scripts/container_engine.sh up)
+trap 'bash scripts/dev/container_engine.sh down' EXIT
+engine=$(bash scripts/dev/container_engine.sh up)
 eval "$engine"
-"$bin/python" scripts/make_test_image.py
+"$bin/python" scripts/dev/make_test_image.py
 "$bin/python" -m pytest "${workers[@]}" "$@"

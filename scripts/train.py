@@ -7,7 +7,7 @@
 
 The last form is for two CPU processes too: without --multi_gpu, accelerate starts one process on a CPU.
 
-The keys are those of `RunArguments` (polar_trl/run_setup.py), of `PolarGRPOConfig` (which holds all of TRL's
+The keys are those of `RunArguments` (polar_trl/setup/run_setup.py), of `PolarGRPOConfig` (which holds all of TRL's
 `GRPOConfig`) and of TRL's `ModelConfig` (model_name_or_path, use_peft, lora_r, ...). Unknown keys are refused.
 """
 
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from polar_trl.errors import PolarError
 from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
-from polar_trl.grpo.checkpoint import choose_start, find_checkpoint, read_step
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.summary import build_summary, print_summary, write_summary
-from polar_trl.output_dir import make_output_dir
-from polar_trl.run_setup import RunArguments, build_parts, load_run_tasks
+from polar_trl.grpo.logs.summary import build_summary, print_summary, write_summary
+from polar_trl.grpo.resume.checkpoint import choose_start, find_checkpoint, read_step
+from polar_trl.run_folder import make_output_dir
+from polar_trl.setup.run_setup import RunArguments, build_parts, load_run_tasks
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -92,7 +92,7 @@ def build_trainer(run: RunArguments, args: PolarGRPOConfig, model_config: "Model
     """Everything that a run needs, from its settings."""
     from trl import get_peft_config  # before polar_trl it would let bitsandbytes print
 
-    from polar_trl.grpo.model_folder import require_name
+    from polar_trl.grpo.resume.model_folder import require_name
     from polar_trl.grpo.trainer import PolarGRPOTrainer
 
     refuse_unread(model_config)

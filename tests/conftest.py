@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct; its absence fails the test, since `scripts/test.sh` makes it."""
-    assert (SMOLLM2 / "model.safetensors").exists(), "run scripts/get_model.py first (scripts/test.sh does)"
+    assert (SMOLLM2 / "model.safetensors").exists(), "run scripts/dev/get_model.py first (scripts/test.sh does)"
     return SMOLLM2
 
 
@@ -61,11 +61,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return _ByFile(config, log)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # Before anything imports torch or vLLM, here and in the processes that tests start: two threads that spin
     # against each other and against agents on two cores cost more than they give.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / path) for path in config.getini("pythonpath"))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # A shell starts what it puts in the background with interrupts ignored, which our own children would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)

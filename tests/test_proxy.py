@@ -25,8 +25,8 @@ from serving import (
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError
 from polar_trl.proxy import Proxy
-from polar_trl.record import SessionLog
-from polar_trl.session import SessionLimits
+from polar_trl.recording.log import SessionLog
+from polar_trl.recording.session import SessionLimits
 from polar_trl.types import ChatRequest, Endpoint, Message, Purpose, TokenIds, Tool, ToolCall
 
 # What a session looks like from both sides

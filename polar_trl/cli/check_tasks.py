@@ -11,7 +11,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.sandbox import KINDS
 
 if TYPE_CHECKING:
-    from polar_trl.check_tasks import Checked
+    from polar_trl.setup.check_tasks import Checked
 
 EPILOG = """\
 examples:
@@ -50,9 +50,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`polar-trl check-tasks`."""
-    from polar_trl.check_tasks import TaskChecker, has_tests
     from polar_trl.sandbox import build_backend
     from polar_trl.sandbox.limits import Limits
+    from polar_trl.setup.check_tasks import TaskChecker, has_tests
     from polar_trl.tasks.environment import list_environments, provide_python
     from polar_trl.tasks.load import load_task_set
     from polar_trl.tasks.rules import check_limits

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polar_trl.clean import Cleaned
+    from polar_trl.tools.clean import Cleaned
 
 EPILOG = """\
 examples:
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`polar-trl clean`."""
-    from polar_trl.clean import clean
+    from polar_trl.tools.clean import clean
 
     cleaned = clean()
     if args.json:

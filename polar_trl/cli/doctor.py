@@ -12,7 +12,7 @@ from polar_trl.harness import AGENTS, build_agent
 from polar_trl.sandbox import KINDS
 
 if TYPE_CHECKING:
-    from polar_trl.doctor import Checkup
+    from polar_trl.tools.doctor import Checkup
 
 EPILOG = """\
 examples:
@@ -51,8 +51,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """`polar-trl doctor`."""
     # the proxy and all it needs; the other subcommands start without
-    from polar_trl.doctor import check_agent
     from polar_trl.sandbox import build_backend
+    from polar_trl.tools.doctor import check_agent
 
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")

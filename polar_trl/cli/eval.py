@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.cli.process import sigterm_interrupts, stdout_on_stderr
-from polar_trl.grpo.eval_arguments import EvalArguments
+from polar_trl.eval.arguments import EvalArguments
 
 EPILOG = """\
 examples:
@@ -47,13 +47,13 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """`polar-trl eval`."""
     # torch, transformers, TRL and vLLM; the other subcommands start without
-    from polar_trl.grpo.eval_setup import parse_eval
-    from polar_trl.grpo.evaluate import run_evaluation, run_worker
+    from polar_trl.eval.evaluate import run_evaluation, run_worker
+    from polar_trl.eval.setup import parse_eval
 
     with sigterm_interrupts(), stdout_on_stderr():  # vLLM prints on it
         setup = parse_eval(args.config, args.overrides, args.output_dir)
         if args.worker is not None:
-            from polar_trl.grpo.eval_workers import end_with_parent
+            from polar_trl.eval.workers import end_with_parent
 
             end_with_parent()
             run_worker(setup, args.worker)

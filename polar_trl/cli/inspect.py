@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """`polar-trl inspect`."""
     import uvicorn
 
-    from polar_trl.inspector.app import build_app
-    from polar_trl.inspector.run_folder import RunFolder
+    from polar_trl.tools.inspector.app import build_app
+    from polar_trl.tools.inspector.run_folder import RunFolder
 
     folder = RunFolder(args.path, args.tokenizer)
     listener = _listen(args.port)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from polar_trl.lint_template import LintReport, Rewrite, TurnReport
+    from polar_trl.tools.lint_template import LintReport, Rewrite, TurnReport
     from polar_trl.types import Call
 
 EPILOG = """\
@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
 def run_lint_template(args: argparse.Namespace) -> int:
     """`polar-trl lint-template`."""
     # transformers and renderers; the other subcommands start without
-    from polar_trl.lint_template import lint, load_calls, load_model
+    from polar_trl.tools.lint_template import lint, load_calls, load_model
 
     kwargs = _parse_kwargs(args.chat_template_kwargs)
     recorded = load_calls(args.session) if args.session else None

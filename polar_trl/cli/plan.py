@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polar_trl.grpo.memory import Plan
-    from polar_trl.grpo.plan import Advice
+    from polar_trl.tools.memory_plan.memory import Plan
+    from polar_trl.tools.memory_plan.plan import Advice
 
 EPILOG = """\
 examples:
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """`polar-trl plan`."""
     # torch, transformers and TRL; the other subcommands start without
-    from polar_trl.grpo.plan import find_advice, plan, read_setup
+    from polar_trl.tools.memory_plan.plan import find_advice, plan, read_setup
 
     setup = read_setup(args.config, args.overrides, gpu=args.gpu, gpus=args.gpus, accelerate=args.accelerate)
     found = plan(setup)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.reconstruct import BUILDERS
-from polar_trl.replay import replay
+from polar_trl.tools.replay import replay
 
 EPILOG = """\
 examples:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polar_trl.sample_tasks import SampleResult
+from polar_trl.eval.sample_tasks import SampleResult
 
 NO_REPO = "(none)"
 """Stands for the repository of tasks that name none."""

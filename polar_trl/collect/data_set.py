@@ -29,8 +29,8 @@ from polar_trl.collect.card import Files, render_card
 from polar_trl.collect.rows import Row, build_rows
 from polar_trl.collect.split import choose_test_tasks
 from polar_trl.errors import ConfigError, PolarError, RecordError
-from polar_trl.record import read_record
-from polar_trl.sample_tasks import RESULTS_FILE, SampleResult, read_results
+from polar_trl.eval.sample_tasks import RESULTS_FILE, SampleResult, read_results
+from polar_trl.recording.log import read_record
 from polar_trl.types import Rollout
 
 REPORT_FILE = "acceptance.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from polar_trl.collect.data_set import Report, Selection, build_data_set, refuse_foreign
-from polar_trl.grpo.eval_setup import EvalSetup, parse_eval
-from polar_trl.grpo.evaluate import run_evaluation
+from polar_trl.eval.evaluate import run_evaluation
+from polar_trl.eval.setup import EvalSetup, parse_eval
 
 DATA_SET_FOLDER = "dataset"
 

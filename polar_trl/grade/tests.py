@@ -26,7 +26,7 @@ from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_change
 from polar_trl.grade.fresh import FreshSandboxes
 from polar_trl.names import list_patched_paths
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
-from polar_trl.sandbox.run_tests import NO_PYTEST, RUNNER, list_own, sign
+from polar_trl.sandbox.inside.run_tests import NO_PYTEST, RUNNER, list_own, sign
 from polar_trl.types import Task, TestSpec
 
 MAX_REPORT_BYTES = 64 << 20

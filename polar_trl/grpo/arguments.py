@@ -19,7 +19,7 @@ from trl import ModelConfig, TrlParser
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.run_setup import RunArguments
+from polar_trl.setup.run_setup import RunArguments
 
 _WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_to_bool": "true or false"}
 

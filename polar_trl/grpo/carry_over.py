@@ -6,7 +6,7 @@ It refuses nothing of its own: how old a group may get is the runner's to bound 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polar_trl.rollout import Finished, Job, RolloutRunner
+from polar_trl.rollout.runner import Finished, Job, RolloutRunner
 
 Rows = Sequence[dict[str, Any]]
 

@@ -11,13 +11,13 @@ from trl import GRPOConfig
 
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.errors import ConfigError
-from polar_trl.rollout import RolloutConfig
-from polar_trl.session import SessionLimits
+from polar_trl.recording.session import SessionLimits
+from polar_trl.rollout.runner import RolloutConfig
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_LEVELS = ("token", "sequence")
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-"""TRL's, but for `bnpo`. What is listed here is what `tests/grpo/test_loss.py` holds against TRL (law 5)."""
+"""TRL's, but for `bnpo`. tests/grpo/loss/test_token_loss.py holds all that is listed here against TRL (law 5)."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import parse_task
-from polar_trl.grpo.model_folder import load_config
+from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.sandbox.base import SandboxBackend
 
 

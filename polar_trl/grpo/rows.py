@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from polar_trl.grpo.layout import Ids
+from polar_trl.grpo.packing.layout import Ids
 from polar_trl.reconstruct.cut import clip_trajectory
-from polar_trl.rollout import Finished
+from polar_trl.rollout.runner import Finished
 from polar_trl.types import Trajectory
 
 

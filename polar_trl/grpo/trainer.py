@@ -28,30 +28,30 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grpo.advantage import Advantages, compute_advantages
 from polar_trl.grpo.carry_over import CarryOver
-from polar_trl.grpo.completions_table import CompletionsTable
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.conversation import conversation_after_instruction
 from polar_trl.grpo.dataset import build_dataset, parse_task
-from polar_trl.grpo.forward import pack_rows, score
-from polar_trl.grpo.metrics import append_metrics, build_rollout_metrics, count_rollout, nan_std
-from polar_trl.grpo.metrics_log import MetricsLog
-from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.logs.completions_table import CompletionsTable
+from polar_trl.grpo.logs.metrics import append_metrics, build_rollout_metrics, count_rollout, nan_std
+from polar_trl.grpo.logs.metrics_log import MetricsLog
+from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout
+from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
+from polar_trl.grpo.packing.forward import pack_rows, score
+from polar_trl.grpo.packing.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
     build_default_grader,
     choose_reward_functions,
     read_model_config,
     require_a_step,
 )
-from polar_trl.grpo.resumable import ResumableTrainer
+from polar_trl.grpo.resume.resumable import ResumableTrainer
 from polar_trl.grpo.rewards import find_not_finite, tell_apart, warn_not_finite, without_trl_warning
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
-from polar_trl.grpo.text_only import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
-from polar_trl.grpo.trained_rows import TrainedRows, describe_rollout
 from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout import Finished, Job, RolloutRunner
+from polar_trl.rollout.runner import Finished, Job, RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.sandbox.pool import WarmPool

@@ -43,11 +43,11 @@ def build_backend(
 
 def _build(kind: str, image: str | None, limits: Limits, mounts: Sequence[Path], run_id: str) -> SandboxBackend:
     if kind == "docker":
-        from polar_trl.sandbox.docker import DockerSandboxBackend
+        from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 
         return DockerSandboxBackend(image=image, limits=limits, mounts=mounts, run_id=run_id)
     if kind == "bwrap":
-        from polar_trl.sandbox.bwrap import BwrapSandboxBackend
+        from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 
         return BwrapSandboxBackend(limits=limits, mounts=mounts)
     from polar_trl.sandbox.local import LocalSandboxBackend

@@ -24,13 +24,13 @@ from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult
 from polar_trl.sandbox.disk import make_folders
 from polar_trl.sandbox.folder import SessionFolder, encode_text, remove_tree
+from polar_trl.sandbox.inside.supervise import KILL_LIMIT_S
 from polar_trl.sandbox.owner import find_state_folder, make_session_folder, reap_session_folders
-from polar_trl.sandbox.supervise import KILL_LIMIT_S
 from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
 
 INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
-SUPERVISOR = Path(__file__).with_name("supervise.py")
+SUPERVISOR = Path(__file__).parent / "inside" / "supervise.py"
 SUPERVISOR_GRACE_S = KILL_LIMIT_S + 20.0
 
 

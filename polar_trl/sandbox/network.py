@@ -16,7 +16,7 @@ from polar_trl.errors import SandboxError
 
 PROXY_ADDRESS = ("127.0.0.1", 8080)
 """Where agents in sandboxes of their own network find the proxy."""
-HOLDER = Path(__file__).with_name("netns_holder.py")
+HOLDER = Path(__file__).parent / "bwrap" / "netns_holder.py"
 _CLONE_NEWNET = 0x40000000
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.names import normalise_package
-from polar_trl.tasks.suite import install_environment
+from polar_trl.tasks.build.suite import install_environment
 from polar_trl.types import Task
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"

@@ -49,7 +49,7 @@ class TrainerScore:
     """The pass that trains: rows packed into one sequence, prefixes shared, the LM head fused."""
 
     def __init__(self, path: str, device: torch.device) -> None:
-        from polar_trl.grpo.forward import choose_layout, prepare_model
+        from polar_trl.grpo.packing.forward import choose_layout, prepare_model
 
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
         self._device = device
@@ -63,7 +63,7 @@ class TrainerScore:
         """Logprobs of all completions, one after another; rows are pairs of prompt and completion."""
         from trl.trainer.utils import add_fused_lm_head
 
-        from polar_trl.grpo.forward import pack_rows, score
+        from polar_trl.grpo.packing.forward import pack_rows, score
 
         add_fused_lm_head(self._model, temperature=temperature, outputs=("log_probs", "entropy"))
         # bf16: true keeps float32 weights and computes under autocast

@@ -35,7 +35,7 @@ from transformers import Qwen3_5ForConditionalGeneration, TrainerCallback
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trainer import PolarGRPOTrainer
 from polar_trl.harness.shell import ShellHarness
-from polar_trl.run_log import read_log
+from polar_trl.run_folder import read_log
 from polar_trl.tasks.load import load_task_set
 
 COLUMNS = {

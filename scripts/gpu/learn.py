@@ -28,7 +28,7 @@ import torch
 from report import Report
 from training_runs import GAP, build_launch, plot_arms, render_gap
 
-from polar_trl.run_log import read_log
+from polar_trl.run_folder import read_log
 
 ARMS: dict[str, dict[str, str]] = {
     "bfloat16": {"bf16": "true"},

@@ -29,8 +29,8 @@ from throughput import DEFAULT_TOKENIZER, build_client_session, build_lengths, f
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.vllm import VllmEngine
 from polar_trl.proxy import Proxy
-from polar_trl.record import SessionLog
-from polar_trl.session import SessionLimits
+from polar_trl.recording.log import SessionLog
+from polar_trl.recording.session import SessionLimits
 from polar_trl.tokens.load import load_renderer
 
 COLUMNS = {

@@ -24,7 +24,7 @@ from bench_train import read_peak, reset_peak
 from report import Report
 from train_cost import Case, build_trainer, read_clock
 
-from polar_trl.grpo.rounded_weights import RoundedWeights
+from polar_trl.grpo.weights.rounded_weights import RoundedWeights
 
 WARM_UP = 2
 MANY = 8

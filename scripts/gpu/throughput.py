@@ -56,8 +56,8 @@ from polar_trl.engine.cuda_graphs import LLM_KWARGS, require_safe_graphs
 from polar_trl.engine.vllm import VllmEngine, build_sampling_params
 from polar_trl.errors import ConfigError
 from polar_trl.proxy import Proxy
-from polar_trl.record import SessionLog
-from polar_trl.session import SessionLimits
+from polar_trl.recording.log import SessionLog
+from polar_trl.recording.session import SessionLimits
 from polar_trl.types import Call
 
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
@@ -468,7 +468,7 @@ def read_options() -> argparse.Namespace:
     if min(options.concurrency) < 1 or min(options.calls) < 3 or not 3 <= options.session_calls <= 40:
         parser.error("--concurrency must be at least 1, --calls at least 3, --session-calls 3 to 40")
     if not (options.tokenizer / "tokenizer_config.json").is_file():
-        parser.error(f"--tokenizer: {options.tokenizer} holds no tokenizer; scripts/get_model.py makes one")
+        parser.error(f"--tokenizer: {options.tokenizer} holds no tokenizer; scripts/dev/get_model.py makes one")
     return options
 
 

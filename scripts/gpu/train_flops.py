@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polar_trl.grpo.linear_attention import is_gated_delta_net
+from polar_trl.grpo.packing.linear_attention import is_gated_delta_net
 
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12}
 """Dense bfloat16 of the SXM cards: NVIDIA's data sheets of the H100 and the H200, 1,979 with sparsity, halved."""

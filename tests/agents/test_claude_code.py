@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 from sessions import INSTRUCTION, BusyEngine, call_tool, change_env, purposes, results, run_session, say
-from test_three_turns import GRADER, build_replies, count_drifted
+from three_turns import GRADER, build_replies, count_drifted
 
-from polar_trl.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn, run_scripted_session
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.harness.base import Launch
 from polar_trl.harness.claude_code import ClaudeCodeHarness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.tools.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn, run_scripted_session
 from polar_trl.types import Completion, Endpoint, Rollout, Task, TokenIds
 
 TASK = Task(id="t", instruction="Write three files: one.txt, two.txt, three.txt.")

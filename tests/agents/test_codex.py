@@ -18,12 +18,12 @@ from sessions import (
     run_session,
     say,
 )
-from test_three_turns import GRADER, build_replies, count_drifted
+from three_turns import GRADER, build_replies, count_drifted
 
-from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.harness.base import Launch
 from polar_trl.harness.codex import CodexHarness
+from polar_trl.tools.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.types import TokenIds
 from polar_trl.wire.openai_responses_request import COMPACTION_PROMPT, SUMMARY_LEAD
 

@@ -2,11 +2,11 @@
 
 import pytest
 from sessions import BusyEngine, call_tool, results, run_session, say
-from test_three_turns import GRADER, build_replies, count_drifted
+from three_turns import GRADER, build_replies, count_drifted
 
-from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.harness.gemini_cli import GeminiCLIHarness
+from polar_trl.tools.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.types import Endpoint, Task
 
 HARNESS = GeminiCLIHarness()

@@ -8,11 +8,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from sessions import BusyEngine, answer_in_order, call_tool, change_env, overhear, results, run_session, say
-from test_three_turns import GRADER, build_replies, count_drifted
+from three_turns import GRADER, build_replies, count_drifted
 
-from polar_trl.doctor import run_scripted_session
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.harness.mini_swe_agent import MiniSWEAgentHarness
+from polar_trl.tools.doctor import run_scripted_session
 from polar_trl.types import Endpoint, Message, Task
 
 HARNESS = MiniSWEAgentHarness()

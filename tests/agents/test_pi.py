@@ -20,15 +20,15 @@ from sessions import (
     run_session,
     say,
 )
-from test_three_turns import GRADER, build_replies, count_drifted
+from three_turns import GRADER, build_replies, count_drifted
 
-from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError
 from polar_trl.harness import build_agent
 from polar_trl.harness.base import Launch
 from polar_trl.harness.pi import PiHarness
 from polar_trl.tasks.load import load_task_set
+from polar_trl.tools.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.types import Endpoint, Task
 
 ROOT = Path(__file__).parents[2]

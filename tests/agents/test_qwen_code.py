@@ -17,13 +17,13 @@ from sessions import (
     run_session,
     say,
 )
-from test_three_turns import GRADER, build_replies, count_drifted
+from three_turns import GRADER, build_replies, count_drifted
 
-from polar_trl.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Launch
 from polar_trl.harness.qwen_code import QwenCodeHarness
+from polar_trl.tools.doctor import MAX_MODEL_LEN, answer_by_turn
 from polar_trl.types import Endpoint, Task
 
 HARNESS = QwenCodeHarness()

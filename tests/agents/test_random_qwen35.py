@@ -25,10 +25,10 @@ from polar_trl.harness import AGENTS, build_agent
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import digest
-from polar_trl.record import read_record
-from polar_trl.rollout import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.recording.log import read_record
+from polar_trl.recording.session import SessionLimits
+from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.session import SessionLimits
 from polar_trl.tokens.families import FamilyRenderer
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Call, Completion, Task, TokenIds

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polar_trl.grade.canary import Canary
-from polar_trl.sandbox.run_tests import run_apart
+from polar_trl.sandbox.inside.run_tests import run_apart
 
 CASES = {
     # ids, paths, a file's name pattern -> the folder, and whether pytest is told of the file

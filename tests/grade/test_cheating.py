@@ -8,7 +8,7 @@ import pytest
 
 from polar_trl.grade.attempts import count_peeks
 from polar_trl.grade.by_task import GraderByTask
-from polar_trl.sandbox.docker import DockerSandboxBackend
+from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.types import Call, ChatRequest, Completion, Message, Task, TestSpec, ToolCall
 

@@ -3,22 +3,15 @@
 Each file is used as it is but for the number of processes and the precision.
 """
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from launch import ACCELERATE, launch_ranks
 from tiny_qwen import build_tiny_qwen3
 
-from polar_trl.grpo.plan import read_accelerate
-
-HERE = Path(__file__).parent
-CONFIGS = HERE.parents[1] / "configs" / "accelerate"
+from polar_trl.tools.memory_plan.plan import read_accelerate
 
 
 @pytest.fixture(scope="module")
@@ -26,33 +19,9 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_qwen3(smollm2, tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
-def launch(name: str, out: Path, *arguments: str, precision: str = "no") -> list[dict[str, Any]]:
-    """What each of two ranks wrote."""
-    out.mkdir(parents=True, exist_ok=True)
-    settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    settings |= {"num_processes": 2, "mixed_precision": precision}
-    settings.pop("gpu_ids", None)
-    file = out / "accelerate.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)),
-            *("--main_process_port", str(port), str(HERE / "accelerate_worker.py"), str(out), *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": str(HERE), "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return [torch.load(out / f"rank{rank}.pt") for rank in (0, 1)]
-
-
 @pytest.fixture(scope="module")
 def ddp(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first, second = launch("ddp_8gpu", tmp_path_factory.mktemp("ddp"), "rows", str(model))
+    first, second = launch_ranks("ddp_8gpu", tmp_path_factory.mktemp("ddp"), "rows", str(model))
     assert torch.equal(first["weights"], second["weights"])
     assert first["kept"] == len(first["weights"])
     return first
@@ -65,7 +34,7 @@ def ddp(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 def test_sharded_training_gives_the_numbers_of_ddp(
     ddp: dict[str, Any], model: Path, tmp_path: Path, name: str, kind: str, share: float
 ) -> None:
-    first, second = launch(name, tmp_path, "rows", str(model))
+    first, second = launch_ranks(name, tmp_path, "rows", str(model))
     # the setting took effect: without it, the numbers would be those of DDP too
     assert first["distributed_type"] == second["distributed_type"] == kind
     # ZeRO-3 keeps a parameter's share elsewhere: only what is too small to be cut is left in the model
@@ -83,7 +52,7 @@ def test_sharded_training_gives_the_numbers_of_ddp(
 @pytest.mark.parametrize("name", ["deepspeed_zero2", "deepspeed_zero3"])
 def test_deepspeeds_own_masters_are_dithered(model: Path, tmp_path: Path, name: str) -> None:
     # published weights are values of bfloat16; this model's are not, before DeepSpeed lowers them
-    first, second = launch(name, tmp_path, "masters", str(model), precision="bf16")
+    first, second = launch_ranks(name, tmp_path, "masters", str(model), precision="bf16")
     for result in (first, second):
         published = result["before"].bfloat16().float()
         before, after = result["masters"]
@@ -95,7 +64,7 @@ def test_deepspeeds_own_masters_are_dithered(model: Path, tmp_path: Path, name: 
 
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
 def test_neither_a_loss_that_is_not_finite_nor_no_rows_move_a_shard(model: Path, tmp_path: Path, name: str) -> None:
-    for rank in launch(name, tmp_path, "faults", str(model)):
+    for rank in launch_ranks(name, tmp_path, "faults", str(model)):
         made, faulty, empty, last = rank["weights_of_steps"]
         assert torch.isfinite(last).all() and not torch.equal(made, rank["before"])
         assert torch.equal(faulty, made) and torch.equal(empty, made)
@@ -106,14 +75,14 @@ def test_neither_a_loss_that_is_not_finite_nor_no_rows_move_a_shard(model: Path,
 
 @pytest.mark.parametrize("adapter", ["whole", "lora"])
 def test_engines_get_the_weights_of_a_sharded_trainer(model: Path, tmp_path: Path, adapter: str) -> None:
-    for result in launch("fsdp2", tmp_path, "agents", str(model), adapter):
+    for result in launch_ranks("fsdp2", tmp_path, "agents", str(model), adapter):
         assert result["distributed_type"] == "FSDP"
         assert result["policy_version"] == 2
         assert result["change"] > 1e-4  # what the step did to the weights that were pushed
         assert result["gap"] < 1e-4  # float32
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(ACCELERATE.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_file_says_when_to_use_it_and_can_be_planned(path: Path) -> None:
     assert path.read_text().startswith("# ")
     sharding, processes, precision = read_accelerate(path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polar_trl.grpo.advantage import compute_advantages
-from polar_trl.grpo.metrics import nan_std
+from polar_trl.grpo.logs.metrics import nan_std
 
 NAN = math.nan
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from polar_trl.errors import ConfigError
+from polar_trl.eval.arguments import EvalArguments
 from polar_trl.grpo.arguments import RunParser, parse_run
-from polar_trl.grpo.eval_arguments import EvalArguments
 
 BASE = "use_cpu: true\nbf16: false\n"
 

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import torch
-from test_loss import run_worker
+from launch import run_worker
 from transformers import AutoModelForCausalLM
 
 from polar_trl.reconstruct.merge import build_prefix_merged
-from polar_trl.record import read_session
+from polar_trl.recording.log import read_session
 from polar_trl.types import Call
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import docker
 import pytest
-from test_loss import run_worker
+from launch import run_worker
 from tiny_qwen import build_tiny_qwen3
 
-from polar_trl.record import read_session
-from polar_trl.sandbox.docker import LABEL
+from polar_trl.recording.log import read_session
+from polar_trl.sandbox.docker.backend import LABEL
 
 pytestmark = pytest.mark.containers
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_loss import run_worker
+from launch import run_worker
 from trl.trainer.utils import is_async_callable
 
 from polar_trl.cli import main
 from polar_trl.grpo.rewards import find_not_finite, tell_apart
-from polar_trl.record import read_session
+from polar_trl.recording.log import read_session
 from polar_trl.types import Rollout
 
 BAD = ("inf", "-inf", "nan", "beyond_float32", "beyond_float", "async_nan")

@@ -1,15 +1,11 @@
 """Which tokens of a rollout are trained, and what is counted instead."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reconstruct"))
 from reconstruct_sessions import build_call
 
 from polar_trl.grpo.rows import build_rows
 from polar_trl.reconstruct.cut import clip_trajectory
 from polar_trl.reconstruct.merge import build_prefix_merged
-from polar_trl.rollout import Finished
+from polar_trl.rollout.runner import Finished
 from polar_trl.types import Rollout
 
 

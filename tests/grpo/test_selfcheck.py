@@ -7,8 +7,8 @@ import pytest
 
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError, EngineError
+from polar_trl.grpo.logs.summary import build_summary, print_summary, write_summary
 from polar_trl.grpo.selfcheck import NUM_TOKENS, check_engine
-from polar_trl.grpo.summary import build_summary, print_summary, write_summary
 from polar_trl.types import Completion
 
 PROMPTS = [[10, 11, 12], [200, 300, 400, 500]]

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loss import run_worker
+from launch import run_worker
 
 from polar_trl.cli import main as polar_trl
 from polar_trl.reconstruct import build_prefix_merged
-from polar_trl.record import read_session
-from polar_trl.run_log import read_log
+from polar_trl.recording.log import read_session
+from polar_trl.run_folder import read_log
 
 
 def load(out: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
-from polar_trl.sandbox.bwrap import BwrapSandboxBackend
-from polar_trl.sandbox.docker import DockerSandboxBackend
+from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
+from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.owner import list_mounts
 from polar_trl.types import Task

@@ -16,14 +16,14 @@ import docker
 import pytest
 from faults import LIMITS, REPLY, Leftovers, OwnEngine, Sessions, build, list_processes
 
-from polar_trl.rollout import Finished
+from polar_trl.rollout.runner import Finished
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.types import Task
 
 pytestmark = pytest.mark.containers
 
-TRAINER = Path(__file__).with_name("doomed_trainer.py")
+TRAINER = Path(__file__).parents[1] / "helpers" / "doomed_trainer.py"
 FINE = "python3 ~/ask.py && echo fine > result"
 both_kinds = pytest.mark.parametrize("kind", ["bwrap", "docker"])
 

@@ -20,12 +20,12 @@ from serving import wait_until
 from polar_trl.errors import ConfigError
 from polar_trl.harness.install import NODE
 from polar_trl.sandbox import build_backend
-from polar_trl.sandbox.docker import OWNER_LABEL
+from polar_trl.sandbox.docker.backend import OWNER_LABEL
 from polar_trl.sandbox.limits import Limits
 
 pytestmark = pytest.mark.containers
 
-SCRIPT = Path(__file__).with_name("ordinary_user.py")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ordinary_user.py"
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_docker(home: Path, engine: Path) -> None:
 
 
 def test_docker_where_only_an_agent_brings_node(home: Path, engine: Path, bare_image: str) -> None:
-    assert NODE.find_version() == NODE.version, "run scripts/get_agents.py first (scripts/test.sh does)"
+    assert NODE.find_version() == NODE.version, "run scripts/dev/get_agents.py first (scripts/test.sh does)"
     shutil.copytree(NODE.folder, home / "cache" / "agents" / NODE.folder.name, symlinks=True)
     for folder in (home / "cache", home / "cache" / "agents"):
         os.chown(folder, as_user.UID, as_user.UID)

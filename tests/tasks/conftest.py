@@ -6,7 +6,7 @@ import pytest
 from calc_releases import PYTHON
 
 from polar_trl.cache import CACHE_VARIABLE
-from polar_trl.tasks.folders import Tools
+from polar_trl.tasks.build.folders import Tools
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from calc_releases import pretend_installed
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
+from polar_trl.tasks.build.suite import find_environment, install_environment
 from polar_trl.tasks.environment import (
     find_answer,
     list_environments,
@@ -18,7 +19,6 @@ from polar_trl.tasks.environment import (
     provide_python,
     refuse_answers,
 )
-from polar_trl.tasks.suite import find_environment, install_environment
 from polar_trl.types import Task, TestSpec
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from polar_trl.errors import ConfigError, GradeError, SandboxError, TaskError
 from polar_trl.grade.tests import TestsGrader
-from polar_trl.sandbox import run_tests
 from polar_trl.sandbox.base import Capabilities
+from polar_trl.sandbox.inside import run_tests
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tasks.jsonl import load_tasks

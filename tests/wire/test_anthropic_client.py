@@ -1,6 +1,6 @@
 """The `anthropic` client against the proxy, where it is not like the other providers' clients.
 
-The rows that all clients share are in `tests/test_conformance.py`.
+The rows that all clients share are in `tests/test_proxy_conformance.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import Reply, ScriptedEngine
 from polar_trl.errors import EngineBusyError, EngineError
 from polar_trl.proxy import Proxy
-from polar_trl.record import SessionLog
+from polar_trl.recording.log import SessionLog
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Message, TokenIds, ToolCall
 

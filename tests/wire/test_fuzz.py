@@ -1,5 +1,5 @@
 """Bodies that no honest agent sends: each is read or refused with an error that the format can show, and the proxy
-serves on. How long large ones take is measured by scripts/bench_parse.py."""
+serves on. How long large ones take is measured by scripts/bench/bench_parse.py."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import WireError
 from polar_trl.proxy import Proxy
-from polar_trl.record import SessionLog
-from polar_trl.session import SessionLimits
+from polar_trl.recording.log import SessionLog
+from polar_trl.recording.session import SessionLimits
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.tokens.continuation import Continuations
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Tool, ToolCall, ToolKind

@@ -11,7 +11,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineBusyError
 from polar_trl.proxy import Proxy
-from polar_trl.record import SessionLog
+from polar_trl.recording.log import SessionLog
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Completion, Message, TokenIds, ToolCall
 

@@ -1,0 +1,231 @@
+"""The settings of a run, a checkpoint and tasks -> graded sessions in a folder: what `polar-trl eval` does.
+
+The engine is vLLM without a trainer, or a server; sessions go through the runner that trains. It refuses to run a
+session again that has a reward: what is there already is counted.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.chat_server import ChatServer
+from polar_trl.engine.standalone import build_standalone_engine
+from polar_trl.eval.sample_tasks import (
+    Sample,
+    SampleResult,
+    list_samples,
+    open_folder,
+    read_results,
+    sample_tasks,
+    share_folder,
+)
+from polar_trl.eval.served_model import open_served_model
+from polar_trl.eval.setup import (
+    EvalSetup,
+    build_eval_parts,
+    build_settings,
+    find_checkpoint,
+    load_eval_tasks,
+    name_group,
+    name_model,
+)
+from polar_trl.eval.summary import build_summary
+from polar_trl.eval.workers import run_workers
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
+from polar_trl.proxy import Proxy
+from polar_trl.rollout.runner import RolloutRunner
+from polar_trl.setup.run_setup import RunParts
+from polar_trl.tokens.base import Renderer
+from polar_trl.tokens.load import load_renderer
+from polar_trl.types import Task
+
+SUMMARY_FILE = "summary.json"
+
+
+def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str, Any]:
+    """Run what is left to run; the summary of all, which `summary.json` holds as well.
+
+    Raises:
+        ConfigError: settings that cannot work, or a folder that holds something else.
+        PolarError: the infrastructure fails all the time, or an engine has stopped.
+        KeyboardInterrupt: what has ended is kept.
+    """
+    checkpoint = find_checkpoint(setup)
+    tasks = load_eval_tasks(setup)
+    parts = build_eval_parts(setup, tasks)
+    try:
+        with open_folder(setup.folder, build_settings(setup, tasks, checkpoint, parts.harness)) as before:
+            samples = _list_left(setup, tasks, before)
+            _say_what_is_left(setup, len(tasks), before, samples)
+            if samples and setup.evaluation.num_engines > 1:
+                _prepare_model(setup, checkpoint)
+                run_workers(setup, len(samples), show_progress=show_progress)
+            elif samples:
+                _sample(setup, parts, checkpoint, samples, show_progress=show_progress)
+            summary = summarise_results(setup, tasks)
+    finally:
+        parts.backend.close()
+    path = setup.folder / SUMMARY_FILE
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary
+
+
+def run_worker(setup: EvalSetup, number: int) -> None:
+    """The share of one of several engines, in a folder that the process which started this one has open."""
+    checkpoint = find_checkpoint(setup)
+    tasks = load_eval_tasks(setup)
+    parts = build_eval_parts(setup, tasks, is_first=False)
+    try:
+        samples = _list_left(setup, tasks, read_results(setup.folder))
+        # by its place among all and not among those that are left: other engines are at work already
+        mine = [s for s in samples if (s.sample * len(tasks) + s.place) % setup.evaluation.num_engines == number]
+        if mine:
+            with share_folder(setup.folder):
+                _sample(setup, parts, checkpoint, mine, show_progress=False)
+    finally:
+        parts.backend.close()
+
+
+def summarise_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]:
+    """The numbers of what the folder holds, and what they are of."""
+    evaluation = setup.evaluation
+    numbers = build_summary(
+        [task.id for task in tasks],
+        read_results(setup.folder),
+        num_samples=evaluation.num_samples,
+        ks=sorted({1, *evaluation.k}),
+        groups={task.id: name for task in tasks if (name := name_group(task, evaluation.by)) is not None},
+    )
+    about = {
+        "model": name_model(setup),
+        "agent": setup.run.agent,
+        "task_set": setup.tasks,
+        "output_dir": str(setup.folder),
+    }
+    return {**about, "num_samples": evaluation.num_samples, "grouped_by": evaluation.by, **numbers}
+
+
+@contextmanager
+def open_runner(
+    args: PolarGRPOConfig, parts: RunParts, engine: Engine | ChatServer, *, model: str, params: GenerationParams
+) -> Iterator[RolloutRunner]:
+    """A proxy in front of the engine and a runner of sessions, both ended after the block.
+
+    Args:
+        engine: Or a chat server, which is its own renderer and gives text alone.
+        model: Folder or hub name of what the engine samples from: its tokenizer is read.
+        params: How to sample; the tokens that end an answer are added.
+    """
+    renderer: Renderer
+    if isinstance(engine, ChatServer):
+        renderer, ends = engine, set()
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+        renderer = load_renderer(
+            tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
+        )
+        ends = {*renderer.stop_token_ids, *find_end_tokens(model, tokenizer)}
+    # an evaluation that cuts agents would measure how quick the others were
+    config = replace(args.build_rollout_config(), straggler_quantile=None)
+    params = replace(params, stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})))
+    with Proxy(engine, renderer, params=params, model=args.model_label) as proxy:
+        runner = RolloutRunner(
+            proxy=proxy, backend=parts.backend, harness=parts.harness, grader=parts.grader, config=config
+        )
+        try:
+            yield runner
+        finally:
+            runner.close()
+
+
+def find_end_tokens(model: str, tokenizer: Any) -> set[int]:
+    """Every token that the model's own settings call an end, as TRL's trainer takes them."""
+    try:
+        found = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # it has no generation_config.json
+        found = None
+    ends = found if isinstance(found, list) else [found]
+    return {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
+
+
+def _sample(
+    setup: EvalSetup, parts: RunParts, checkpoint: Checkpoint, samples: Sequence[Sample], *, show_progress: bool
+) -> None:
+    model = _prepare_model(setup, checkpoint)
+    with (
+        _open_engine(setup, model) as engine,
+        open_runner(setup.args, parts, engine, model=model, params=setup.params) as runner,
+    ):
+        sample_tasks(
+            runner, samples, setup.folder, max_attempts=setup.evaluation.max_attempts, show_progress=show_progress
+        )
+
+
+def _prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
+    """What the engine loads: the checkpoint, or what it is merged into; for a server, what has its tokenizer."""
+    if checkpoint.base is None or setup.evaluation.base_url is not None:
+        return checkpoint.base or checkpoint.name
+    folder = setup.folder / "merged"
+    print(f"merging the adapter {checkpoint.name} onto {checkpoint.base}: {folder}", file=sys.stderr, flush=True)
+    return str(merge_adapter(checkpoint, folder, trust_remote_code=setup.args.trust_remote_code))
+
+
+@contextmanager
+def _open_engine(setup: EvalSetup, model: str) -> Iterator[Engine | ChatServer]:
+    args, evaluation = setup.args, setup.evaluation
+    if evaluation.base_url is not None:
+        tokenizer = None if evaluation.text_only or setup.model is None else model
+        with open_served_model(
+            evaluation.base_url,
+            args,
+            setup.params,
+            model=tokenizer,
+            served_name=evaluation.served_name,
+            text_only=evaluation.text_only,
+        ) as served:
+            yield served
+        return
+    engine = build_standalone_engine(
+        model,
+        cpu=setup.on_cpu,
+        max_model_len=args.vllm_max_model_length,
+        max_num_seqs=args.engine_slots,
+        gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
+        graphs=args.engine_cuda_graphs,
+        trust_remote_code=args.trust_remote_code,
+        # another one in each process: samples that are added later must not repeat the earlier ones
+        seed=int.from_bytes(os.urandom(4), "big"),
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _list_left(setup: EvalSetup, tasks: Sequence[Task], results: Sequence[SampleResult]) -> list[Sample]:
+    evaluation = setup.evaluation
+    return list_samples(tasks, results, num_samples=evaluation.num_samples, max_attempts=evaluation.max_attempts)
+
+
+def _say_what_is_left(
+    setup: EvalSetup, num_tasks: int, before: Sequence[SampleResult], samples: Sequence[Sample]
+) -> None:
+    graded = sum(result.reward is not None for result in before)
+    found = (
+        f"{graded} graded sessions and {len(before) - graded} without a reward are there already, " if before else ""
+    )
+    where = setup.evaluation.base_url or ("the CPU" if setup.on_cpu else f"{setup.evaluation.num_engines} GPU(s)")
+    print(
+        f"{num_tasks} tasks x {setup.evaluation.num_samples}: {found}{len(samples)} sessions are left to run "
+        f"on {where}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,213 @@
+"""A run file and flags -> what is evaluated: the checkpoint, the tasks, and the agent, sandboxes and graders of a run.
+
+It refuses to leave tasks out whose own solutions do not pass (`polar-trl check-tasks` finds them): a data set that
+others report on is evaluated whole.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.openai_server import OpenAIServer
+from polar_trl.engine.remote import find_served_model
+from polar_trl.errors import ConfigError
+from polar_trl.eval.arguments import EvalArguments
+from polar_trl.eval.sample_tasks import find_repo, read_settings
+from polar_trl.eval.served_model import API_KEY_VARIABLE
+from polar_trl.grade.by_task import GraderByTask, check_gradable
+from polar_trl.grpo.arguments import RunParser, parse_groups, refuse_unread
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
+from polar_trl.harness.base import Harness
+from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts
+from polar_trl.tasks.environment import provide_python
+from polar_trl.tasks.load import load_task_set
+from polar_trl.types import Task
+
+MAX_COMPLETION_LENGTH = 8192
+"""Of one model call where no setting says otherwise: TRL's own default is made for answers and not for agents."""
+_OF_TRAINING: Mapping[str, Any] = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2,
+    "generation_batch_size": None, "steps_per_generation": None, "max_policy_lag": 0, "resample_zero_variance": 0,
+    "eval_strategy": "no", "tf32": None,
+}  # fmt: skip
+"""What only a trainer reads, set to what is right on any machine: batches need not fit the processes there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSetup:
+    """The settings of an evaluation."""
+
+    run: RunArguments
+    args: PolarGRPOConfig
+    evaluation: EvalArguments
+    model: str | None
+    tasks: str
+    """Where they are."""
+    folder: Path
+    on_cpu: bool
+    """Whether the engine is on the CPU."""
+    command: tuple[str, ...]
+    """The same settings as arguments of `polar-trl eval`."""
+
+    @property
+    def params(self) -> GenerationParams:
+        """How to sample, but for the tokens that end an answer."""
+        evaluation, args = self.evaluation, self.args
+        chosen = evaluation.eval_temperature
+        return GenerationParams(
+            max_tokens=args.max_completion_length,
+            temperature=args.temperature if chosen is None else chosen,
+            top_p=evaluation.eval_top_p,
+            top_k=evaluation.eval_top_k,
+        )
+
+
+class _EvalParser(RunParser):
+    """The parser of a run, on a machine that need not be the one that trains."""
+
+    on_cpu = False
+
+    def __init__(self) -> None:
+        usage = "polar-trl eval [--config FILE] --output_dir OUT [--KEY VALUE ...]; see polar-trl eval --help"
+        super().__init__(EvalArguments, prog="polar-trl eval", usage=usage)
+        self.set_defaults(max_completion_length=MAX_COMPLETION_LENGTH)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse. Training's device is none here: it would take memory of a GPU that is an engine's."""
+        found, rest = super().parse_known_args(args, namespace)
+        self.on_cpu = bool(found.use_cpu) or not torch.cuda.is_available()
+        vars(found).update(_OF_TRAINING, use_cpu=True)
+        return found, rest
+
+
+def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> EvalSetup:
+    """Settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
+
+    Args:
+        overrides: Keys of a run and of `EvalArguments` as flags.
+        folder: Of the results.
+    """
+    parser = _EvalParser()
+    arguments = [*(["--config", str(config)] if config else []), *overrides]
+    run, args, model, evaluation = parse_groups(parser, arguments)
+    refuse_unread(model)
+    given = {argument.split("=")[0] for argument in overrides}
+    names_tasks = "--tasks" in given and "--eval_tasks" not in given  # a flag comes before what the file says
+    return EvalSetup(
+        run=replace(run, check_tasks=False),
+        args=args,
+        evaluation=evaluation,
+        model=model.model_name_or_path,
+        tasks=run.tasks if names_tasks else run.eval_tasks or run.tasks,
+        folder=folder,
+        on_cpu=parser.on_cpu,
+        command=("--output_dir", str(folder), *arguments),
+    )
+
+
+def find_checkpoint(setup: EvalSetup) -> Checkpoint:
+    """What is evaluated. A server's model is known by its name; what has its tokenizer is looked for as well."""
+    evaluation = setup.evaluation
+    if evaluation.base_url is None or (setup.model is not None and not evaluation.text_only):
+        return find_model(setup.model, trust_remote_code=setup.args.trust_remote_code)
+    name = evaluation.served_name or setup.model or evaluation.base_url
+    return Checkpoint(name=name, identity=name)
+
+
+def load_eval_tasks(setup: EvalSetup) -> list[Task]:
+    """The chosen tasks, with a Python for their tests where they need one. Raises `ConfigError`."""
+    chosen = setup.evaluation.task_ids
+    tasks = load_task_set(setup.tasks, limit=setup.evaluation.limit)
+    if unknown := sorted(set(chosen) - {task.id for task in tasks}):
+        raise ConfigError(f"task_ids: {setup.tasks} has no task {unknown[0]!r}")
+    if chosen:
+        tasks = [task for task in tasks if task.id in chosen]
+    key = setup.evaluation.by
+    if key != "repo" and all(name_group(task, key) is None for task in tasks):
+        raise ConfigError(f"by is {key!r}, and no task has it in its metadata")
+    return provide_python(tasks, sandbox=setup.run.sandbox, image=setup.run.sandbox_image)
+
+
+def build_eval_parts(setup: EvalSetup, tasks: Sequence[Task], *, is_first: bool = True) -> RunParts:
+    """Agent, sandboxes and graders; every task has one that can say what a session is worth. Raises `ConfigError`."""
+    parts = build_parts(
+        setup.run, tasks, run_id=setup.folder.name, check_jobs=setup.args.max_grading, is_first=is_first
+    )
+    if parts.grader is not None:
+        return parts
+    try:
+        check_gradable(tasks, parts.backend)
+    except BaseException:
+        parts.backend.close()
+        raise
+    return replace(parts, grader=GraderByTask(parts.backend))
+
+
+def build_settings(
+    setup: EvalSetup, tasks: Sequence[Task], checkpoint: Checkpoint, harness: Harness
+) -> dict[str, Any]:
+    """What decides the results, and whose tokens they are (JSON values).
+
+    How many samples, attempts and processes there are decides nothing.
+    """
+    run, args, params = setup.run, setup.args, setup.params
+    content = json.dumps([asdict(task) for task in tasks], sort_keys=True, default=str)
+    find_version = getattr(harness, "find_installed_version", None)
+    names = (
+        *("agent", "agent_options", "agent_command", "agent_folders", "grader", "partial_credit"),
+        *("sandbox", "sandbox_image", "sandbox_memory_mb", "sandbox_cpus", "sandbox_pids", "sandbox_disk_mb"),
+    )
+    of_sessions = (
+        *("max_completion_length", "max_session_calls", "max_session_tokens", "vllm_max_model_length"),
+        *("renderer", "thinking", "chat_template_kwargs", "model_label"),
+    )
+    return {
+        "model": checkpoint.identity,
+        "tokenizer": os.path.abspath(name) if Path(name := checkpoint.base or checkpoint.name).is_dir() else name,
+        "engine": "vllm" if setup.evaluation.base_url is None else "server",
+        "served_name": _find_served_name(setup.evaluation),
+        **{name: getattr(run, name) for name in names},
+        "agent_version": None if find_version is None else find_version(),
+        "agent_files": {Path(name).name: _digest(Path(name).read_bytes()) for name in run.agent_files},
+        "tasks": f"{len(tasks)} tasks {_digest(content.encode('utf-8', 'surrogatepass'))}",
+        **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
+        **{name: getattr(args, name) for name in of_sessions},
+    }
+
+
+def _find_served_name(evaluation: EvalArguments) -> str | None:
+    """What a server's answers are of; None where it cannot be asked, or there is no server."""
+    if evaluation.base_url is None:
+        return None
+    server = OpenAIServer(evaluation.base_url, api_key=os.environ.get(API_KEY_VARIABLE))
+    try:
+        return find_served_model(server, evaluation.served_name).name
+    except ConfigError:
+        return evaluation.served_name  # a folder with nothing left to run needs no server
+    finally:
+        server.close()
+
+
+def name_model(setup: EvalSetup) -> str:
+    """What sampled the folder's sessions; a server's model has the server's name for it, not that of a tokenizer."""
+    if setup.evaluation.base_url is None:
+        return setup.model or ""
+    return read_settings(setup.folder).get("served_name") or setup.evaluation.base_url
+
+
+def name_group(task: Task, key: str) -> str | None:
+    """What a task is reported under: its repository, or what its metadata has at `key`."""
+    value = find_repo(task) if key == "repo" else task.metadata.get(key)
+    return None if value is None else str(value)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

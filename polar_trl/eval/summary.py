@@ -1,0 +1,99 @@
+"""The results of an evaluation -> its numbers: pass rates with intervals, failures of the infrastructure, averages.
+
+It refuses to take a session without a reward for one that failed: such a session is in no rate and no average, and is
+counted by its reason.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from polar_trl.eval.pass_at_k import TaskCount, estimate_pass_rate
+from polar_trl.eval.sample_tasks import PASSING_REWARD, SampleResult
+
+
+def build_summary(
+    task_ids: Sequence[str],
+    results: Sequence[SampleResult],
+    *,
+    num_samples: int,
+    ks: Sequence[int],
+    groups: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Numbers of a task set (JSON values); "by" has the same for each group of tasks, if there are any.
+
+    Args:
+        task_ids: All tasks that were to be evaluated.
+        results: Lines of `results.jsonl`; those of other tasks and of samples from `num_samples` on are left out.
+        num_samples: Sessions that each task was to get.
+        ks: Of the pass rates.
+        groups: Task id -> name of its group; tasks that it lacks are in none.
+    """
+    wanted = set(task_ids)
+    kept = [result for result in results if result.task in wanted and result.sample < num_samples]
+    summary = _summarise(task_ids, kept, num_samples, ks)
+    if groups:
+        members: dict[str, list[str]] = defaultdict(list)
+        for task_id in task_ids:
+            if task_id in groups:
+                members[groups[task_id]].append(task_id)
+        summary["by"] = {
+            name: _summarise(ids, [result for result in kept if result.task in set(ids)], num_samples, ks)
+            for name, ids in sorted(members.items())
+        }
+    return summary
+
+
+def name_failure(result: SampleResult) -> str:
+    """What kind of failure of the infrastructure left this session without a reward."""
+    if result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
+        return result.stop_reason
+    error = result.error or ""
+    if error.startswith("the grader"):
+        return "grader_failed"
+    return "model_calls_failed" if "model calls failed on our side" in error else "sandbox_failed"
+
+
+def _summarise(
+    task_ids: Sequence[str], results: Sequence[SampleResult], num_samples: int, ks: Sequence[int]
+) -> dict[str, Any]:
+    graded = {(result.task, result.sample): result for result in results if result.reward is not None}
+    tried = {(result.task, result.sample) for result in results}
+    failed = [result for result in results if result.reward is None]
+    num_graded, num_passed = Counter[str](), Counter[str]()
+    for (task, _), result in graded.items():
+        num_graded[task] += 1
+        num_passed[task] += (result.reward or 0.0) >= PASSING_REWARD
+    counts = [TaskCount(num_graded=num_graded[task], num_passed=num_passed[task]) for task in task_ids]
+    sessions = list(graded.values())
+    return {
+        "tasks": len(task_ids),
+        "tasks_graded": len(num_graded),
+        "sessions": {
+            "wanted": len(task_ids) * num_samples,
+            "graded": len(graded),
+            "passed": sum(num_passed.values()),
+            "failed": len(tried - set(graded)),
+            "missing": len(task_ids) * num_samples - len(tried),
+        },
+        "failures": _count_failures(failed),
+        "pass_at": {str(k): asdict(estimate_pass_rate(counts, k)) for k in ks},
+        "mean_reward": _mean([result.reward or 0.0 for result in sessions]),
+        "calls_per_session": _mean([result.calls for result in sessions]),
+        "sampled_tokens_per_session": _mean([result.sampled_tokens for result in sessions]),
+        "agent_seconds_per_session": _mean([result.seconds.get("agent", 0.0) for result in sessions]),
+        "stop_reasons": dict(Counter(result.stop_reason for result in sessions).most_common()),
+    }
+
+
+def _count_failures(failed: Sequence[SampleResult]) -> dict[str, dict[str, Any]]:
+    """Sessions without a reward by kind, with what the latest of each kind said."""
+    counts = Counter(name_failure(result) for result in failed)
+    latest = {name_failure(result): result.error for result in failed}
+    return {name: {"sessions": count, "latest": latest[name]} for name, count in counts.most_common()}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

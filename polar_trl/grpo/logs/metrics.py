@@ -1,0 +1,75 @@
+"""Finished rollouts -> the numbers that a step logs. Nothing is gathered and nothing is kept here."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import torch
+from torch import Tensor
+
+from polar_trl.rollout.runner import STAGES, Finished
+
+COUNTS = ("polar/counters/", "polar/dropped/", "polar/stopped/")
+"""Beginnings of the names of counts that a batch may have none of."""
+
+
+def append_metrics(waiting: MutableMapping[str, list[float]], batch: Mapping[str, float]) -> None:
+    """Add a generation batch's metrics to those that wait to be logged.
+
+    TRL logs the mean of each list. A count that a batch has none of is a 0 in its list, so that with several batches
+    between two lines of the log, sampled tokens are still trained tokens and the dropped ones of all reasons.
+    """
+    num_before = len(waiting["polar/sampled_tokens"])
+    for name in [*batch, *(name for name in waiting if name.startswith(COUNTS) and name not in batch)]:
+        if name.startswith(COUNTS):
+            waiting[name] += [0.0] * (num_before - len(waiting[name]))
+        waiting[name].append(batch.get(name, 0.0))
+
+
+def count_rollout(result: Finished) -> dict[str, float]:
+    """Numbers of one rollout, all of which may be added up over rollouts."""
+    rollout, reconstruction = result.rollout, result.reconstruction
+    summary: dict[str, float] = {
+        "calls": len(rollout.calls),
+        "sampled_tokens": sum(len(call.completion.token_ids) for call in rollout.calls),
+        "trajectories": len(reconstruction.trajectories),
+        "cut_by_length": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
+        f"stopped/{rollout.stop_reason}": 1,
+    }
+    counters = {**rollout.counters, **reconstruction.counters}
+    summary |= {f"counters/{name}": count for name, count in counters.items()}
+    summary |= {f"dropped/{reason}": count for reason, count in reconstruction.dropped.items()}
+    summary |= {f"seconds/{phase}": rollout.seconds[phase] for phase in ("queue", "held", *STAGES)}
+    return summary
+
+
+def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a generation batch, from the summaries of all ranks' rollouts."""
+    totals: Counter[str] = Counter()
+    for summary in summaries:
+        totals.update(summary)
+    num = len(summaries)
+    sampled = [summary["sampled_tokens"] for summary in summaries]
+    metrics = {
+        "completions/mean_length": sum(sampled) / num,
+        "completions/min_length": min(sampled),
+        "completions/max_length": max(sampled),
+        "completions/clipped_ratio": totals["cut_by_length"] / num,
+        "polar/sampled_tokens": totals["sampled_tokens"],
+        "polar/calls_per_rollout": totals["calls"] / num,
+        "polar/trajectories_per_rollout": totals["trajectories"] / num,
+    }
+    for key, value in sorted(totals.items()):
+        if key.startswith(("counters/", "dropped/", "stopped/")):
+            metrics[f"polar/{key}"] = value
+        elif key.startswith("seconds/"):
+            metrics[f"polar/{key}"] = value / num
+    return metrics
+
+
+def nan_std(values: Tensor) -> float:
+    """Sample standard deviation of what is not NaN; NaN where fewer than two values are, 0 where all are equal."""
+    kept = values[~torch.isnan(values)].double()
+    if kept.numel() < 2:
+        return math.nan
+    return 0.0 if kept.max() == kept.min() else kept.std().item()

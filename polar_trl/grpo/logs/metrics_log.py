@@ -1,0 +1,41 @@
+"""A run's settings -> `settings.json` in its folder; what a step logs -> a line of `log.jsonl`, while the run goes on.
+
+Where a run was killed and went on, a step may have two lines; the later one counts. It refuses to need any tracker.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
+
+
+class MetricsLog(TrainerCallback):
+    """Appends what is logged, on rank 0: `step`, and the metrics by name.
+
+    Args:
+        folder: The run's.
+        settings: What whoever looks at the run wants to know of it, as JSON values; `max_steps` is added.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._path = folder / LOG_FILE
+        self._settings = settings
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the settings."""
+        if state.is_world_process_zero:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            settings = {**self._settings, "max_steps": state.max_steps}
+            (self._folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write a line."""
+        if state.is_world_process_zero and logs:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")

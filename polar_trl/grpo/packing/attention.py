@@ -1,0 +1,166 @@
+"""Causal attention over a `Layout`: every token attends to itself and to what comes before it in its own rows.
+
+Registered in transformers as the attention implementation "polar", so that any model that asks that interface for its
+attention can be forwarded on a flat sequence of rows. Calls without a layout are answered by SDPA. It refuses sliding
+windows and attention sinks, which `find_unsupported` finds before a run starts.
+"""
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from polar_trl.grpo.packing.layout import Layout
+
+ATTENTION = "polar"
+BLOCK_SIZE = 128
+"""Tokens per side of the blocks that FlexAttention skips or computes; a layout on a GPU is padded to a multiple."""
+
+QUERIES_PER_CALL = 256
+"""Of a segment with context, on a CPU."""
+
+
+def register_attention() -> None:
+    """Make "polar" known to transformers. Safe to call again."""
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, build_mask)
+
+
+def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """SDPA's mask, or None where it is plainly causal: over a flat sequence of rows it would have N x N entries."""
+    lengths = kwargs.get("q_length"), kwargs.get("kv_length")
+    if kwargs.get("attention_mask") is None and lengths[0] == lengths[1]:
+        return None
+    return cast("Tensor | None", sdpa_mask(*args, **kwargs))
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' calling convention.
+
+    Args:
+        query: [1, H, N, D]; `key` and `value` [1, H_kv, N, D].
+        layout: What the N tokens are; None for a batch of sequences, which SDPA answers.
+
+    Returns:
+        [1, N, H, D], and no weights.
+    """
+    if layout is None:
+        return cast(
+            "tuple[Tensor, None]",
+            sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+            ),
+        )
+    if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
+        raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
+    if query.is_cuda:
+        out = _attend_in_blocks(query, key, value, layout, scaling)
+    else:
+        out = _attend_by_segment(query, key, value, layout, scaling, dropout)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_by_segment(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, dropout: float
+) -> Tensor:
+    """SDPA per segment, its context gathered in front of it.
+
+    Without context that is SDPA's own causal attention. With it, a token's place is at the lower right of a mask, and
+    SDPA computes what a mask hides too: so queries go in blocks, each with the keys up to its end.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    outs = []
+    for index, segment in enumerate(layout.segments):
+        context = layout.context_of(index)
+        spans = [slice(part.start, part.end) for part in (*context, segment)]
+        keys = torch.cat([key[:, :, span] for span in spans], dim=2)
+        values = torch.cat([value[:, :, span] for span in spans], dim=2)
+        queries = query[:, :, spans[-1]]
+        if not segment.depth:
+            outs.append(
+                scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, dropout_p=dropout)
+            )
+            continue
+        for first in range(0, queries.shape[2], QUERIES_PER_CALL):
+            block = queries[:, :, first : first + QUERIES_PER_CALL]
+            end = segment.depth + first + block.shape[2]
+            mask = torch.ones(block.shape[2], end, dtype=torch.bool, device=query.device).tril(segment.depth + first)
+            outs.append(
+                scaled_dot_product_attention(
+                    block, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scaling, dropout_p=dropout
+                )
+            )
+    return torch.cat(outs, dim=2)
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
+    """FlexAttention, compiled once, over the blocks in which some token attends to some other."""
+    flex = _compiled_flex_attention()
+    mask = build_block_mask(layout, query.device)
+    return cast("Tensor", flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True))
+
+
+def build_block_mask(layout: Layout, device: torch.device) -> Any:
+    """FlexAttention's `BlockMask` of a layout, from its segments' ends; nothing of size N x N is made.
+
+    Of the blocks left of the diagonal, one is needed where any of its tokens' subtrees reaches into the rows of
+    queries, and needs no mask inside where all of them reach to their end. It is kept with the layout: all layers and
+    the recomputation of a checkpointed one share it.
+    """
+    cached = layout.__dict__.get("block_mask")
+    if cached is None:
+        cached = layout.__dict__["block_mask"] = _build_block_mask(layout, device)
+    return cached
+
+
+def _build_block_mask(layout: Layout, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if layout.num_tokens % BLOCK_SIZE:
+        raise ValueError(f"a layout of {layout.num_tokens} tokens is not a multiple of {BLOCK_SIZE}")
+    ends = torch.from_numpy(layout.subtree_ends_N).to(device=device, dtype=torch.int32)
+    ends_KB = ends.view(-1, BLOCK_SIZE)
+    num_blocks = len(ends_KB)
+    start_Q = torch.arange(num_blocks, device=device) * BLOCK_SIZE
+    left_QK = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
+    full_QK = left_QK & (ends_KB.amin(dim=1)[None, :] >= start_Q[:, None] + BLOCK_SIZE)
+    some_QK = left_QK & (ends_KB.amax(dim=1)[None, :] > start_Q[:, None]) & ~full_QK
+    some_QK |= torch.eye(num_blocks, dtype=torch.bool, device=device)
+
+    def is_in_context(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < ends[k])
+
+    return BlockMask.from_kv_blocks(
+        *_list_blocks(some_QK), *_list_blocks(full_QK), BLOCK_SIZE=BLOCK_SIZE, mask_mod=is_in_context
+    )
+
+
+def _list_blocks(needed_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of queries, how many blocks of keys are needed and which, those first."""
+    counts = needed_QK.sum(dim=1, dtype=torch.int32)
+    order = needed_QK.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], order[None, None].contiguous()
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)  # lengths differ at every micro-batch

@@ -1,0 +1,86 @@
+"""Rows of one forward pass -> what the loss reads: the trainable tokens, padded, and the flat sequence they are in.
+
+It refuses to pad what is forwarded: only the figures per trainable token are a rectangle.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polar_trl.grpo.packing.forward import LayoutKind, pack_rows
+from polar_trl.grpo.rows import Row
+
+
+def build_micro_batch(
+    rows: Sequence[Row],
+    shares: Sequence[float],
+    rollout_tokens: Sequence[int],
+    *,
+    kind: LayoutKind,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What one forward pass of B rows needs; without rows, one that trains nothing and costs two tokens.
+
+    The loss looks at a row's trainable tokens only, so those are all that is in the rectangle: C is the most trainable
+    tokens of a row. The tokens themselves are forwarded from "packed".
+
+    Args:
+        shares: What the loss of each row's tokens is multiplied by.
+        rollout_tokens: How many trained tokens each row's rollout has.
+
+    Returns:
+        `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C]; `advantages`, `shares`,
+        `rollout_tokens` [B]; `packed`, a `PackedRows`.
+    """
+    if not rows:
+        # a pass that every rank has to make: one token is scored so that all parameters are used, and masked
+        filled = build_micro_batch([build_filler()], [0.0], [1], kind=kind, device=device)
+        return filled | {"completion_mask": torch.zeros((1, 1), dtype=torch.long, device=device)}
+    counts = [row.num_trainable for row in rows]
+    shape = (len(rows), max(counts))
+    completion_ids = torch.zeros(shape, dtype=torch.long)
+    completion_mask = torch.zeros(shape, dtype=torch.long)
+    sampling_logps = torch.zeros(shape)
+    for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        completion_ids[b, :count] = torch.from_numpy(row.token_ids_T[row.trainable_T])
+        completion_mask[b, :count] = 1
+        sampling_logps[b, :count] = torch.from_numpy(row.logprobs_T[row.trainable_T])
+    packed = pack_rows(
+        [row.token_ids_T for row in rows],
+        [row.trainable_T for row in rows],
+        kind=kind,
+        device=device,
+    )
+    return {
+        "completion_ids": completion_ids.to(device),
+        "completion_mask": completion_mask.to(device),
+        "sampling_per_token_logps": sampling_logps.to(device),
+        "advantages": torch.tensor([row.advantage for row in rows], device=device),
+        "shares": torch.tensor(list(shares), device=device),
+        "rollout_tokens": torch.tensor([max(1, count) for count in rollout_tokens], device=device),
+        "packed": packed,
+    }
+
+
+def build_filler() -> Row:
+    """A row of two tokens that stands for none."""
+    return Row(
+        rollout_id="",
+        advantage=0.0,
+        token_ids_T=np.zeros(2, dtype=np.int64),
+        trainable_T=np.array([False, True]),
+        logprobs_T=np.zeros(2, dtype=np.float32),
+        policy_versions_T=np.full(2, -1),
+    )
+
+
+def to_rows(values_S: Tensor, batch: dict[str, Any]) -> Tensor:
+    """[S] values of a micro-batch's scored tokens as [B, C], 0 elsewhere; differentiable."""
+    num_rows, num_columns = batch["completion_ids"].shape
+    counts_B = torch.bincount(batch["packed"].row_of_S, minlength=num_rows)
+    mask_BC = torch.arange(num_columns, device=counts_B.device)[None] < counts_B[:, None]
+    # scored tokens come row by row and in order, as the mask's entries do
+    return values_S.new_zeros(mask_BC.shape).masked_scatter(mask_BC, values_S)

@@ -1,0 +1,162 @@
+"""A micro-batch of rows -> log-probabilities of its trainable tokens, without padding and without logits of prompts.
+
+`prepare_model` teaches a causal language model two more arguments, `layout` and `scored_positions`; called without
+them it is as before. It refuses to pack rows for models whose layers it cannot keep from looking across them.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.packing.attention import ATTENTION, BLOCK_SIZE, register_attention
+from polar_trl.grpo.packing.layout import Ids, Layout, build_layout
+from polar_trl.grpo.packing.linear_attention import wrap_linear_attention
+from polar_trl.grpo.packing.supported import find_unsupported
+
+logger = logging.getLogger(__name__)
+
+LayoutKind = Literal["tree", "packed", "single"]
+"""Rows in one flat sequence, shared prefixes once; the same, every row whole; or a forward pass for each row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRows:
+    """B rows as one flat sequence of N tokens, of which S are scored."""
+
+    kind: LayoutKind
+    layout: Layout
+    input_ids: Tensor
+    """[1, N]"""
+    position_ids: Tensor
+    """[1, N]"""
+    scored_positions: Tensor
+    """[S]: positions in the flat sequence whose hidden state predicts a scored token."""
+    labels: Tensor
+    """[1, S]: those tokens."""
+    row_of_S: Tensor
+    """[S]: which row each scored token is in."""
+
+
+def choose_layout(model: PreTrainedModel, wanted: str | None) -> LayoutKind:
+    """How rows of this model are forwarded: as the setting says, or the best that the model allows.
+
+    Args:
+        wanted: `sequence_layout` of the config.
+
+    Raises:
+        ConfigError: the model's layers would look across rows.
+    """
+    problem = find_unsupported(model)
+    if problem and wanted in ("tree", "packed"):
+        raise ConfigError(f"sequence_layout {wanted!r} is not for this model: {problem}; set it to 'single'")
+    if wanted is not None:
+        return cast("LayoutKind", wanted)
+    if problem:
+        logger.warning("rows are forwarded one at a time: %s", problem)
+        return "single"
+    return "tree"
+
+
+def prepare_model(model: PreTrainedModel, kind: LayoutKind) -> None:
+    """Let a model that has TRL's fused LM head be called with `scored_positions`, and with a `layout`."""
+    if kind != "single":
+        register_attention()
+        model.set_attn_implementation(ATTENTION)
+        wrap_linear_attention(model)
+    keep_adapter_inputs(model)
+    scored = _ScoredOnly()
+    model.base_model.register_forward_pre_hook(scored.take, with_kwargs=True)
+    model.base_model.register_forward_hook(scored.apply)
+
+
+def keep_adapter_inputs(model: nn.Module) -> None:
+    """Spare PEFT's adapters a detour: their weights are float32, so that each raises its input to float32, which
+    autocast lowers again before it multiplies. Both copies are as large as the layer's input."""
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "_cast_input_dtype"):
+            module._cast_input_dtype = MethodType(_cast_input, module)
+
+
+def _cast_input(layer: Any, x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+        return x
+    return type(layer)._cast_input_dtype(layer, x, dtype)
+
+
+class _ScoredOnly:
+    """Hands the LM head only the hidden states that are scored: all others would become logits for nothing."""
+
+    def __init__(self) -> None:
+        self._positions: Tensor | None = None
+
+    def take(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._positions = kwargs.pop("scored_positions", None)  # no layer has to know it
+        return args, kwargs
+
+    def apply(self, _module: Any, _args: Any, output: Any) -> Any:
+        if self._positions is not None:
+            output.last_hidden_state = output.last_hidden_state.index_select(1, self._positions)
+            self._positions = None
+        return output
+
+
+def pack_rows(
+    rows: Sequence[Ids], scored: Sequence[NDArray[np.bool_]], *, kind: LayoutKind, device: torch.device
+) -> PackedRows:
+    """Lay rows out for one forward pass.
+
+    Args:
+        rows: Token ids [T] of each row.
+        scored: [T] of each row: the tokens whose log-probability is wanted; never a row's first.
+    """
+    layout = build_layout(rows, share_prefixes=kind == "tree")
+    if device.type == "cuda" and kind != "single":
+        layout = layout.pad(BLOCK_SIZE)
+    positions, labels, row_of = [], [], []
+    for index, (ids, wanted) in enumerate(zip(rows, scored, strict=True)):
+        at = np.flatnonzero(wanted)
+        if len(at) and at[0] == 0:
+            raise ValueError(f"row {index}: its first token has no context to be scored in")
+        positions.append(layout.positions_of(index)[at - 1])
+        labels.append(ids[at])
+        row_of.append(np.full(len(at), index))
+
+    def move(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return PackedRows(
+        kind=kind,
+        layout=layout,
+        input_ids=move(layout.token_ids_N)[None],
+        position_ids=move(layout.position_ids_N)[None],
+        scored_positions=move(np.concatenate(positions)),
+        labels=move(np.concatenate(labels).astype(np.int64))[None],
+        row_of_S=move(np.concatenate(row_of)),
+    )
+
+
+def score(model: Any, packed: PackedRows) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (nats) [S] of the scored tokens, under the model's sampling temperature.
+
+    TRL's head of a reference model gives no entropies; they are NaN then.
+    """
+    layout = {} if packed.kind == "single" else {"layout": packed.layout}
+    outputs = model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        **layout,
+        scored_positions=packed.scored_positions,
+        shift_labels=packed.labels,
+        fused_lm_head=True,
+    )
+    logps = outputs.log_probs[0]
+    return logps, torch.full_like(logps, torch.nan) if outputs.entropy is None else outputs.entropy[0]

@@ -1,0 +1,421 @@
+"""One session's requests to recorded calls: recognise a retry, build the prompt, sample, record.
+
+Runs on the proxy's event loop. Refuses to sample twice for one request, and to answer what is not on record.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+
+from polar_trl.engine.base import Engine, GenerationParams, require_logprobs
+from polar_trl.engine.chat_server import ChatServer, TextReply
+from polar_trl.engine.gate import Gate, Visits
+from polar_trl.errors import (
+    ContextOverflowError,
+    EngineBusyError,
+    EngineError,
+    LawError,
+    RenderError,
+    WireError,
+)
+from polar_trl.recording.log import SessionLog
+from polar_trl.tokens.base import Renderer
+from polar_trl.tokens.continuation import Continuations, Prompt
+from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
+from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest, ReplyHead
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Question = tuple[str, ChatRequest, bytes]
+"""What only a retry of a request shares with it: its dialect, the request, its tools apart since they do not hash."""
+
+Classify = Callable[[ChatRequest], Purpose]
+"""Whether a request is the policy at its task, or an agent's side business such as a title for its window."""
+
+INLINE_BODY_BYTES = 64 << 10
+"""Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
+ENCODING_WEIGHT = 8
+"""A byte that is new to the session is encoded (about 3 MB/s): this many times the work of one that is only read."""
+BYTES_PER_TOKEN = 4
+"""Rough bytes of a request per token, where its tokens are another server's."""
+NO_TOKENS = Completion(token_ids=(), logprobs=(), finish_reason="stop")
+BUDGET_TEXT = "The budget of this session is used up. Stop here: no further work will be counted."
+
+
+def always_policy(request: ChatRequest) -> Purpose:
+    """Every request is the policy's."""
+    return "policy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionLimits:
+    """What one session may use. After that, each reply is a final message that is never trained."""
+
+    max_calls: int = 200
+    max_sampled_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What all sessions share."""
+
+    engine: Engine | ChatServer
+    renderer: Renderer
+    params: GenerationParams
+    model: str
+    workers: ThreadPoolExecutor
+    gate: Gate = field(default_factory=Gate)
+    """What every call passes on its way to the engine."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.engine, ChatServer) and self.renderer is not self.engine:
+            raise ValueError("a ChatServer is its own renderer: another one would record ids that no engine saw")
+
+    async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
+        """Run plain work where it does not hold up the event loop."""
+        if num_bytes < INLINE_BODY_BYTES:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self.workers, function)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Turn:
+    """One distinct request of a session: the task that answers it, and how many connections wait for it."""
+
+    number: int
+    question: _Question
+    started_s: float
+    num_prompt_tokens: int
+    task: "asyncio.Task[Call]" = field(init=False)
+    num_waiting: int = 0
+    sampled: bool = False
+    """From here on it is recorded, whoever hangs up."""
+
+    def has_failed(self) -> bool:
+        """Whether it ended without an answer."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    def result(self) -> Call:
+        """The recorded call, or the error that ended the turn."""
+        if self.task.cancelled():
+            raise session_ended()
+        error = self.task.exception()
+        if error is None or isinstance(error, WireError):
+            return self.task.result()
+        raise internal_error() from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TurnSettings:
+    """What is known of a turn before its prompt is sampled from."""
+
+    dialect_name: str
+    purpose: Purpose
+    params: GenerationParams
+    num_body_bytes: int
+
+
+_Answer = Callable[[Turn], Coroutine[Any, Any, Call]]
+
+
+class Session:
+    """One session's calls, from a request to a recorded call. Used on the event loop only."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        log: SessionLog,
+        limits: SessionLimits,
+        classify: Classify = always_policy,
+        visits: Visits | None = None,
+    ) -> None:
+        self._policy = policy
+        self._visits = visits or Visits()
+        self._classify = classify
+        self._log = log
+        self._limits = limits
+        self._memo = ItemMemo()
+        self._continuations = Continuations(policy.renderer)
+        # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
+        self._lock = asyncio.Lock()
+        self._turns: dict[_Question, Turn] = {}
+        """The turn that answers or answered a question."""
+        self._running: set[Turn] = set()
+        self._num_turns = 0
+        self._num_known_bytes = 0
+        """Of the longest body so far: what it holds need not be encoded again."""
+        self._num_sampled = 0
+        self._closed = False
+        self.broken_law: LawError | None = None
+
+    async def begin_turn(self, dialect: Dialect, incoming: Incoming) -> tuple[Turn, ParsedRequest]:
+        """The turn that answers this request, begun unless it runs or was answered before.
+
+        The caller must `leave` it. Raises `WireError` for a request that cannot be served.
+        """
+        num_bytes = len(incoming.body)
+        parsed, question = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
+        async with self._lock:
+            if self._closed:
+                raise session_ended()
+            turn = self._turns.get(question)
+            if turn is not None:
+                self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
+            elif self._is_over_budget():
+                self._log.count("budget_messages")
+                answer = partial(self._answer_over_budget, dialect.name, parsed.request)
+                turn = self._start(answer, question, 0)
+            else:
+                prompt = await self._work_out_prompt(parsed.request, num_bytes)
+                self._num_known_bytes = max(self._num_known_bytes, num_bytes)
+                self._check_length(prompt)
+                if prompt.forked:
+                    self._log.count("prompts_forked")
+                purpose = self._classify(parsed.request) if parsed.purpose == "policy" else parsed.purpose
+                settings = _TurnSettings(
+                    dialect_name=dialect.name,
+                    purpose=purpose,
+                    params=self._build_params(prompt),
+                    num_body_bytes=num_bytes,
+                )
+                answer = partial(self._answer, prompt, settings)
+                turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
+            turn.num_waiting += 1
+        return turn, parsed
+
+    async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
+        """How long the prompt of this request would be. Samples nothing and records nothing."""
+        num_bytes = len(incoming.body)
+        parsed, _ = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
+        async with self._lock:
+            prompt = await self._work_out_prompt(parsed.request, num_bytes)
+        return _count_tokens(prompt, num_bytes)
+
+    def leave(self, turn: Turn) -> None:
+        """A connection has its answer, or has hung up. The last one to hang up aborts the generation."""
+        turn.num_waiting -= 1
+        if turn.num_waiting == 0:
+            self._abort(turn)
+
+    async def close(self) -> None:
+        """Abort what is in flight and wait until all of it has ended."""
+        async with self._lock:
+            self._closed = True
+        running = list(self._running)
+        for turn in running:
+            self._abort(turn)
+        await asyncio.gather(*(turn.task for turn in running), return_exceptions=True)
+
+    def note_fault(self, error: BaseException) -> None:
+        """Put a fault of ours into the log and on the session's record; a broken law is kept for whoever closes it."""
+        _log.error("session %s: a model call failed", self._log.session_id, exc_info=error)
+        self._log.count_failure("internal_errors", error)
+        if isinstance(error, LawError):
+            self.broken_law = self.broken_law or error
+
+    def describe(self, turn: Turn, parsed: ParsedRequest) -> ReplyHead:
+        """What a reply to this request begins with."""
+        return ReplyHead(
+            id=f"{self._log.session_id}-{turn.number}",
+            model=parsed.request.model or self._policy.model,
+            created_s=turn.started_s,
+            num_prompt_tokens=turn.num_prompt_tokens,
+            options=parsed.reply_options,
+        )
+
+    def _start(self, answer: _Answer, question: _Question, num_prompt_tokens: int) -> Turn:
+        turn = Turn(
+            number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
+        )
+        self._num_turns += 1
+        self._turns[question] = turn
+        self._running.add(turn)
+        turn.task = asyncio.create_task(answer(turn))
+        turn.task.add_done_callback(partial(self._end, turn))
+        return turn
+
+    def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
+        self._running.discard(turn)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._forget(turn)  # what failed may be tried again
+        if error is not None and not isinstance(error, WireError):
+            self.note_fault(error)  # here, since nobody may be left who waits for the turn
+
+    def _abort(self, turn: Turn) -> None:
+        if turn.sampled or turn.task.done() or turn.task.cancelling():
+            return
+        self._log.count("calls_aborted")
+        self._forget(turn)
+        turn.task.cancel()
+
+    def _forget(self, turn: Turn) -> None:
+        if self._turns.get(turn.question) is turn:
+            del self._turns[turn.question]
+
+    def _is_over_budget(self) -> bool:
+        limit = self._limits.max_sampled_tokens
+        num_calls = len(self._log.calls) + len(self._running)
+        return num_calls >= self._limits.max_calls or (limit is not None and self._num_sampled >= limit)
+
+    async def _work_out_prompt(self, request: ChatRequest, num_bytes: int) -> Prompt:
+        weight = max(num_bytes, ENCODING_WEIGHT * (num_bytes - self._num_known_bytes))
+        return await self._policy.work(weight, partial(self._build_prompt, request))
+
+    def _build_prompt(self, request: ChatRequest) -> Prompt:
+        if request.tool_choice == "none" and request.tools:
+            # the only way to keep a model from calling tools is not to show it any
+            request = replace(request, tools=(), unread=(*request.unread, "tools"))
+        try:
+            return self._continuations.build_prompt(request)
+        except RenderError as error:
+            raise WireError(str(error)) from error
+
+    def _check_length(self, prompt: Prompt) -> None:
+        if len(prompt.ids) >= self._policy.engine.max_model_len:
+            self._log.count("context_overflows")
+            raise ContextOverflowError(len(prompt.ids), self._policy.engine.max_model_len)
+
+    def _build_params(self, prompt: Prompt) -> GenerationParams:
+        params, limit = self._policy.params, self._limits.max_sampled_tokens
+        asked = prompt.request.sampling
+        room = [params.max_tokens, self._policy.engine.max_model_len - len(prompt.ids)]
+        room += [] if asked.max_tokens is None else [asked.max_tokens]
+        room += [] if limit is None else [limit - self._num_sampled]
+        return replace(
+            params,
+            max_tokens=min(room),
+            stop=(*params.stop, *asked.stop),
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._policy.renderer.stop_token_ids))),
+        )
+
+    async def _answer(self, prompt: Prompt, settings: "_TurnSettings", turn: Turn) -> Call:
+        engine, visits = self._policy.engine, self._visits
+        try:
+            async with self._policy.gate.passing(visits):
+                if visits.first_policy_version is None:
+                    visits.first_policy_version = engine.policy_version
+                sampled: Completion | TextReply
+                if isinstance(engine, ChatServer):
+                    sampled = await engine.answer(prompt.request, settings.params)
+                else:
+                    sampled = require_logprobs(await engine.generate(prompt.ids, settings.params))
+        except EngineBusyError as error:
+            self._log.count("calls_sent_back")
+            raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error
+        except EngineError as error:
+            self._log.count_failure("engine_errors", error)
+            raise WireError(str(error), status=503, kind="overloaded") from error
+        turn.sampled = True
+        async with self._lock:
+            return await self._policy.work(
+                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, sampled)
+            )
+
+    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, sampled: Completion | TextReply) -> Call:
+        if isinstance(sampled, TextReply):
+            completion, stop_text = replace(NO_TOKENS, finish_reason=sampled.finish_reason), None
+            message, num_sampled = sampled.message, sampled.num_sampled_tokens
+            self._log.count("tokens_by_server", num_sampled)
+        else:
+            completion, num_sampled = sampled, len(sampled.token_ids)
+            message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
+            message, stop_text = _cut_at_stop(message, settings.params.stop)
+        call = self._record(
+            turn,
+            settings.dialect_name,
+            prompt,
+            completion,
+            message,
+            purpose=settings.purpose,
+            stop_text=stop_text,
+            text_only=isinstance(sampled, TextReply),
+        )
+        self._continuations.add(call)
+        self._num_sampled += num_sampled
+        return call
+
+    async def _answer_over_budget(self, dialect_name: str, request: ChatRequest, turn: Turn) -> Call:
+        turn.sampled = True
+        # an agent that never stops asking must not fill the disk with its history
+        request = replace(request, messages=request.messages[-1:], tools=())
+        prompt = Prompt(ids=(), parent=None, forked=False, request=request)
+        async with self._lock:
+            return self._record(turn, dialect_name, prompt, NO_TOKENS, Message(role="assistant", text=BUDGET_TEXT))
+
+    def _record(
+        self,
+        turn: Turn,
+        dialect_name: str,
+        prompt: Prompt,
+        completion: Completion,
+        message: Message,
+        *,
+        purpose: Purpose = "policy",
+        stop_text: str | None = None,
+        text_only: bool = False,
+    ) -> Call:
+        index = len(self._log.calls)
+        # a renderer knows no session: tool calls that the model gave no id get one that is unique in it
+        tool_calls = [
+            replace(tool_call, id=tool_call.id or f"call_{index}_{position}")
+            for position, tool_call in enumerate(message.tool_calls)
+        ]
+        call = Call(
+            session_id=self._log.session_id,
+            index=index,
+            dialect=dialect_name,
+            request=prompt.request,
+            prompt_ids=prompt.ids,
+            completion=completion,
+            message=replace(message, tool_calls=tuple(tool_calls)),
+            stop_text=stop_text,
+            parent=prompt.parent,
+            purpose=purpose,
+            text_only=text_only,
+            started_s=turn.started_s,
+            duration_s=time.time() - turn.started_s,
+        )
+        self._log.append(call)
+        return call
+
+
+def session_ended() -> WireError:
+    """What a request of a session that is being closed hears."""
+    return WireError("this session has ended", status=401, kind="authentication")
+
+
+def internal_error() -> WireError:
+    """What a request hears that met a fault of ours."""
+    return WireError("the proxy failed on this request; its log has the reason", status=500, kind="internal")
+
+
+def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[ParsedRequest, _Question]:
+    parsed = dialect.parse(incoming, memo)
+    try:
+        tools = orjson.dumps(parsed.request.tools)
+    except orjson.JSONEncodeError as error:
+        raise WireError(f"tools: {error}; nest the parameters less deeply") from error
+    # whether it streams is no part of the question: agents whose stream broke ask again without
+    return parsed, (dialect.name, replace(parsed.request, stream=False, tools=()), tools)
+
+
+def _count_tokens(prompt: Prompt, num_bytes: int) -> int:
+    """Length of a prompt; about that, by the size of the request, where its tokens are another server's."""
+    return len(prompt.ids) or num_bytes // BYTES_PER_TOKEN
+
+
+def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> tuple[Message, str | None]:
+    """The message without the stop text that ended it and what follows, as clients expect it, and that stop text."""
+    found = [(position, stop) for stop in stops if (position := message.text.find(stop)) >= 0]
+    if not found:
+        return message, None
+    position, stop = min(found)
+    return replace(message, text=message.text[:position]), stop

@@ -1,0 +1,309 @@
+"""One session from a task to a rollout and its trajectories.
+
+It refuses to turn a failure of the world into a reward: what could not be prepared, reached or graded has no reward,
+and says why.
+
+A session is one thread and one plain function, `SessionRun.run`. Each stage (prepare, agent, grade) has its own number
+of places and its own clock, so a slow grader holds no agent's place, and a stage that runs out of time erases nothing
+that another stage produced. The agent's clock stands still while a call of it is held at the proxy's gate.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from polar_trl.engine.gate import Visits
+from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
+from polar_trl.grade.attempts import count_peeks
+from polar_trl.grade.base import FreshSandboxGrader, Grader, is_finite_reward
+from polar_trl.harness.base import Harness
+from polar_trl.proxy import Proxy
+from polar_trl.reconstruct.laws import check_laws
+from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, count_calls, digest
+from polar_trl.recording.log import SessionLog
+from polar_trl.recording.session import SessionLimits
+from polar_trl.rollout.progress import Board
+from polar_trl.rollout.stragglers import StragglerCut
+from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
+from polar_trl.sandbox.owner import build_owner_tag
+from polar_trl.types import Rollout, StopReason, Task
+
+logger = logging.getLogger(__name__)
+
+STAGES = ("prepare", "agent", "grade")
+LOOK_S = 0.25
+"""How often an agent's clock is looked at, at least: it may have stood still, or a straggler's time may be up."""
+BACKSTOP_S = 7 * 86400.0
+"""The sandbox's own deadline of an agent, whose clock is kept here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rollout to make."""
+
+    rollout_id: str
+    group_id: str
+    task: Task
+    record_path: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A rollout and what can be trained of it (all of it, reward or not; the trainer decides)."""
+
+    rollout: Rollout
+    reconstruction: Reconstruction
+    record_path: Path | None = None
+    """Where the session is on disk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What all sessions of a runner share."""
+
+    proxy: Proxy
+    backend: SandboxBackend
+    harness: Harness
+    grader: Grader | None
+    limits: SessionLimits
+    builder: str
+    train_auxiliary: bool
+    places: Mapping[str, threading.BoundedSemaphore]
+    board: Board
+
+
+class SessionRun:
+    """One job on its way through the stages.
+
+    Args:
+        shared: What it shares with others.
+        job: Its own; a file is begun at `job.record_path`.
+        cut: Says how long agents of its batch may run, and hears how long this one did.
+    """
+
+    def __init__(self, shared: Shared, job: Job, cut: StragglerCut) -> None:
+        self.job = job
+        self.visits = Visits()
+        self._shared = shared
+        self._cut = cut
+        self._log = SessionLog(
+            session_id=job.rollout_id,
+            task_id=job.task.id,
+            group_id=job.group_id,
+            path=job.record_path,
+            owner=build_owner_tag(),
+        )
+        self._sandbox: Sandbox | None = None
+        self._cancelled = threading.Event()
+        self._grading_is_ordered = False
+        self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0)
+
+    def cancel(self) -> None:
+        """Have the session end soon, whatever it is doing. From any thread."""
+        self._cancelled.set()
+        if self._sandbox is not None:
+            self._sandbox.kill()
+
+    def run(self) -> Finished:
+        """Prepare, run the agent, grade, and rebuild trajectories. Failures of the world end up in the rollout."""
+        stop_reason: StopReason = "prepare_failed"
+        reward = error = None
+        try:
+            self._sandbox = self._prepare()
+            self._order_grading()
+            stop_reason = "agent_failed"
+            stop_reason, error = self._run_agent(self._sandbox)
+            self._cut.note(None if error else self._seconds["agent"])
+            if error is None:
+                reward, error = self._grade(self._sandbox)
+        except _Cancelled:
+            stop_reason, error = "cancelled", "the run was stopped"
+        except LawError:
+            raise
+        except (PolarError, OSError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            self._cut.note(None)
+        finally:
+            self._withdraw_grading()
+            self._destroy_sandbox()
+        if peeks := count_peeks(self._log.calls, self.job.task):
+            self._log.count("peeks", peeks)
+            self._log.count("rollouts_that_peeked")
+        rollout = Rollout(
+            id=self.job.rollout_id,
+            task_id=self.job.task.id,
+            group_id=self.job.group_id,
+            calls=self._log.calls,
+            stop_reason=stop_reason,
+            reward=reward,
+            error=error,
+            seconds=self._seconds,
+            counters=self._log.counters,
+        )
+        if error is not None:
+            logger.warning("rollout %s has no reward: %s", rollout.id, error)
+        return Finished(rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path)
+
+    def _reconstruct(self, rollout: Rollout) -> Reconstruction:
+        """Rebuild the trajectories, check the laws, and close the record with what is needed to check them again."""
+        shared = self._shared
+        trained = count_as_policy(rollout) if shared.train_auxiliary else rollout
+        reconstruction = BUILDERS[shared.builder](trained)
+        if not shared.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
+            check_laws(trained, reconstruction)
+        extra = {
+            "trajectory_digest": digest(reconstruction.trajectories),
+            "builder": shared.builder,
+            "train_auxiliary": shared.train_auxiliary,
+            "summary": count_calls(rollout, reconstruction),
+        }
+        self._log.close(rollout, extra)
+        return reconstruction
+
+    def _destroy_sandbox(self) -> None:
+        if self._sandbox is None:
+            return
+        try:
+            self._sandbox.destroy()
+        except (PolarError, OSError) as failure:
+            # what the session produced is not worth less for it
+            self._log.count("sandboxes_left_behind")
+            logger.warning("rollout %s: its sandbox could not be removed: %s", self.job.rollout_id, failure)
+
+    def _prepare(self) -> Sandbox:
+        with self._stage("prepare"):
+            return self._shared.backend.create(self.job.task, self.job.rollout_id)
+
+    def _order_grading(self) -> None:
+        grader = self._shared.grader
+        if isinstance(grader, FreshSandboxGrader):
+            grader.order(self.job.task)
+            self._grading_is_ordered = True
+
+    def _withdraw_grading(self) -> None:
+        grader = self._shared.grader
+        if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
+            grader.withdraw(self.job.task)
+
+    def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, str | None]:
+        """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
+        shared, task = self._shared, self.job.task
+        with self._stage("agent"):
+            endpoint = shared.proxy.open_session(
+                self._log, shared.limits, shared.harness.classify, sandbox.open_listener(), self.visits
+            )
+            try:
+                launch = shared.harness.build_launch(task, endpoint)
+                for path, text in launch.files.items():
+                    sandbox.put(f"~/{path}", text.encode())
+                with _Clock(sandbox, self.visits, task.agent_timeout_s, self._cut) as clock:
+                    result = sandbox.run(launch.command, env={**task.env, **launch.env}, timeout_s=BACKSTOP_S)
+            finally:
+                shared.proxy.close_session(endpoint.api_key)
+        self._seconds["held"] = self.visits.held_s
+        self._seconds["agent"] -= self._seconds["held"]
+        self._raise_if_cancelled()
+        if result.out_of_memory:
+            self._log.count("agent_out_of_memory")
+        if result.disk_full:
+            self._log.count("agent_disk_full")
+        if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
+            why = f"{faults}, the last by {self._log.last_failure}"
+            return "agent_failed", f"model calls failed on our side ({why}); the agent's result says nothing"
+        if not any(call.is_answered for call in self._log.calls):
+            counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
+            why = counts or _describe_exit(result, is_stopped=clock.stopped_as is not None)
+            return "no_calls", f"the agent got no answer of the model ({why})"
+        if clock.stopped_as is not None:
+            return clock.stopped_as, None
+        return ("completed" if shared.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
+
+    def _grade(self, sandbox: Sandbox) -> tuple[float | None, str | None]:
+        grader = self._shared.grader
+        if grader is None:
+            return None, None
+        with self._stage("grade"):
+            self._grading_is_ordered = False  # from here on it is the grader's own affair
+            try:
+                grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
+                if not is_finite_reward(grade.reward):
+                    self._log.count("rewards_not_finite")
+                    return None, f"the grader gave {grade.reward}"
+                for name, count in grade.counters.items():
+                    self._log.count(name, count)
+                return float(grade.reward), None
+            except Exception as failure:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
+                self._raise_if_cancelled()
+                if isinstance(failure, NotFiniteRewardError):
+                    self._log.count("rewards_not_finite")
+                return None, f"the grader failed: {type(failure).__name__}: {failure}"
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Wait for a place in a stage, then run its clock."""
+        asked = time.monotonic()
+        with self._shared.places[name]:
+            started = time.monotonic()
+            self._seconds["queue"] += started - asked
+            self._raise_if_cancelled()
+            self._shared.board.enter(name)
+            try:
+                yield
+            finally:
+                self._seconds[name] = time.monotonic() - started
+                self._shared.board.leave(name)
+
+    def _raise_if_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise _Cancelled
+
+
+class _Cancelled(Exception):
+    """The run is being stopped."""
+
+
+class _Clock:
+    """Kills the agent that runs inside the block once it has had its time, what it was held for not counted."""
+
+    def __init__(self, sandbox: Sandbox, visits: Visits, limit_s: float, cut: StragglerCut) -> None:
+        self.stopped_as: StopReason | None = None
+        self._sandbox = sandbox
+        self._visits = visits
+        self._limit_s = limit_s
+        self._cut = cut
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="polar-agent-clock", daemon=True)
+
+    def __enter__(self) -> "_Clock":
+        self._started = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        left_s = self._limit_s
+        while not self._has_ended.wait(min(max(left_s, 0.0), LOOK_S)):
+            seconds = time.monotonic() - self._started - self._visits.held_s
+            left_s = self._limit_s - seconds
+            if left_s <= 0:
+                self.stopped_as = self.stopped_as or "agent_timeout"
+            elif seconds >= self._cut.limit_s:
+                self.stopped_as = self.stopped_as or "straggler"
+            if self.stopped_as is not None:
+                # again and again until it has ended: the command may be about to start
+                self._sandbox.kill()
+                left_s = LOOK_S
+
+
+def _describe_exit(result: ExecResult, *, is_stopped: bool) -> str:
+    """How the agent ended, with the end of what it printed."""
+    how = "stopped at its time limit" if is_stopped else f"exit code {result.exit_code}"
+    said = (result.stderr.strip() or result.stdout.strip())[-300:]
+    return f"{how}; it printed: {said!r}" if said else f"{how}; it printed nothing"

@@ -1,0 +1,282 @@
+"""What of a run's settings says what to do, in which agent, where and for what reward -> those parts, ready to use.
+
+Training, evaluation and collecting begin with it. It refuses settings that would be read by nobody, and tasks whose
+graders do not tell their solution from no change.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import ConfigError
+from polar_trl.grade.base import Grader
+from polar_trl.grade.by_task import GraderByTask, check_gradable
+from polar_trl.grade.command import CommandGrader
+from polar_trl.grade.function import FunctionGrader
+from polar_trl.harness import AGENTS, build_agent
+from polar_trl.harness.base import Harness
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.sandbox import build_backend
+from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.sandbox.limits import Limits
+from polar_trl.sandbox.pool import WarmPool
+from polar_trl.setup.check_tasks import TaskChecker, has_solution, has_tests
+from polar_trl.tasks.environment import list_environments, provide_python, refuse_answers
+from polar_trl.tasks.load import load_task_set
+from polar_trl.tasks.rules import check_limits
+from polar_trl.types import Task
+
+
+@dataclass
+class RunArguments:
+    """What to train on, and in which agent."""
+
+    tasks: str = field(
+        metadata={
+            "help": "What to train on: a JSONL file of tasks, a folder of Harbor tasks, rows of SWE-bench "
+            "(.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. See docs/tasks.md."
+        }
+    )
+    agent: str = field(
+        default="shell",
+        metadata={
+            "help": f"The agent: one of {', '.join(AGENTS)}, or 'shell' for whatever agent_command runs. "
+            "See polar-trl doctor."
+        },
+    )
+    agent_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of the named agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them."
+        },
+    )
+    agent_command: str | None = field(
+        default=None,
+        metadata={
+            "help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."
+        },
+    )
+    sandbox: str = field(
+        default="local",
+        metadata={
+            "help": "Where agents run: 'local' (folders of this user, no isolation), 'bwrap' (bubblewrap: no network "
+            "but the proxy; limits as root) or 'docker' (the same in containers)."
+        },
+    )
+    sandbox_image: str | None = field(
+        default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
+    )
+    sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox."})
+    sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})
+    sandbox_pids: int = field(default=512, metadata={"help": "Processes and threads of one sandbox."})
+    sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox."})
+    sandbox_warm: int = field(
+        default=4,
+        metadata={"help": "Sandboxes made ready before they are needed, while the model trains ('local' needs none)."},
+    )
+    eval_tasks: str | None = field(default=None, metadata={"help": "What to evaluate on, in the forms of tasks."})
+    check_tasks: bool = field(
+        default=True,
+        metadata={
+            "help": "Refuse to start unless the graders give 1 to the known solution of each task with tests and 0 to "
+            "no change. Good results are kept; `polar-trl check-tasks` does the same."
+        },
+    )
+    partial_credit: bool = field(
+        default=False,
+        metadata={"help": "Reward the share of the failing tests that pass, where none of the others broke."},
+    )
+    agent_files: list[str] = field(
+        default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
+    )
+    agent_folders: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Folders of this machine that agent_command needs; sandboxes show them at the same path."},
+    )
+    grader: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a session is worth: 'package.module:function' taking (task, sandbox), or a shell command "
+            "(exit code 0 is reward 1, 1 is 0). Default: what each task names: its tests, its verifier or its command."
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """What sessions need beside a model."""
+
+    harness: Harness
+    backend: SandboxBackend
+    """Whoever holds it closes it."""
+    grader: Grader | None
+    """None leaves it to the command that each task names."""
+
+
+def build_parts(
+    run: RunArguments, tasks: Sequence[Task], *, run_id: str, check_jobs: int, is_first: bool = True
+) -> RunParts:
+    """The parts, ready to run these tasks: what is wrong with them is said before minutes go into loading a model.
+
+    Args:
+        run_id: Under which its sandboxes are known.
+        check_jobs: Tasks whose solutions are checked at a time.
+        is_first: Whether this process is the one of its machine that says what goes on.
+
+    Raises `ConfigError`.
+    """
+    harness = build_harness(run)
+    mounts = [*harness.folders, *list_environments(tasks)]
+    backend = build_sandbox(run, mounts, run_id)
+    try:
+        grader = build_grader(run, tasks, backend)
+        check_limits(tasks, build_limits(run), backend.capabilities)
+        harness.install()
+        refuse_answers(tasks, mounts)
+        backend.prepare(tasks)
+        if run.check_tasks and run.grader is None:
+            require_good_tasks(run, tasks, backend, jobs=check_jobs, is_first=is_first)
+    except BaseException:
+        backend.close()
+        raise
+    return RunParts(harness=harness, backend=backend, grader=grader)
+
+
+def build_harness(run: RunArguments) -> Harness:
+    """The agent that the settings name."""
+    options = run.agent_options
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"agent_options is not JSON: {error}") from error
+    if options is not None and not isinstance(options, dict):
+        raise ConfigError("agent_options must be a mapping of names to values")
+    if run.agent == "shell":
+        if not run.agent_command:
+            known = ", ".join(AGENTS)
+            raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
+        if options:
+            raise ConfigError("agent_options are for the agents that are known by name; agent_command takes none")
+        return ShellHarness(
+            run.agent_command,
+            files=read_agent_files(run.agent_files),
+            folders=find_agent_folders(run.agent_folders),
+        )
+    if run.agent not in AGENTS:
+        raise ConfigError(f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}")
+    for name in ("agent_command", "agent_files", "agent_folders"):
+        if getattr(run, name):
+            raise ConfigError(
+                f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
+            )
+    return build_agent(run.agent, options)
+
+
+def build_limits(run: RunArguments) -> Limits:
+    """What one sandbox may use."""
+    return Limits(
+        memory_mb=run.sandbox_memory_mb,
+        cpus=run.sandbox_cpus,
+        pids=run.sandbox_pids,
+        disk_mb=run.sandbox_disk_mb,
+    )
+
+
+def build_sandbox(run: RunArguments, mounts: Sequence[Path], run_id: str) -> SandboxBackend:
+    """Where the settings say that agents run."""
+    backend = build_backend(
+        run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=mounts, run_id=run_id
+    )
+    # folders of this machine are made in no time
+    return backend if run.sandbox == "local" else WarmPool(backend, depth=run.sandbox_warm)
+
+
+def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
+    """What to train on and what to evaluate on, with a Python for their tests where they need one."""
+    sources = (run.tasks, run.eval_tasks)
+    train, evals = (
+        provide_python(load_task_set(source), sandbox=run.sandbox, image=run.sandbox_image) if source else []
+        for source in sources
+    )
+    return train, evals
+
+
+def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBackend) -> Grader | None:
+    """What a session is worth; None leaves it to the command that each task names."""
+    by_task = run.grader is None and any(has_tests(task) for task in tasks)
+    if run.partial_credit and not by_task:
+        raise ConfigError("partial_credit is for tasks with tests, graded by them; leave it or the grader out")
+    if not by_task:
+        return load_grader(run.grader)
+    check_gradable(tasks, backend)
+    return GraderByTask(backend, partial=run.partial_credit)
+
+
+def require_good_tasks(
+    run: RunArguments, tasks: Sequence[Task], backend: SandboxBackend, *, jobs: int, is_first: bool = True
+) -> None:
+    """Refuse tasks whose graders do not tell their solution from no change. Raises `ConfigError` with their ids."""
+    wanted = [task for task in tasks if has_solution(task)]
+    unknown = sum(has_tests(task) for task in tasks) - len(wanted)
+    if is_first and unknown:
+        print(f"{unknown} tasks have no known solution and are not checked", file=sys.stderr, flush=True)
+    if not wanted:
+        return
+    if is_first:
+        print(f"checking the solutions of {len(wanted)} tasks; good results are kept", file=sys.stderr, flush=True)
+    checker = TaskChecker(backend, kind=run.sandbox, image=run.sandbox_image, limits=build_limits(run), gold_runs=1)
+    results = checker.check_all(wanted, jobs=jobs, show_progress=is_first)
+    if bad := [checked for checked in results if checked.problem]:
+        lines = [f"{checked.id}: {checked.problem}" for checked in bad[:20]]
+        lines += [f"and {len(bad) - 20} more"] * (len(bad) > 20)
+        raise ConfigError(
+            f"{len(bad)} of {len(wanted)} tasks are of no use; take them out, or set check_tasks: false\n  "
+            + "\n  ".join(lines)
+        )
+
+
+def load_grader(spec: str | None) -> Grader | None:
+    """The grader that a setting names."""
+    if spec is None:
+        return None
+    module, colon, name = spec.partition(":")
+    if colon and all(part.isidentifier() for part in (*module.split("."), name)):
+        try:
+            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"grader {spec!r} cannot be imported: {error}") from error
+        return FunctionGrader(function)
+    return CommandGrader(spec)
+
+
+def read_agent_files(names: list[str]) -> dict[str, str]:
+    """Their texts, by the names that they get in HOME."""
+    if isinstance(names, str):
+        raise ConfigError(f"agent_files must be a list, such as [{names}]")
+    files: dict[str, str] = {}
+    for path in map(Path, names):
+        if path.name in files:
+            raise ConfigError(f"agent_files has two files named {path.name!r}; they would overwrite each other")
+        try:
+            files[path.name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"agent_files: {path} is not a text file") from error
+        except OSError as error:
+            raise ConfigError(f"agent_files: {path} cannot be read ({error.strerror})") from error
+    return files
+
+
+def find_agent_folders(names: list[str]) -> list[Path]:
+    """The folders, as absolute paths."""
+    if isinstance(names, str):
+        raise ConfigError(f"agent_folders must be a list, such as [{names}]")
+    folders = [Path(name).resolve() for name in names]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"agent_folders: {folder} is no folder")
+    return folders

@@ -1,0 +1,144 @@
+"""Whether an agent works on this machine: a real agent in a real session, with a model that says what it was told to.
+
+The session takes the road of a training run (harness, sandbox, proxy, record, laws); only the sampler is scripted, so
+neither a model nor a GPU is needed. It refuses to call an agent fine whose file is not there or whose calls do not
+merge into one trajectory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.errors import PolarError
+from polar_trl.grade.command import CommandGrader
+from polar_trl.harness.base import AgentHarness, Harness
+from polar_trl.proxy import Proxy
+from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.tokens.bytes import START, ByteRenderer
+from polar_trl.types import Message, Task, TokenIds
+
+RENDERER = ByteRenderer()
+MAX_MODEL_LEN = 1 << 21
+"""Tokens; a byte is a token here, and agents send up to 100 kB with every call."""
+_ASSISTANT = (START, *b"assistant\n")
+_TOOLS = (START, *b"tools\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkup:
+    """What was found of one agent; the keys of the JSON report."""
+
+    installed: str | None
+    verified: str
+    works: bool
+    why: str
+    """What is wrong and what to do; empty where it works."""
+
+
+def check_agent(
+    harness: AgentHarness, *, install: bool = True, delay_s: float = 0.0, backend: SandboxBackend | None = None
+) -> Checkup:
+    """Run one session of two turns: a shell command that writes a file, then the end.
+
+    Args:
+        harness: The agent.
+        install: Install it first where it is missing.
+        delay_s: How long the scripted model takes for each answer.
+        backend: Where it runs; None is a folder of this user.
+    """
+    try:
+        if install:
+            harness.install()
+        installed = harness.find_installed_version()
+        if installed is None:
+            why = f"{harness.name} is not installed; run: polar-trl doctor --install {harness.name}"
+        else:
+            why = _find_fault(harness, delay_s, backend)
+    except PolarError as error:
+        installed, why = harness.find_installed_version(), str(error)
+    return Checkup(installed=installed, verified=harness.verified_version, works=not why, why=why)
+
+
+def run_scripted_session(
+    harness: Harness,
+    replies: Sequence[Message],
+    task: Task,
+    *,
+    delay_s: float = 0.0,
+    backend: SandboxBackend | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    ping_interval_s: float = 10.0,
+) -> Finished:
+    """One session of an agent whose model says `replies`, one per turn of its conversation.
+
+    The n-th reply answers a prompt with n assistant turns, so that side requests and retries do not shift the script;
+    after the last one, the model repeats it. A prompt without tools is a side request and is answered with a word.
+    """
+    engine = ScriptedEngine(answer_by_turn(replies), delay_s=delay_s, max_model_len=max_model_len)
+    params = GenerationParams(max_tokens=4096)
+    with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s) as proxy:
+        runner = RolloutRunner(
+            proxy=proxy,
+            backend=backend or LocalSandboxBackend(),
+            harness=harness,
+            grader=CommandGrader(task.grader) if task.grader else None,
+            config=RolloutConfig(),
+        )
+        return runner.run([Job(rollout_id=f"doctor-{harness.name}", group_id="doctor", task=task)])[0]
+
+
+def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:
+    """A script for `ScriptedEngine` under `ByteRenderer`."""
+
+    def answer(prompt_ids: TokenIds) -> TokenIds:
+        if prompt_ids[: len(_TOOLS)] != _TOOLS:
+            return RENDERER.spell(Message(role="assistant", text="hello"))
+        num_turns = _count(prompt_ids, _ASSISTANT) - 1
+        return RENDERER.spell(replies[min(num_turns, len(replies) - 1)])
+
+    return answer
+
+
+def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend | None) -> str:
+    """Why the agent does not work here; empty where it does."""
+    text, tool_calls = harness.build_last_message("The file is written.")
+    replies = [
+        Message(
+            role="assistant",
+            reasoning="A file is wanted.",
+            text="I write it.",
+            tool_calls=(harness.build_shell_call("printf hello > doctor.txt"),),
+        ),
+        Message(role="assistant", text=text, tool_calls=tool_calls),
+    ]
+    task = Task(
+        id="doctor",
+        instruction="Write the word hello into the file doctor.txt.",
+        agent_timeout_s=180.0 + 4 * delay_s,
+        grader='test "$(cat doctor.txt)" = hello',
+    )
+    finished = run_scripted_session(harness, replies, task, delay_s=delay_s, backend=backend)
+    rollout, counters = finished.rollout, finished.reconstruction.counters
+    if rollout.error is not None:
+        return rollout.error
+    if rollout.reward != 1.0:
+        return f"the shell command of the first turn was not run ({len(rollout.calls)} calls, {rollout.stop_reason})"
+    if rollout.stop_reason != "completed":
+        return f"the session did not come to its end: {rollout.stop_reason} after {len(rollout.calls)} calls"
+    if counters["forks"]:
+        return f"its {len(rollout.calls)} calls do not continue each other: {counters['forks']} forks"
+    return ""
+
+
+def _count(ids: Sequence[int], pattern: Sequence[int]) -> int:
+    first, num, found, start = pattern[0], len(pattern), 0, 0
+    while True:
+        try:
+            start = ids.index(first, start)
+        except ValueError:
+            return found
+        found += tuple(ids[start : start + num]) == tuple(pattern)
+        start += 1

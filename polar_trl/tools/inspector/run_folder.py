@@ -1,0 +1,194 @@
+"""A folder of a run, an evaluation or a collection -> what its pages ask for, each part worked out when it changes.
+
+It refuses a folder without anything to show, and never writes into one.
+"""
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import ConfigError, RecordError
+from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
+from polar_trl.sandbox.owner import is_dead, is_running
+from polar_trl.tools.inspector.curves import Curves
+from polar_trl.tools.inspector.rows import RowIndex
+from polar_trl.tools.inspector.sessions import QUIET_S, Entry, SessionIndex, is_alive, is_beginning
+from polar_trl.tools.inspector.table import build_row, build_rows, count_choices
+from polar_trl.tools.inspector.view import SessionView
+from polar_trl.tools.inspector.vocabulary import Vocabulary, load_vocabulary
+
+RESULTS_FILE = "results.jsonl"
+KEPT_VIEWS = 3
+"""Sessions that stay open in memory; one of 200 calls of 100,000 tokens takes some tens of megabytes."""
+
+
+class RunFolder:
+    """A run that is looked at. Threads may share it.
+
+    Args:
+        folder: RUN.
+        tokenizer: Folder or hub id; None takes the model that the run's settings name.
+
+    Raises `ConfigError` for a folder that holds no run, and for a tokenizer that is not there.
+    """
+
+    def __init__(self, folder: Path, tokenizer: str | None = None) -> None:
+        _check_folder(folder)
+        self.folder = folder
+        self.settings, self.settings_problem = _read_settings(folder / SETTINGS_FILE)
+        name = self.settings.get("tokenizer", self.settings.get("model"))  # an evaluation knows its model by a digest
+        self.vocabulary: Vocabulary = load_vocabulary(
+            name if isinstance(name, str) else None, flag=tokenizer, unnamed=self.settings_problem
+        )
+        self.sessions = SessionIndex(folder / "sessions")
+        self.rows = RowIndex(folder / "rows")
+        self.curves = Curves(folder)
+        self._lock = threading.Lock()
+        self._views: OrderedDict[tuple[Any, ...], SessionView] = OrderedDict()
+        self._table: tuple[tuple[int, int, int], list[dict[str, Any]]] | None = None
+
+    def build_run(self) -> dict[str, Any]:
+        """JSON of the run as a whole, with the versions of its parts."""
+        lines = self.curves.refresh()
+        rows = self.build_table()
+        max_steps = self.settings.get("max_steps")
+        return {
+            "name": self.folder.resolve().name,
+            "folder": str(self.folder),
+            "agent": self.agent,
+            "model": _shorten(self.settings.get("model")),
+            "settings": {name: value for name, value in self.settings.items() if not isinstance(value, dict | list)},
+            "has_curves": bool(lines) or not (self.folder / RESULTS_FILE).exists(),
+            "is_live": self.is_live(),
+            "step": max((int(line["step"]) for line in lines), default=None),
+            "max_steps": max_steps if isinstance(max_steps, int) and max_steps > 0 else None,
+            "curves_version": self.curves.version,
+            "sessions_version": f"{self.sessions.version}.{self.rows.version}",
+            "num_sessions": len(rows),
+            "choices": count_choices(rows),
+            "vocabulary": {"known": self.vocabulary.is_known, "note": self.vocabulary.note},
+            "bad_row_lines": self.rows.num_bad_lines,
+            "settings_problem": self.settings_problem,
+        }
+
+    @property
+    def agent(self) -> str | None:
+        """Its name, where the run says."""
+        name = self.settings.get("agent")
+        return name if isinstance(name, str) else None
+
+    def build_table(self) -> list[dict[str, Any]]:
+        """A row per session; made again when something has changed, or a stage may have by time alone."""
+        entries = self.sessions.refresh()
+        self.rows.refresh()
+        state = (self.sessions.version, self.rows.version, int(time.time() // 30))
+        with self._lock:
+            if self._table is None or self._table[0] != state:
+                self._table = state, build_rows(entries, self.rows, self.agent)
+            return self._table[1]
+
+    def is_live(self) -> bool:
+        """Whether the run seems to go on: what was written after the last summary decides, as runs are continued."""
+        lines, limit, now_s = self.curves.refresh(), self.settings.get("max_steps"), time.time()
+        summary_s = _find_change(self.folder / "summary.json")
+        later = [entry for entry in self.sessions.refresh() if entry.changed_s > summary_s]
+        if any(is_alive(entry, now_s) for entry in later):
+            return True
+        if lines and isinstance(limit, int) and lines[-1]["step"] >= limit > 0:
+            return False
+        owners = {entry.owner for entry in later if entry.owner}
+        if any(map(is_running, owners)):
+            return True
+        if owners and all(map(is_dead, owners)):
+            return False
+        files = [_find_change(self.folder / name) for name in (LOG_FILE, RESULTS_FILE)]
+        newest_s = max([*files, *(entry.changed_s for entry in later)])
+        return newest_s > summary_s and now_s - newest_s < QUIET_S
+
+    def build_session(self, key: str) -> dict[str, Any]:
+        """JSON of one session's page. Raises `KeyError`, and `RecordError` for a file that cannot be read."""
+        entry = self.find_entry(key)
+        view = self.open_session(key)
+        rows = self.build_table()
+        group = [
+            {"key": row["key"], "rollout": row["rollout"], "reward": row["reward"]}
+            for row in rows
+            if entry.group and (row["group"], row["attempt"]) == (entry.group, entry.attempt)
+        ]
+        row = build_row(entry, self.rows, self.agent, time.time())
+        num_rows = self.rows.count_rows(key)
+        return {"row": row, "group": group, "size": entry.size, "num_rows": num_rows, **view.build_meta()}
+
+    def find_entry(self, key: str) -> Entry:
+        """Raises `KeyError`."""
+        entry = self.sessions.get(key)
+        if entry is None:
+            self.sessions.refresh()
+            entry = self.sessions.get(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def open_session(self, key: str) -> SessionView:
+        """The session as it is now; kept open for the questions that follow."""
+        entry = self.find_entry(key)
+        if is_beginning(entry):
+            raise RecordError(f"{entry.path}: nothing is recorded yet; open the session again in a moment")
+        fate = self.rows.find_fate(key)
+        state = (key, entry.size, fate, self.rows.count_rows(key))
+        with self._lock:
+            if state in self._views:
+                self._views.move_to_end(state)
+                return self._views[state]
+        limit = self.settings.get("max_trajectory_tokens")
+        view = SessionView(
+            self.sessions.read(entry),
+            fate,
+            self.rows.read_rows(key),
+            self.vocabulary,
+            limit if isinstance(limit, int) else None,
+        )
+        with self._lock:
+            # of a session that grows, the former state is no longer asked for
+            for old in [old for old in self._views if old[0] == key]:
+                del self._views[old]
+            self._views[state] = view
+            while len(self._views) > KEPT_VIEWS:
+                self._views.popitem(last=False)
+        return view
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the output_dir of a run, an evaluation or a collection")
+    if not any((folder / name).exists() for name in ("sessions", LOG_FILE, RESULTS_FILE, SETTINGS_FILE)):
+        raise ConfigError(
+            f"{folder}: not a run's folder, which has sessions/, {LOG_FILE}, {RESULTS_FILE} or {SETTINGS_FILE}"
+        )
+
+
+def _find_change(path: Path) -> float:
+    """When it was written last, Unix seconds; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _shorten(model: Any) -> Any:
+    """A folder's own name: where it lies is in the settings."""
+    return Path(model).name if isinstance(model, str) and Path(model).is_absolute() else model
+
+
+def _read_settings(path: Path) -> tuple[dict[str, Any], str | None]:
+    """What the run wrote when it started, and why that cannot be read; empty where it wrote nothing."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{path} cannot be read ({error})"
+    return (settings, None) if isinstance(settings, dict) else ({}, f"{path} cannot be read (it holds no JSON object)")

@@ -1,0 +1,445 @@
+"""The settings of a run -> where the memory of one GPU goes, phase by phase, in bytes.
+
+Weights, gradients and optimizer states are counted from the model's own parameters, activations from its own code
+(`activations`), the engine's share from its settings. It refuses what it cannot count (`ConfigError`) instead of
+leaving it out: an unknown optimizer, or a key-value cache of an unknown shape.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil
+from typing import Any, Literal
+
+import torch
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.meta_model import build_meta_model
+from polar_trl.tools.memory_plan.activations import Activations, count_activations
+from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels
+
+GIB = 1 << 30
+Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
+
+ALLOWANCE = GIB * 3 // 2
+"""CUDA context, libraries, CUDA graphs and what the allocator cannot use. A sleeping engine and its context were
+measured at 1.1 GiB; the rest is an allowance for fragments."""
+ENGINE_BATCH_TOKENS = 4096
+"""`max_num_batched_tokens` that TRL gives the engine."""
+HEAD_TILE = (4096, 32768)
+"""Tokens and vocabulary of TRL's tile of logits (`trl.kernels.chunked_logprob`, `trl.trainer.utils`)."""
+DEEPSPEED_BUCKET = 500_000_000
+"""Elements of DeepSpeed's reduce and all-gather buckets (`reduce_bucket_size`, `allgather_bucket_size`)."""
+DEEPSPEED_LIVE = 1_000_000_000
+"""Elements that ZeRO-3 may hold gathered (`stage3_max_live_parameters`)."""
+QUANTISED = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", *QUANTISED, "sgd")
+_IDLE = ("visual", "vision_tower", "vision_model")
+"""Modules of multimodal models that text does not reach: their weights get no gradient, so no optimizer state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of the trainer's model."""
+
+    numel: int
+    itemsize: int
+    """Bytes per element."""
+    is_trained: bool
+    is_embedding: bool
+    is_adapter: bool
+    is_adapted: bool
+    """A frozen one that an adapter is added to."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the memory of one GPU depends on."""
+
+    model_config: Any
+    """transformers' configuration of the model."""
+    dtype: torch.dtype
+    """Of the trainer's weights; TRL loads float32 unless `model_init_kwargs` names another."""
+    bf16: bool
+    """Autocast to bfloat16 (or float16, which takes as much); under FSDP2 and DeepSpeed the dtype of the pass."""
+    optim: str
+    gradient_checkpointing: bool
+    num_tokens: int
+    """Tokens of the largest forward pass."""
+    peft_config: Any
+    """Of LoRA, or None."""
+    has_reference: bool
+    """A KL term is wanted: with `beta` above 0."""
+    sharding: Sharding
+    num_gpus: int
+    gpu_bytes: int
+    """That the device reports, which is what vLLM's share is a share of."""
+    engine_share: float
+    """`vllm_gpu_memory_utilization`."""
+    engine_num_seqs: int
+    engine_bytes: int = 2
+    """Per element of the engine's weights and cache."""
+    sleep_level: int
+    """0: the engine stays awake while the model trains."""
+    max_model_len: int
+    """Tokens of the longest session: `vllm_max_model_length`."""
+    kernels: Kernels = IN_TORCH
+    """Of the trainer's passes."""
+    traces: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Models and passes that were counted already, shared between the variants of a setup."""
+
+    def __post_init__(self) -> None:
+        if self.optim not in OPTIMIZERS:
+            raise ConfigError(f"optim {self.optim!r} cannot be planned; known are {', '.join(OPTIMIZERS)}")
+
+    @property
+    def compute_bytes(self) -> int:
+        """Per element of the weights that a sharded forward pass gathers."""
+        return 2 if self.bf16 else 4
+
+    @property
+    def is_sharded(self) -> bool:
+        """Each GPU keeps a part of the weights."""
+        return self.sharding in ("fsdp2", "zero3")
+
+    @property
+    def num_shards(self) -> int:
+        return self.num_gpus if self.is_sharded else 1
+
+    @cached_property
+    def model(self) -> Any:
+        """The trainer's model on the meta device."""
+        key = ("model", self.dtype, id(self.peft_config))
+        if key not in self.traces:
+            self.traces[key] = build_meta_model(self.model_config, dtype=self.dtype, peft_config=self.peft_config)
+        return self.traces[key]
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        return read_weights(self.model)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(w.numel for w in self.weights if w.is_trained)
+
+    @cached_property
+    def activations(self) -> Activations:
+        """Of the trainer's largest forward and backward pass."""
+        # sharded models are gathered in the dtype of the pass; all others are lowered operation by operation
+        as_held = self.sharding in ("none", "ddp")
+        dtype = self.dtype if as_held or not self.bf16 else torch.bfloat16
+        key = (dtype, self.bf16, self.gradient_checkpointing, self.num_tokens, id(self.peft_config), self.kernels)
+        if key not in self.traces:
+
+            def build(config: Any) -> Any:
+                model = build_meta_model(config, dtype=dtype, peft_config=self.peft_config)
+                return model if as_held or not self.bf16 else model.to(dtype)
+
+            self.traces[key] = count_activations(
+                build,
+                self.model_config,
+                num_tokens=self.num_tokens,
+                autocast=self.bf16,
+                checkpointing=self.gradient_checkpointing,
+                kernels=self.kernels,
+            )
+        return self.traces[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where the memory of one GPU goes."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    """Phase -> what -> bytes."""
+    gpu_bytes: int
+    kv_bytes: int
+    """Of the engine's share, what is left for the key-value cache; negative where its weights fill the share."""
+    kv_bytes_per_token: int
+    state_bytes_per_session: int
+    """Of recurrent layers, whatever a session's length."""
+    max_model_len: int
+    host_bytes: int
+    """Of the machine, for all GPUs: the engines' weights while they sleep at level 1."""
+    kernels: Kernels
+    """That the passes were counted with."""
+
+    def total(self, phase: str) -> int:
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak(self) -> int:
+        return max(map(self.total, self.phases))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of sessions that the cache holds, beside the states of as many full-length sessions."""
+        return self.kv_sessions * self.max_model_len if self.is_hybrid else self._tokens(self.kv_bytes)
+
+    @property
+    def kv_sessions(self) -> int:
+        """Sessions of `max_model_len` tokens that the cache holds at the same time."""
+        per_session = self.kv_bytes_per_token * self.max_model_len + self.state_bytes_per_session
+        return max(0, self.kv_bytes) // per_session if per_session else 0
+
+    @property
+    def fits(self) -> bool:
+        """Every phase does, and the engine can hold one session, without which it does not start."""
+        return self.peak <= self.gpu_bytes and self.kv_sessions >= 1
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Some layers are recurrent."""
+        return self.state_bytes_per_session > 0
+
+    def _tokens(self, num_bytes: int) -> int:
+        return max(0, num_bytes) // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
+
+
+def build_plan(setup: Setup) -> Plan:
+    """Count every phase of a run. Raises `ConfigError` where something cannot be counted."""
+    engine_weights = sum(w.numel for w in setup.weights if not w.is_adapter) * setup.engine_bytes
+    share = int(setup.engine_share * setup.gpu_bytes)
+    kv_bytes = share - engine_weights - count_engine_work(setup)
+    kv_per_token, state = count_kv(setup.model_config, setup.engine_bytes)
+    kept = count_kept(setup)
+    trainer = {"trainer: weights": kept["trainer: weights"]} | _only(kept, "reference model")
+    asleep_or_share = 0 if setup.sleep_level else share
+    allowance = {"context and allowance": ALLOWANCE}
+    engine_awake = {"engine: weights": engine_weights, "engine: key-value cache and work": share - engine_weights}
+    # FSDP and ZeRO-2 bring the trainer's weights to the GPU when training begins, after the engine has started
+    at_start = {} if setup.sharding in ("fsdp2", "zero2") else trainer
+    syncing = {"engine: weights": engine_weights} if setup.sleep_level else engine_awake
+    training_engine = {"engine, awake": asleep_or_share} if asleep_or_share else {}
+    phases = {
+        "load": at_start | engine_awake,
+        "weight sync": kept | {"one weight, gathered or merged": count_synced(setup)} | syncing,
+        "rollouts": kept | engine_awake,
+        "training": kept | count_training(setup) | training_engine,
+        "save": kept | {"one weight, gathered": _largest(setup.weights) if setup.is_sharded else 0} | training_engine,
+    }
+    return Plan(
+        phases={name: {k: v for k, v in (parts | allowance).items() if v} for name, parts in phases.items()},
+        gpu_bytes=setup.gpu_bytes,
+        kv_bytes=kv_bytes,
+        kv_bytes_per_token=kv_per_token,
+        state_bytes_per_session=state,
+        max_model_len=setup.max_model_len,
+        host_bytes=engine_weights * setup.num_gpus if setup.sleep_level == 1 else 0,
+        kernels=setup.kernels,
+    )
+
+
+# The trainer.
+
+
+def read_weights(model: Any) -> tuple[Weight, ...]:
+    """The parameters of a model; tied ones are there once."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    return tuple(
+        Weight(
+            numel=weight.numel(),
+            itemsize=weight.itemsize,
+            is_trained=weight.requires_grad and not any(part in _IDLE for part in name.split(".")),
+            is_embedding=id(weight) in embeddings,
+            is_adapter=".lora_" in name,
+            is_adapted=".base_layer." in name,
+        )
+        for name, weight in model.named_parameters()
+    )
+
+
+def count_kept(setup: Setup) -> dict[str, int]:
+    """Bytes that the trainer has all the time from its second step on."""
+    weights = setup.weights
+    if setup.sharding in ("none", "ddp"):
+        held = sum(w.nbytes for w in weights)
+        states = sum(count_optimizer(w, setup.optim) for w in weights)
+    elif setup.sharding == "fsdp2":
+        # accelerate keeps trained weights in float32 under mixed precision (`fsdp2_prepare_model`)
+        raised = [_with_itemsize(w, 4) if w.is_trained and setup.bf16 else w for w in weights]
+        held = ceil(sum(w.nbytes for w in raised) / setup.num_gpus)
+        states = ceil(sum(count_optimizer(w, setup.optim) for w in raised) / setup.num_gpus)
+    else:
+        # ZeRO: weights in the dtype of the pass; float32 master weights, and the optimizer's states, are sharded
+        # (Rajbhandari et al. 2020, section 3.1: 2 + 2 + K bytes per parameter with K = 12)
+        held = ceil(sum(w.numel for w in weights) * setup.compute_bytes / setup.num_shards)
+        masters = [_with_itemsize(w, 4) for w in weights if w.is_trained]
+        states = sum(w.nbytes + count_optimizer(w, setup.optim) for w in masters)
+        states = ceil(states / setup.num_gpus)
+    buckets = 0
+    if setup.sharding == "ddp":
+        buckets = sum(w.nbytes for w in weights if w.is_trained)  # DDP copies gradients into buckets of its own
+    elif setup.sharding in ("zero2", "zero3"):
+        buckets = 2 * min(setup.num_trained, DEEPSPEED_BUCKET) * setup.compute_bytes
+    kept = {
+        "trainer: weights": held,
+        "trainer: low halves of the masters": count_low_halves(setup),
+        "trainer: optimizer": states,
+        "gradient buckets": buckets,
+    }
+    if setup.has_reference and setup.peft_config is None:
+        reference = sum(w.nbytes for w in weights) if setup.sharding in ("none", "ddp", "fsdp2") else held
+        kept["reference model"] = ceil(reference / setup.num_shards) if setup.sharding == "fsdp2" else reference
+    return kept
+
+
+def count_low_halves(setup: Setup) -> int:
+    """Bytes of what rounding to half precision took from float32 weights (int16, `rounded_weights`).
+
+    Where pass and engine are float32 nothing is rounded. An adapter is merged in float32 and rounded where it is
+    pushed, and DeepSpeed has masters of its own.
+    """
+    in_float32 = setup.dtype == torch.float32 or (setup.sharding == "fsdp2" and setup.bf16)
+    is_rounded = in_float32 and (setup.bf16 or setup.engine_bytes == 2)
+    if setup.peft_config is not None or setup.sharding in ("zero2", "zero3") or not is_rounded:
+        return 0
+    return ceil(setup.num_trained * 2 / setup.num_shards)
+
+
+def count_optimizer(weight: Weight, optim: str) -> int:
+    """Bytes of an optimizer's state of one parameter.
+
+    torch's AdamW keeps two averages in the parameter's own dtype. bitsandbytes keeps two bytes per element and a
+    float32 scale for each block of 256 of both; parameters under 4,096 elements, and embeddings (transformers'
+    `Trainer.create_optimizer`), stay in float32.
+    """
+    if not weight.is_trained or optim == "sgd":
+        return 0
+    if optim not in QUANTISED:
+        return 2 * weight.nbytes
+    if weight.is_embedding or weight.numel < 4096:
+        return 8 * weight.numel
+    return 2 * weight.numel + 2 * 4 * ceil(weight.numel / 256)
+
+
+def count_gradients(setup: Setup) -> int:
+    """Bytes of accumulated gradients just before the optimizer steps."""
+    if setup.sharding in ("none", "ddp"):
+        return sum(w.nbytes for w in setup.weights if w.is_trained)
+    if setup.sharding == "fsdp2":
+        # passes before the last of a step add up whole in float32, since nothing is exchanged; then shards
+        return setup.num_trained * 4 + ceil(setup.num_trained * 4 / setup.num_gpus)
+    return ceil(setup.num_trained * setup.compute_bytes / setup.num_gpus)
+
+
+def count_training(setup: Setup) -> dict[str, int]:
+    """Bytes that a forward and backward pass adds to what is kept, at its worst moment."""
+    found = setup.activations
+    head_forward, head_backward = count_head(setup)
+    moments = (
+        found.forward_peak,
+        found.saved + found.copies + head_forward,
+        found.saved + head_backward,
+        found.backward_peak,
+    )
+    return {
+        "gradients": count_gradients(setup),
+        "gathered weights": count_gathered(setup),
+        "saved activations": found.saved,
+        "worst moment of a pass": max(moments) - found.saved,
+    }
+
+
+def count_head(setup: Setup) -> tuple[int, int]:
+    """Bytes of TRL's fused LM head beside the hidden states, in its forward and its backward pass.
+
+    A tile of logits in the pass's dtype, a part of the head's weights in it, the scored hidden states and, backward,
+    float32 sums for their gradient and for the head's own (`trl.kernels.chunked_logprob`). Every token counts as
+    scored, which is the worst case.
+    """
+    config = setup.model_config.get_text_config()
+    tokens, hidden, vocabulary = setup.num_tokens, config.hidden_size, config.vocab_size
+    rows, columns = HEAD_TILE
+    stream_bytes = setup.dtype.itemsize if setup.sharding in ("none", "ddp") else setup.compute_bytes
+    tile = (min(tokens, rows) * columns + min(columns, vocabulary) * hidden) * setup.compute_bytes
+    forward = tile + tokens * hidden * stream_bytes
+    backward = tile + tokens * hidden * (4 + 2 * stream_bytes)
+    if setup.peft_config is None:
+        backward += vocabulary * hidden * (4 + (2 if stream_bytes == 2 else 0))
+    return forward, backward
+
+
+def count_gathered(setup: Setup) -> int:
+    """Bytes of whole weights that a sharded forward or backward pass holds at a time."""
+    total = sum(w.numel for w in setup.weights)
+    if setup.sharding == "zero3":
+        return min(total, DEEPSPEED_LIVE) * setup.compute_bytes
+    if setup.sharding == "fsdp2":
+        # the layer that computes and the next; embedding and head stay
+        embeddings = sum(w.numel for w in setup.weights if w.is_embedding)
+        tied = getattr(setup.model_config.get_text_config(), "tie_word_embeddings", False)
+        outside = embeddings if tied else 2 * embeddings
+        layers = setup.model_config.get_text_config().num_hidden_layers
+        return (min(outside, total) + 2 * ceil(max(0, total - outside) / layers)) * setup.compute_bytes
+    return 0
+
+
+def count_synced(setup: Setup) -> int:
+    """Bytes of what a weight push makes beside both models, one weight at a time.
+
+    A sharded weight is gathered. Where an adapter is on it, it is copied in float32 for the sum, which is made of the
+    adapter's product, in float32 too; the rounded copy, half as large, comes after that product has gone.
+    """
+    gathered = _largest(setup.weights) if setup.is_sharded else 0
+    adapted = max((w for w in setup.weights if w.is_adapted), key=lambda w: w.numel, default=None)
+    if adapted is None:
+        return gathered
+    return max(gathered, adapted.numel * 2 * 4 + (adapted.nbytes if setup.is_sharded else 0))
+
+
+# The engine.
+
+
+def count_engine_work(setup: Setup) -> int:
+    """Bytes that vLLM finds itself to need for a forward pass when it starts: an estimate.
+
+    The inputs and outputs of a feed-forward and an attention block for the tokens of a batch, and logits of every
+    sequence in float32 with their log-softmax and a sorted copy.
+    """
+    config = setup.model_config.get_text_config()
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    per_token = (3 * wide + 6 * config.hidden_size) * setup.engine_bytes
+    return ENGINE_BATCH_TOKENS * per_token + 3 * 4 * setup.engine_num_seqs * config.vocab_size
+
+
+def count_kv(model_config: Any, itemsize: int = 2) -> tuple[int, int]:
+    """Bytes of the engine's cache per token, and per session whatever its length.
+
+    A full-attention layer keeps a key and a value of `head_dim` for each key-value head; sliding windows count as
+    full. A gated delta net keeps, per session, its matrix per value head and the last inputs of its convolution.
+    """
+    config = model_config.get_text_config()
+    if getattr(config, "kv_lora_rank", None):
+        raise ConfigError("this model compresses its key-value cache (kv_lora_rank), which plan does not count")
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    recurrent = kinds.count("linear_attention")
+    per_token = (len(kinds) - recurrent) * 2 * heads * head_dim * itemsize
+    if not recurrent:
+        return per_token, 0
+    try:
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        inputs = (2 * keys + values) * (config.linear_conv_kernel_dim - 1)
+        matrix = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    except AttributeError as error:
+        raise ConfigError(f"its recurrent layers are of a kind that plan does not count ({error})") from error
+    return per_token, recurrent * (inputs * itemsize + matrix * 4)
+
+
+def _with_itemsize(weight: Weight, itemsize: int) -> Weight:
+    return replace(weight, itemsize=itemsize)
+
+
+def _largest(weights: Iterable[Weight]) -> int:
+    return max(w.nbytes for w in weights)
+
+
+def _only(parts: Mapping[str, int], name: str) -> dict[str, int]:
+    return {name: parts[name]} if name in parts else {}

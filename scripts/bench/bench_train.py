@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""What a training step costs: TRL's padded path against flat layouts, on the lengths of agents' sessions.
+
+  python scripts/bench/bench_train.py                                     # CPU: tiny model, lengths scaled down
+  python scripts/bench/bench_train.py --model 0.6b --scale 1 --groups 1 --group_size 8 --json bench.json      # a GPU
+
+Every set of lengths (session_lengths.py) is trained in four ways, in this order and in one process:
+
+  trl_padded_per_request  a row per model call, padded as TRL does: to the longest row of the step
+  padded_merged           a row per session, padded the same way
+  packed_merged           a row per session, no padding
+  tree_merged             the same, prefixes that rows share forwarded once
+
+A step is forward and backward of all rows (random weights, random ids, loss "dapo") and one AdamW step. The padded
+ways forward as many rows at a time as fit --max_tokens, at least one; all their passes have one shape, so that beyond
+--max_passes the rest is extrapolated from the mean of those (the table says of how many). Peak memory is of the
+device: what torch allocated on a GPU, resident memory on a CPU.
+"""
+
+import argparse
+import json
+import math
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from session_lengths import SETS, build_rows, build_sessions
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from trl import GRPOConfig, GRPOTrainer
+from trl_padded import build_padded_batch, split_padded_batch
+
+from polar_trl.grpo.config import PackedGRPOConfig
+from polar_trl.grpo.packing.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.rows import Row
+
+WAYS = ("trl_padded_per_request", "padded_merged", "packed_merged", "tree_merged")
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {
+        "vocab_size": 8192,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
+    # of Qwen3.5's architecture: three gated delta nets and one attention layer
+    "tiny_hybrid": {
+        "vocab_size": 8192,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    # the sizes of Qwen3-0.6B
+    "0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+
+
+class PresetRows(PackedGRPOTrainer):
+    """Trains the rows that it is given."""
+
+    preset: list[Row]
+
+    def _collect_rows(self, inputs: Any, mode: str) -> list[Row]:
+        return self.preset
+
+
+def build_model(name: str, device: torch.device) -> Any:
+    torch.manual_seed(0)
+    is_hybrid = "linear_num_key_heads" in MODELS[name]
+    make_config, make_model = (Qwen3_5TextConfig, Qwen3_5ForCausalLM) if is_hybrid else (Qwen3Config, Qwen3ForCausalLM)
+    config = make_config(**MODELS[name], max_position_embeddings=1 << 18, tie_word_embeddings=True)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device(device):
+        return make_model._from_config(config, dtype=dtype)
+
+
+def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> Any:
+    on_gpu = torch.cuda.is_available()
+    settings: dict[str, Any] = {
+        "output_dir": out,
+        "per_device_train_batch_size": 8,
+        "num_generations": 8,
+        "max_completion_length": 4096,
+        "use_cpu": not on_gpu,
+        "bf16": on_gpu,
+        "gradient_checkpointing": not args.keep_activations,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    vocabulary = {str(index): index for index in range(model.config.vocab_size)}
+    common: dict[str, Any] = {
+        "model": model,
+        "reward_funcs": lambda **_: [0.0],
+        "processing_class": PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="0", eos_token="1"
+        ),
+        "train_dataset": Dataset.from_dict({"prompt": ["x"] * 8}),
+    }
+    if "padded" in way:
+        return GRPOTrainer(args=GRPOConfig(**settings, steps_per_generation=1), **common)
+    layout: Any = way.removesuffix("_merged")
+    packed = PackedGRPOConfig(**settings, sequence_layout=layout, max_tokens_per_device=args.max_tokens)
+    return PresetRows(args=packed, **common)
+
+
+def load_rows(name: str, way: str, args: argparse.Namespace, vocab_size: int) -> list[Row]:
+    sessions = build_sessions(name, num_groups=args.groups, group_size=args.group_size, scale=args.scale)
+    merged = way != "trl_padded_per_request"
+    rng = np.random.default_rng(1)
+    advantages = rng.normal(size=len(sessions))
+    rows = []
+    for row in build_rows(name, sessions, merged=merged, vocab_size=vocab_size, scale=args.scale):
+        trainable = row.trainable
+        logps = np.where(trainable, -math.log(vocab_size), 0.0).astype(np.float32)
+        rows.append(
+            Row(
+                rollout_id=f"r{row.session}",
+                advantage=float(advantages[row.session]),
+                token_ids_T=row.token_ids,
+                trainable_T=trainable,
+                logprobs_T=logps,
+                policy_versions_T=np.where(trainable, 0, -1),
+            )
+        )
+    return rows
+
+
+def measure(trainer: Any, rows: list[Row], way: str, args: argparse.Namespace) -> dict[str, float]:
+    """One step: seconds, forwarded tokens (padding included), passes and how many of them were measured."""
+    trainer.model.train()
+    if not args.keep_activations:  # transformers would, in train()
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    device = trainer.accelerator.device
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
+    trainer.model.zero_grad()
+    trainer._step, trainer.current_gradient_accumulation_steps = 0, 1
+    started = _now(device)
+    if "padded" in way:
+        figures = _run_padded(trainer, rows, args, device)
+    else:
+        trainer.preset, trainer._windows = rows, None
+        trainer.training_step(trainer.model, [{}])
+        metrics = trainer._metrics["train"]
+        passes = metrics["polar/forward_passes"][-1]
+        figures = {"tokens": metrics["polar/forwarded_tokens"][-1], "passes": passes, "measured": passes}
+    seconds = _now(device) - started
+    before_step = _now(device)
+    optimizer.step()
+    seconds *= figures["passes"] / figures["measured"]
+    return {**figures, "seconds": seconds + _now(device) - before_step}
+
+
+def _run_padded(trainer: Any, rows: list[Row], args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    starts = [int(row.trainable_T.argmax()) for row in rows]
+    width = max(starts) + max(len(row.token_ids_T) - start for row, start in zip(rows, starts, strict=True))
+    batch_size = max(1, args.max_tokens // width)
+    num_passes = math.ceil(len(rows) / batch_size)
+    num_items = torch.tensor(float(sum(row.num_trainable for row in rows)), device=device)
+    measured = min(num_passes, args.max_passes)
+    # what is not run need not be made: TRL's own tensors of all rows would be that many times larger
+    longest = (
+        max(range(len(rows)), key=starts.__getitem__),
+        max(range(len(rows)), key=lambda i: len(rows[i].token_ids_T) - starts[i]),
+    )
+    some = [rows[i] for i in (*longest, *range(measured * batch_size)) if i < len(rows)][: measured * batch_size + 2]
+    batch = build_padded_batch(some, [1.0] * len(some))
+    for part in split_padded_batch({k: v[: measured * batch_size] for k, v in batch.items()}, batch_size):
+        inputs = {key: value.to(device) for key, value in part.items()} | {"num_items_in_batch": num_items}
+        trainer._compute_loss(trainer.model, inputs).backward()
+    return {"tokens": num_passes * batch_size * width, "passes": num_passes, "measured": measured}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory begins anew
+
+
+def read_peak(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    (line,) = (text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sets: dict[str, Any] = {name: {} for name in args.sets}
+    with tempfile.TemporaryDirectory() as out:
+        for way in args.ways:
+            trainer = build_trainer(build_model(args.model, device), way, out, args)
+            for name in args.sets:
+                rows = load_rows(name, way, args, trainer.model.config.vocab_size)
+                small = [row for row in rows if row.rollout_id == "r0"][:1]
+                measure(trainer, small, way, args)  # compiles and allocates
+                reset_peak(device)
+                best = min((measure(trainer, rows, way, args) for _ in range(args.repeat)), key=lambda r: r["seconds"])
+                sets[name][way] = {**best, "rows": len(rows), "peak_bytes": read_peak(device)}
+                say(f"{name} {way}: {best['seconds']:.2f} s")
+            del trainer
+    return {
+        "machine": describe_machine(device),
+        "versions": {package: version(package) for package in ("torch", "transformers", "trl")},
+        "date": str(date.today()),
+        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+        "seconds_per_step": {way: sum(sets[name][way]["seconds"] for name in sets) for way in args.ways},
+        "peak_bytes": {way: max(sets[name][way]["peak_bytes"] for name in sets) for way in args.ways},
+        "sets": sets,
+    }
+
+
+def describe_machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def print_report(report: dict[str, Any], ways: Sequence[str]) -> None:
+    table = Table(title=f"seconds per step: {report['machine']}, model {report['settings']['model']}")
+    for column in (
+        "set",
+        "way",
+        "rows",
+        "passes",
+        "measured",
+        "forwarded tokens",
+        "seconds",
+        "peak GB",
+        "against the first",
+    ):
+        table.add_column(column, justify="left" if column in ("set", "way") else "right")
+    for name, measured in report["sets"].items():
+        for way in ways:
+            figures = measured[way]
+            ratio = measured[ways[0]]["seconds"] / figures["seconds"]
+            table.add_row(
+                *(name, way, str(figures["rows"]), f"{figures['passes']:.0f}", f"{figures['measured']:.0f}"),
+                *(f"{figures['tokens']:.0f}", f"{figures['seconds']:.2f}", f"{figures['peak_bytes'] / 1e9:.2f}"),
+                f"{ratio:.1f}x",
+            )
+    Console(width=140).print(table)
+    print(json.dumps(report["seconds_per_step"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--groups", type=int, default=1, help="tasks per step")
+    parser.add_argument("--group_size", type=int, default=4, help="rollouts per task")
+    parser.add_argument("--scale", type=float, default=0.03, help="factor of all lengths")
+    parser.add_argument("--max_tokens", type=int, default=8192, help="tokens of one forward pass")
+    parser.add_argument("--max_passes", type=int, default=8, help="padded passes that are run; the rest is estimated")
+    parser.add_argument("--repeat", type=int, default=1, help="the fastest of so many steps counts")
+    parser.add_argument("--keep_activations", action="store_true", help="no gradient checkpointing")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    args = parser.parse_args()
+    report = run(args, lambda text: print(text, flush=True))
+    print_report(report, args.ways)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""`polar-trl check-tasks`: good tasks are kept as good, bad and flaky ones are named, and nothing is left behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calc_releases import CALC, PYTHON, build, make_row, pretend_installed
+from environments import IMAGE, install_pytest
+
+from polar_trl.cache import CACHE_VARIABLE, find_cache
+from polar_trl.cli import main
+from polar_trl.tasks.build.folders import Tools
+
+HIDDEN = Path("tests", "hidden", "tests", "test_calc.py")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    requirements = folder / "requirements.txt"
+    requirements.write_text("pytest\n")
+    pretend_installed(requirements)
+    return build(make_row(), folder / "out", Tools(python=PYTHON, requirements=requirements))
+
+
+@pytest.fixture
+def task(built: Path, tmp_path: Path) -> Path:
+    """A task folder of the test's own."""
+    return shutil.copytree(built, tmp_path / "tasks" / "calc")
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, Any]]]:
+    code = main(["check-tasks", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)["tasks"]
+
+
+def test_a_good_task_is_kept_as_good(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, (found,) = check(capsys, task)
+    seconds = found.pop("seconds")
+    assert (code, found) == (0, {"id": "calc", "gold": 1.0, "empty": 0.0, "flaky": False, "problem": ""})
+    (kept,) = find_cache("checks").glob("*.json")
+    kept.write_text(kept.read_text().replace(f'"seconds": {seconds}', '"seconds": 1234.5'))
+    assert check(capsys, task.parent)[1][0]["seconds"] == 1234.5
+    assert check(capsys, task, "--fresh")[1][0]["seconds"] < 1234.5
+    # and what decides has changed
+    kept.write_text(kept.read_text().replace('"id": "calc"', '"id": "calc", "seconds": 1234.5'))
+    (task / HIDDEN).write_text((task / HIDDEN).read_text() + "\n")
+    assert check(capsys, task)[1][0]["seconds"] < 1234.5
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        (HIDDEN, "def test_total():\n    assert 1 == 2\n", (0.0, 0.0, "the solution gets 0, 0, 0")),
+        ("environment/workspace/src/calc/__init__.py", CALC, (None, None, "gold.patch does not apply")),
+        ("solution/gold.patch", "", (None, None, "does not apply")),
+    ],
+)
+def test_a_spoiled_task(
+    task: Path, capsys: pytest.CaptureFixture[str], path: str, text: str, expected: tuple[object, object, str]
+) -> None:
+    (task / path).write_text(text)
+    for _ in range(2):  # what is bad is not kept
+        code, (found,) = check(capsys, task)
+        assert (code, found["gold"], found["empty"], found["flaky"]) == (1, *expected[:2], False)
+        assert expected[2] in found["problem"]
+
+
+def test_a_task_that_needs_no_change(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tests = (task / HIDDEN).read_text()
+    (task / HIDDEN).write_text(tests.replace("assert total(values) == sum(values)", "assert True"))
+    code, (found,) = check(capsys, task)
+    assert (code, found["gold"], found["empty"], found["problem"]) == (1, 1.0, 1.0, "no change at all gets 1")
+
+
+def test_a_flaky_task_is_listed(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tests pass every other time; a local sandbox lets them count."""
+    counter = tmp_path / "counter"
+    counter.touch()
+    tests = (task / HIDDEN).read_text()
+    count = f"    with open({str(counter)!r}, 'a+') as file:\n        assert file.write('x') and file.tell() % 2\n"
+    (task / HIDDEN).write_text(tests.replace("def test_clamp():\n", f"def test_clamp():\n{count}"))
+    code, (found,) = check(capsys, task)
+    assert (code, found["gold"], found["flaky"]) == (1, 0.0, True)
+    assert found["problem"] == "the solution gets 1, 0, 1"
+
+
+def test_a_table(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-tasks", str(task)]) == 0
+    said = capsys.readouterr().out
+    assert "calc" in said and "1 of 1 tasks are good" in said
+
+
+def test_wrong_questions(tmp_path: Path, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text('{"id": "a", "instruction": "x", "grader": "true"}\n')
+    for arguments, message in (
+        ([str(tmp_path / "nope.jsonl")], "no task file at"),
+        ([str(tmp_path / "t.jsonl")], "has tests or a verifier; there is nothing to check"),
+        ([str(task), "--jobs", "0"], "--jobs is 0"),
+        ([str(task), "--limit", "0"], "limit is 0"),
+        ([str(task), "--sandbox_image", "x"], "sandbox_image is read by the docker sandbox only"),
+    ):
+        assert main(["check-tasks", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_nothing_behind(task: Path, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    text = f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(600)\n"
+    (task / HIDDEN).write_text(text)
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "polar_trl.cli", "check-tasks", str(task)],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, "polar-trl: stopped" in said) == (130, True), said
+    assert [str(path) for path in (tmp_path / "tmp").rglob("work")] == []
+
+
+def test_a_run_refuses_bad_tasks(task: Path, tmp_path: Path) -> None:
+    (task / HIDDEN).write_text("def test_total():\n    assert 1 == 2\n")
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"tasks: {task}\nagent_command: 'true'\nmodel_name_or_path: no/such/model\nuse_cpu: true\nbf16: false\n"
+    )
+    said = []
+    for arguments in ([], ["--check_tasks", "false"]):
+        done = subprocess.run(
+            [sys.executable, "scripts/train.py", "--config", config, "--output_dir", tmp_path / "run", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=ROOT,
+        )
+        assert done.returncode == 1
+        said.append(done.stderr)
+    assert "train: 1 of 1 tasks are of no use" in said[0] and "\n  calc: the solution gets 0" in said[0]
+    assert "no model at 'no/such/model'" in said[1]
+
+
+HARBOR_TEST = """\
+mkdir -p /logs/verifier
+cat answer.txt 2>/dev/null | grep -q 42 && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.containers
+def test_a_verifier_and_a_script_that_solves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "harbor"
+    for path, text in (
+        ("task.toml", f'[environment]\ndocker_image = "{IMAGE}"\nworkdir = "/workspace"\n'),
+        ("instruction.md", "Write 42 to answer.txt.\n"),
+        ("environment/Dockerfile", f"FROM {IMAGE}\n"),
+        ("tests/test.sh", HARBOR_TEST),
+        ("solution/solve.sh", "echo 42 > answer.txt\n"),
+    ):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    code, (found,) = check(capsys, folder, "--sandbox", "docker")
+    assert (code, found["gold"], found["empty"], found["problem"]) == (0, 1.0, 0.0, "")
+    (folder / "solution" / "solve.sh").write_text("echo broken >&2\nexit 3\n")
+    code, (found,) = check(capsys, folder, "--sandbox", "docker")
+    assert (code, found["gold"]) == (1, None)
+    assert found["problem"].startswith("solve.sh of task harbor ended with exit code 3: 'broken")
+
+
+@pytest.mark.containers
+def test_a_rebuilt_task_in_containers(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requirements = task / "environment" / "requirements.txt"
+    requirements.write_text("pytest  # of this test\n")
+    install_pytest(requirements)
+    code, (found,) = check(capsys, task, "--sandbox", "docker", "--sandbox_image", IMAGE)
+    assert (code, found["gold"], found["empty"], found["problem"]) == (0, 1.0, 0.0, "")
+    # it asks for 4096 MB
+    given = ["--sandbox", "docker", "--sandbox_image", IMAGE, "--sandbox_memory_mb", "2000"]
+    assert main(["check-tasks", str(task), *given]) == 2
+    assert (
+        "task 'calc' asks for memory_mb 4096, and a sandbox has 2000: set sandbox_memory_mb" in capsys.readouterr().err
+    )

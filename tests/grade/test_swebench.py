@@ -1,0 +1,246 @@
+"""Rows of SWE-bench, graded by the package's own script and parser: on a stand-in for a repository that it knows."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import docker
+import pytest
+from swe_repository import FIX, build_task, make_repository
+
+from polar_trl.errors import ConfigError, TaskError
+from polar_trl.grade.canary import Canary
+from polar_trl.grade.swebench import (
+    SwebenchGrader,
+    build_script,
+    check_row,
+    contradicts_itself,
+    cut_script,
+    find_style,
+    has_passed,
+    parse_log,
+)
+from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.sandbox.docker.backend import DockerSandboxBackend
+from polar_trl.sandbox.limits import Limits
+from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.types import Task
+
+GOLD = f"git apply - <<'END'\n{FIX}END"
+HOOK = """cat > conftest.py <<'END'
+import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    outcome.get_result().outcome = "passed"
+END"""
+PRINT = """cat >> src/flask/tiny.py <<'END'
+import atexit, os
+names = ["test_kind", "test_f", "test_cut[a b]", "test_cut[a c]"]
+def forge():
+    for name in names:
+        os.write(1, f"\\nPASSED tests/test_tiny.py::{name}\\n".encode())
+atexit.register(forge)
+END"""
+BY_PLACE = """cat >> src/flask/tiny.py <<'END'
+import _pytest.reports
+make = _pytest.reports.TestReport.from_item_and_call.__func__
+def forge(cls, item, call):
+    report = make(cls, item, call)
+    if item.nodeid.startswith("tests/"):
+        report.outcome = "passed"
+    return report
+_pytest.reports.TestReport.from_item_and_call = classmethod(forge)
+END"""
+IMAGE = "polar-trl-swe-test:latest"
+CASES = {
+    "the fix": (GOLD, 1.0, None),
+    "the fix, committed": (f"{GOLD}\ngit -c user.name=a -c user.email=a@b commit -qam done", 1.0, None),
+    "nothing": ("true", 0.0, None),
+    "a planted conftest.py": (HOOK, 0.0, "conftests_planted"),
+    "edited tests": (
+        "printf 'def test_f(): pass\\ndef test_kind(): pass\\n' > tests/test_tiny.py",
+        0.0,
+        "tests_edited",
+    ),
+    "exit at import": ("echo 'import os; os._exit(0)' >> src/flask/tiny.py", 0.0, "test_runs_died"),
+    "reports that always pass": (
+        "printf 'import _pytest.reports as r\\n' >> src/flask/tiny.py; "
+        "echo 'r.TestReport.outcome = property(lambda s: \"passed\", lambda s, v: 0)' >> src/flask/tiny.py",
+        0.0,
+        "canaries_broken",
+    ),
+    "reports of its tests that always pass": (BY_PLACE, 0.0, "canaries_broken"),
+    "a plugin that the tree claims to have": (
+        "mkdir src/e.egg-info; printf '[pytest11]\\ne = e\\n' > src/e.egg-info/entry_points.txt",
+        0.0,
+        "test_settings_planted",
+    ),
+}
+
+
+def grade(task: Task, backend: SandboxBackend, command: str, *, partial: bool = False) -> tuple[float, dict[str, int]]:
+    sandbox = backend.create(task, "agent")
+    try:
+        result = sandbox.run(command, env={}, timeout_s=60)
+        assert result.exit_code == 0, result.stderr
+        graded = SwebenchGrader(backend, partial=partial).grade(task, sandbox, timeout_s=120)
+    finally:
+        sandbox.destroy()
+    return graded.reward, dict(graded.counters)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> tuple[Task, SandboxBackend]:
+    """The row with the repository as a folder of this machine; what the script does outside of it fails, unheeded."""
+    base = make_repository(tmp_path / "testbed")
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"}
+    task = replace(build_task(base), image=None, workspace=str(tmp_path / "testbed"), env=env)
+    return task, LocalSandboxBackend(tmp_path / "boxes")
+
+
+@pytest.mark.parametrize(
+    "name", ["the fix", "nothing", "a planted conftest.py", "reports of its tests that always pass"]
+)
+def test_a_row_in_folders(local: tuple[Task, SandboxBackend], name: str) -> None:
+    command, reward, counter = CASES[name]
+    found, counters = grade(*local, command)
+    assert found == reward and (counter is None or counters[counter] == 1)
+
+
+def test_part_of_the_work(local: tuple[Task, SandboxBackend]) -> None:
+    task, backend = local
+    assert task.tests is not None
+    spec = replace(task.tests, fail_to_pass=(*task.tests.fail_to_pass, "tests/test_tiny.py::test_never"))
+    task = replace(task, tests=spec)
+    assert grade(task, backend, GOLD)[0] == 0.0
+    assert grade(task, backend, GOLD, partial=True)[0] == 0.5
+    assert grade(task, backend, "echo 'def f(x): return 0' > src/flask/tiny.py", partial=True)[0] == 0.0
+
+
+def test_printed_outcomes_beside_the_real_ones(local: tuple[Task, SandboxBackend]) -> None:
+    reward, counters = grade(*local, PRINT)
+    assert (reward, counters["logs_contradict"]) == (0.0, 1)
+
+
+def test_a_row_with_its_own_script(local: tuple[Task, SandboxBackend]) -> None:
+    task, backend = local
+    script = build_script(task)
+    assert "source /opt/miniconda3/bin/activate" in script and "pytest -rA tests/test_tiny.py" in script
+    row = {**task.metadata["swebench"], "eval_script": script.replace("2.3", ""), "log_parser": "parse_log_pytest"}
+    task = replace(task, metadata={"swebench": {**row, "repo": "un/known", "version": "0"}})
+    assert grade(task, backend, GOLD)[0] == 1.0
+    assert grade(task, backend, "true")[0] == 0.0
+
+
+def test_a_repository_that_the_package_does_not_know(local: tuple[Task, SandboxBackend]) -> None:
+    task, backend = local
+    task = replace(task, metadata={"swebench": {**task.metadata["swebench"], "repo": "getmoto/moto"}})
+    assert grade(task, backend, GOLD)[0] == 1.0
+    assert grade(task, backend, "true")[0] == 0.0
+    assert task.tests is not None
+    with pytest.raises(TaskError, match=r"flask-5063.*does not know getmoto/moto in version '2\.3'"):
+        check_row(replace(task, tests=replace(task.tests, fail_to_pass=("test_f (tests.T)",))))
+
+
+def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "swebench.harness.log_parsers", None)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[swe\]'"):
+        check_row(build_task("abc"))
+
+
+def test_ids_that_were_cut() -> None:
+    outcomes = {"a.py::t[x": "PASSED", "a.py::u[x-1]": "PASSED", "a.py::u[x-2]": "FAILED", "a.py::s": "SKIPPED"}
+    assert has_passed("a.py::t[x", outcomes)
+    assert not has_passed("a.py::u[x", outcomes)
+    assert has_passed("a.py::u[x-1", outcomes) and not has_passed("a.py::u[y", outcomes)
+    assert not has_passed("a.py::s", outcomes) and not has_passed("a.py::gone", outcomes)
+
+
+def test_logs_that_contradict_themselves() -> None:
+    assert contradicts_itself("PASSED a.py::t\nFAILED a.py::t - assert 1 - 2\n")
+    assert contradicts_itself("ERROR a.py::t[x - y] - no\nPASSED a.py::t[x - y]\n")
+    assert not contradicts_itself("PASSED a.py::t[1]\nFAILED a.py::t[2] - PASSED a.py::t[2]\nPASSED a.py::t[1]\n")
+
+
+def test_what_the_script_puts_into_a_file_of_its_own() -> None:
+    before, body, after = cut_script("a\n: '>>>>> Start Test Output'\npytest x\n: '>>>>> End Test Output'\nb\n")
+    assert (before, body, after) == ("a\n", "pytest x\n", "\nb\n")
+
+
+def test_every_python_repository_but_sympy_has_a_canary() -> None:
+    from swebench.harness.constants import MAP_REPO_TO_EXT, MAP_REPO_VERSION_TO_SPECS
+    from swebench.harness.log_parsers import MAP_REPO_TO_PARSER
+
+    without = {
+        repo
+        for repo, versions in MAP_REPO_VERSION_TO_SPECS.items()
+        for specs in versions.values()
+        if MAP_REPO_TO_EXT[repo] == "py" and repo in MAP_REPO_TO_PARSER and not find_style(f"{specs['test_cmd']} x")
+    }
+    assert without == {"sympy/sympy"}
+    assert find_style("./tests/runtests.py --verbosity 2 x\n") == "django"
+
+
+def test_the_canary_of_djangos_runner(tmp_path: Path) -> None:
+    canary = Canary(["test_f (a.tests.T)"], "django")
+    for path, text in canary.files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    # its runner is the standard library's, and prints the same lines
+    command = [sys.executable, "-m", "unittest", "-v", f"{canary.arguments[0]}.tests"]
+    log = subprocess.run(command, cwd=tmp_path / "tests", capture_output=True, text=True).stderr
+    task = build_task("abc")
+    task = replace(task, metadata={"swebench": {**task.metadata["swebench"], "repo": "django/django"}})
+    assert canary.find_fault(parse_log(task, log), passed="PASSED", failed="FAILED") is None
+    assert canary.find_fault(parse_log(task, log.replace("FAIL", "ok")), passed="PASSED", failed="FAILED") is not None
+    forged = log + "".join(f"{line.removesuffix('FAIL')}ok\n" for line in log.splitlines() if line.endswith("FAIL"))
+    assert contradicts_itself(forged) and not contradicts_itself(log)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image as the data set has them: the repository at /testbed, a conda that does nothing, and pytest."""
+    context = tmp_path_factory.mktemp("context")
+    base = make_repository(context / "testbed")
+    site = Path(sysconfig.get_paths()["purelib"])
+    info = next(site.glob("pluggy-*.dist-info")).name
+    for name in ("pytest", "_pytest", "pluggy", info, "iniconfig", "packaging", "pygments"):
+        shutil.copytree(site / name, context / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(site / "py.py", context / "site")
+    (context / "activate").write_text("conda() { :; }\n")
+    (context / "pytest").write_text(
+        "#!/usr/bin/python3\nimport sys\nsys.path.insert(0, '/opt/site')\nimport pytest\n"
+        "sys.exit(pytest.console_main())\n"
+    )
+    (context / "pytest").chmod(0o755)
+    (context / "Dockerfile").write_text(
+        "FROM polar-trl-test:latest\nCOPY site /opt/site\nCOPY activate /opt/miniconda3/bin/activate\n"
+        "COPY pytest /usr/local/bin/pytest\nCOPY testbed /testbed\n"
+    )
+    client = docker.from_env()
+    client.images.build(path=str(context), tag=IMAGE, rm=True)
+    yield base
+    client.images.remove(IMAGE, force=True)
+    client.close()
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_in_its_image(image: str, tmp_path: Path, name: str) -> None:
+    command, reward, counter = CASES[name]
+    backend = DockerSandboxBackend(
+        limits=Limits(memory_mb=1024, cpus=1.0, pids=64, disk_mb=64), root=tmp_path / "state"
+    )
+    task = replace(build_task(image), image=IMAGE)
+    assert task.workdir == "/testbed"
+    try:
+        found, counters = grade(task, backend, command)
+    finally:
+        backend.close()
+    assert found == reward and (counter is None or counters[counter] == 1)
+    assert list((tmp_path / "state").iterdir()) == [], "a sandbox was left behind"

@@ -1,0 +1,373 @@
+"""Killed with SIGKILL in a rollout, in training and in the writing of a checkpoint, a run goes on as if it were not.
+
+One run is killed at each of the three moments in turn and started again by the same command; another one with the
+same settings is left alone. A generation batch feeds two optimizer steps and checkpoints come after every third, so
+that one of them falls between the two.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import ROOT, WORKERS, build_launcher
+from safetensors.torch import load_file
+
+from polar_trl.grpo.resume.checkpoint import (
+    find_checkpoint,
+    find_problem,
+    list_checkpoints,
+)
+from polar_trl.recording.log import read_record
+
+MAX_STEPS = 10
+ENVIRONMENT = dict(os.environ)
+
+
+@dataclass
+class Start:
+    """One process of a run that was killed: what was there then."""
+
+    agents_alive: int
+    sandboxes: int
+    trained_steps: tuple[int, ...]
+    partial: tuple[str, ...]
+
+
+def start_worker(
+    model: Path, out: Path, moment: str, step: int, settings: dict[str, Any], processes: int
+) -> subprocess.Popen[bytes]:
+    (out / "tmp").mkdir(parents=True, exist_ok=True)
+    script = [str(WORKERS / "resume_worker.py"), str(model), str(out), moment, str(step), json.dumps(settings)]
+    with (out / f"log-{moment}").open("wb") as log:
+        return subprocess.Popen(
+            [*build_launcher(processes), *script],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**ENVIRONMENT, "TMPDIR": str(out / "tmp")},
+        )
+
+
+def kill_workers(out: Path) -> None:
+    """The trainers and what launched them, but none of the agents."""
+    workers = [pid for pid in find_processes(out) if b"resume_worker.py" in read_command(pid)]
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+
+
+def read_command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_for(worker: subprocess.Popen[bytes], out: Path, pattern: str, count: int) -> None:
+    for _ in range(2000):
+        if len(list(out.glob(pattern))) >= count:
+            return
+        assert worker.poll() is None, read_logs(out)
+        time.sleep(0.1)
+    raise AssertionError(f"no {pattern}\n{read_logs(out)}")
+
+
+def read_logs(out: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-4000:] for path in out.glob("log-*"))
+
+
+def find_processes(out: Path) -> list[int]:
+    """Those that work in or for a run's folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(out) in text:
+            found.append(int(folder.name))
+    return found
+
+
+def list_sandboxes(out: Path) -> list[Path]:
+    return list(out.glob("tmp/polar-trl-*/*/owner"))
+
+
+def kill_at(model: Path, out: Path, moment: str, step: int, processes: int = 1, **settings: Any) -> Start:
+    worker = start_worker(model, out, moment, step, settings, processes)
+    try:
+        # agents that wait in mid-session, all four; else the worker itself stands still
+        wait_for(worker, out, *(("hold-*", 4) if moment == "rollout" else ("now", 1)))
+        agents_alive, sandboxes = len(find_processes(out)) - processes, len(list_sandboxes(out))
+    finally:
+        kill_workers(out)
+        worker.wait()
+    for path in [*out.glob("hold*"), *out.glob("now")]:
+        path.unlink()
+    return Start(
+        agents_alive=agents_alive,
+        sandboxes=sandboxes,
+        trained_steps=tuple(line["step"] for line in read_lines(out / "trained.jsonl")),
+        partial=tuple(folder.name for _, folder in list_checkpoints(out) if find_problem(folder)),
+    )
+
+
+def finish(model: Path, out: Path, processes: int = 1, **settings: Any) -> dict[str, Any]:
+    worker = start_worker(model, out, "never", 0, settings, processes)
+    try:
+        assert worker.wait(timeout=250) == 0, read_logs(out)
+    finally:
+        kill_workers(out)
+        worker.wait()
+    (result,) = out.glob("result-*.json")
+    return json.loads(result.read_text())
+
+
+@dataclass
+class Run:
+    out: Path
+    result: dict[str, Any]
+    starts: tuple[Start, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("whole")
+    return Run(out, finish(tiny_model, out))
+
+
+@pytest.fixture(scope="module")
+def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("killed")
+    starts = (
+        kill_at(tiny_model, out, "rollout", 4),  # goes on from 3, between two steps of one generation batch
+        kill_at(tiny_model, out, "training", 7),  # goes on from 6
+        kill_at(tiny_model, out, "checkpoint", 9),  # goes on from 6 again
+    )
+    return Run(out, finish(tiny_model, out), starts)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_sessions(run: Run) -> dict[str, list[Any]]:
+    """Rollout id -> the records that have it."""
+    records = defaultdict(list)
+    for path in run.out.glob("sessions/*/train_*/*.jsonl"):
+        records[path.stem].append(read_record(path))
+    return records
+
+
+def read_order(run: Run) -> list[tuple[int, list[tuple[str, str]]]]:
+    """Step -> (task, place within its group) of what it trained."""
+    sessions = read_sessions(run)
+    return [
+        (line["step"], [(sessions[i][0].rollout.task_id, i.rsplit("-", 1)[1]) for i in line["rollouts"]])
+        for line in read_lines(run.out / "trained.jsonl")
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_each_kill_met_its_moment(killed: Run) -> None:
+    in_rollout, in_training, in_checkpoint = killed.starts
+    assert in_rollout.agents_alive >= 4
+    assert in_rollout.sandboxes >= 4
+    assert in_rollout.trained_steps == (1, 2, 3, 4)
+    assert in_rollout.partial == ()
+    # step 8's gradients were there, its update was not made
+    assert in_training.trained_steps == (1, 2, 3, 4, 5, 6, 7)
+    assert in_training.partial == ()
+    assert in_checkpoint.trained_steps == (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert in_checkpoint.partial == ("checkpoint-9",)
+
+
+@pytest.mark.timeout(600)
+def test_tasks_come_in_the_order_of_a_run_that_was_not_killed(killed: Run, whole: Run) -> None:
+    order = read_order(whole)
+    assert [step for step, _ in order] == list(range(1, MAX_STEPS + 1))
+    assert read_order(killed) == order
+    # into the third epoch, and shuffled anew in each: this would not hold for any order
+    epochs = [{task for _, rows in order[i : i + 4] for task, _ in rows} for i in (0, 4)]
+    assert all(len(tasks) == 4 for tasks in epochs)
+    assert [rows for _, rows in order[2:4]] != [rows for _, rows in order[6:8]]
+
+
+@pytest.mark.timeout(600)
+def test_no_session_is_trained_twice_and_none_that_was_lost_is_missing_from_the_records(killed: Run) -> None:
+    trained = [i for line in read_lines(killed.out / "trained.jsonl") for i in line["rollouts"]]
+    assert len(trained) == len(set(trained)) == 2 * MAX_STEPS
+    sessions = read_sessions(killed)
+    # an id is one session, in whichever process it ran
+    assert all(len(records) == 1 for records in sessions.values())
+    lost = read_lines(killed.out / "lost.jsonl")
+    assert [line["step"] for line in lost] == [4, 7, 7, 8, 9]
+    # the first of these was rolled out before the checkpoint: it was made again from the rows in there
+    assert lost[0] == read_lines(killed.out / "trained.jsonl")[3]
+    assert not set(trained) & {i for line in lost[1:] for i in line["rollouts"]}
+    for line in [*lost, *read_lines(killed.out / "trained.jsonl")]:
+        assert line["tokens"] == sum(
+            len(call.completion.token_ids) for i in line["rollouts"] for call in sessions[i][0].rollout.calls
+        )
+    # those that were killed in mid-session have kept what they had
+    torn = [records[0].rollout for records in sessions.values() if not records[0].finished]
+    assert [len(rollout.calls) for rollout in torn] == [1, 1, 1, 1]
+    assert not {rollout.id for rollout in torn} & set(trained)
+
+
+@pytest.mark.timeout(600)
+def test_rows_that_were_rolled_out_and_not_trained_are_in_the_checkpoint(killed: Run) -> None:
+    step_3, step_4 = read_lines(killed.out / "trained.jsonl")[2:4]
+    assert {i[:11] for i in step_3["rollouts"] + step_4["rollouts"]} == {"train-00001"}
+    attempts = sorted(killed.out.glob("sessions/*"))
+    batches = [sorted(path.name for path in attempt.iterdir()) for attempt in attempts]
+    # the second process trained step 4 without rolling out; numbers that were lost stay taken
+    assert batches == [
+        ["train_00000", "train_00001", "train_00002"],
+        ["train_00003", "train_00004"],
+        ["train_00005", "train_00006"],
+        ["train_00007", "train_00008"],
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_weights_optimizer_schedule_and_versions_go_on(killed: Run, whole: Run) -> None:
+    checkpoint = load_file(killed.out / "checkpoint-6" / "model.safetensors")
+    weights = sum(tensor.double().sum().item() for tensor in checkpoint.values())
+    assert killed.result["weights_at_start"] == pytest.approx(weights, rel=1e-12)
+    optimizer = torch.load(killed.out / f"checkpoint-{MAX_STEPS}" / "optimizer.pt", weights_only=True)
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {MAX_STEPS}
+    for key in ("step", "learning_rate", "epoch"):
+        logged = [entry[key] for entry in killed.result["log"] if "learning_rate" in entry]
+        assert logged == [entry[key] for entry in whole.result["log"] if "learning_rate" in entry], key
+        assert len(logged) == MAX_STEPS
+    # weights are pushed before every generation batch: tokens of step 2n + 1 and 2n + 2 have version n + 1
+    for run in (killed, whole):
+        sessions = read_sessions(run)
+        versions = [
+            {call.completion.first_policy_version for i in line["rollouts"] for call in sessions[i][0].rollout.calls}
+            for line in read_lines(run.out / "trained.jsonl")
+        ]
+        assert versions == [{1}, {1}, {2}, {2}, {3}, {3}, {4}, {4}, {5}, {5}]
+    assert killed.result["seconds_before"] > 0.5
+    assert whole.result["seconds_before"] == 0.0
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_left_of_the_killed_processes(killed: Run) -> None:
+    assert find_processes(killed.out) == []
+    assert list_sandboxes(killed.out) == []
+    assert list(killed.out.glob("tmp/polar-trl-*/*")) == []
+    assert not list(killed.out.glob("removed-*"))
+    assert [folder.name for _, folder in list_checkpoints(killed.out)] == [
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-9",
+        "checkpoint-10",
+    ]
+    assert all(find_problem(folder) is None for _, folder in list_checkpoints(killed.out))
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_go_on_together(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {"save_steps": 1, "max_steps": 3}
+    start = kill_at(tiny_model, tmp_path, "checkpoint", 2, processes=2, **settings)
+    assert start.trained_steps == (1, 2)
+    assert start.partial == ("checkpoint-2",)
+    result = finish(tiny_model, tmp_path, processes=2, **settings)
+    assert [entry["step"] for entry in result["log"] if "learning_rate" in entry] == [1, 2, 3]
+    steps = [line["rollouts"] for line in read_lines(tmp_path / "trained.jsonl")]
+    # both ranks' rows of the batch that was rolled out before the kill, then a new one
+    assert sorted(steps[0] + steps[1]) == [f"train-00000-g00{g}-r00{r}" for g in range(4) for r in range(2)]
+    assert {i[:11] for i in steps[2]} == {"train-00001"}
+    assert [line["rollouts"] for line in read_lines(tmp_path / "lost.jsonl")] == [steps[1]]
+    for name in ("polar_rank0.pt", "polar_rank1.pt", "rng_state_0.pth", "rng_state_1.pth"):
+        assert (tmp_path / "checkpoint-3" / name).is_file()
+    sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
+    assert len(sums) == 2
+    assert sums[0] == pytest.approx(sums[1], rel=1e-9)
+    assert find_processes(tmp_path) == []
+
+
+@pytest.mark.timeout(600)
+def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_model: Path, tmp_path: Path) -> None:
+    tasks, run, config = tmp_path / "tasks.jsonl", tmp_path / "run", tmp_path / "run.yaml"
+    tasks.write_text("".join(json.dumps({"id": f"t{i}", "instruction": f"task {i}: ok"}) + "\n" for i in range(2)))
+    settings = {
+        "tasks": str(tasks),
+        "model_name_or_path": str(tiny_model),
+        "output_dir": str(run),
+        "agent_command": "python3 -I -S ~/counting_agent.py {instruction}",
+        "grader": "test -s answer.txt",
+        "agent_files": [str(WORKERS / "counting_agent.py")],
+        "max_steps": 1000,
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "report_to": "none",
+        "vllm_max_model_length": 512,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    config.write_text(json.dumps(settings))  # which is YAML
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(config)]
+    with (tmp_path / "log-train").open("wb") as log:
+        train = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+    try:
+        wait_for(train, tmp_path, "run/checkpoint-3/polar_state.json", 1)
+    finally:
+        train.terminate()
+    assert train.wait(timeout=60) == 1
+    lines = (tmp_path / "log-train").read_text().splitlines()  # a progress bar follows, when it is closed
+    (said,) = [line[line.index("train: ") :] for line in lines if "train: " in line]
+    assert said.startswith("train: stopped at step ")
+    newest = find_checkpoint(run)
+    assert newest is not None
+    assert said.endswith(f"; --resume_from_checkpoint auto goes on from {newest}")
+    whole = [folder for _, folder in list_checkpoints(run) if find_problem(folder) is None]
+    assert len(whole) in (2, 3)  # three if the signal came after a save and before the oldest was removed
+
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert again.returncode == 1
+    assert f"train: output_dir {run} holds a run already (" in again.stderr.strip().splitlines()[-1]
+    (run / "summary.json").touch()
+    over = ["--resume_from_checkpoint", "auto", "--max_steps", "3"]
+    done = subprocess.run([*command, *over], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("made all of its 3 steps; set max_steps higher to go on")
+
+
+def test_sessions_that_were_open_begin_anew(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {
+        "max_policy_lag": 1,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 1,
+        "max_steps": 4,
+        "save_steps": 1,
+        "max_agents": 8,
+    }
+    # in the second step: the first one began two batches of two groups and took two groups
+    kill_at(tiny_model, tmp_path, "training", 1, **settings)
+    saved = torch.load(tmp_path / "checkpoint-1" / "polar_rank0.pt", weights_only=True)
+    assert len(saved["open_rows"]) == 4
+    finish(tiny_model, tmp_path, **settings)
+    lines = read_lines(tmp_path / "trained.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    ids = [rollout_id for line in lines for rollout_id in line["rollouts"]]
+    assert len(ids) == len(set(ids)) == 16
+    tasks = {path.stem: read_record(path).rollout.task_id for path in tmp_path.glob("sessions/*/*/*.jsonl")}
+    for epoch in (lines[:2], lines[2:]):
+        # two batches of an epoch: four tasks, both rollouts of each, whichever step took them
+        trained = sorted(tasks[rollout_id] for line in epoch for rollout_id in line["rollouts"])
+        assert len(set(trained)) == 4
+        assert trained == sorted(2 * list(set(trained)))

@@ -1,0 +1,157 @@
+"""A folder in which the commands of the docs run as they are written: what they name is there, small.
+
+The checkout's folders are links. Models of the hub are folders of the same names (`Qwen/Qwen3-4B` is a path, too),
+without weights. It refuses to install anything: the environment of the tests is the `.venv` that scripts make.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from calc_releases import PYTHON, build, make_row
+from doc_pages import ROOT
+from environments import IMAGE, install_pytest
+from tiny_paper_model import build_tiny_paper_model
+from transformers import AutoTokenizer, PreTrainedConfig, Qwen3_5Config, Qwen3Config
+
+from polar_trl.cache import CACHE_VARIABLE, find_cache
+from polar_trl.tasks.build.folders import Tools
+
+LINKS = ("configs", "constraints", "examples", "polar_trl", "scripts", "tests", "docs", ".cache", "pyproject.toml")
+FIRST = "runs/first"
+PLACEHOLDERS = {
+    r"\bIMAGE\b": IMAGE,
+    r"\bpython:3\.11\b": IMAGE,
+    r"\bRUN/sessions/\.\.\./ID\.jsonl": f"{FIRST}/sessions/*/train_00000/train-00000-g000-r000.jsonl",
+    r"\bRUN\b": FIRST,
+}
+"""What commands name that is the reader's own, or has to be downloaded -> what is here."""
+ONE_STEP = (
+    "--max_steps 1 --gradient_accumulation_steps 2 --per_device_train_batch_size 4 --num_generations 4 "
+    "--drop_zero_variance false --entropy_coef 0.01"
+)
+"""Overrides that make a step of the quickstart small, and one with a gradient whatever is sampled."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where commands run."""
+
+    folder: Path
+    env: dict[str, str]
+    said: dict[str, str]
+    """Command -> what it printed, of those that were run for all tests."""
+
+    def run(self, command: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+
+
+def build_workspace(folder: Path, smollm2: Path) -> Workspace:
+    """Fill an empty folder. The run `runs/first` is made by the first command of the README."""
+    for name in LINKS:
+        (folder / name).symlink_to(ROOT / name)
+    _build_environment(folder)
+    env = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{folder / '.venv' / 'bin'}:{os.environ['PATH']}",
+        CACHE_VARIABLE: str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+    }
+    _build_models(folder, smollm2)
+    _build_tasks(folder, env)
+    _build_agent(folder)
+    run = (ROOT / "configs" / "quickstart.yaml").read_text().splitlines(keepends=True)
+    (folder / "my_run.yaml").write_text("".join(line for line in run if not line.startswith("grader:")))
+    return Workspace(folder, env, {})
+
+
+def _build_environment(folder: Path) -> None:
+    """A `.venv` that scripts/install.sh finds up to date."""
+    (folder / ".venv").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if path.name != "installed":
+            (folder / ".venv" / path.name).symlink_to(path)
+    sources = ("pyproject.toml", "constraints/cpu.txt", "scripts/install.sh")
+    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in sources))
+    (folder / ".venv" / "installed").write_text(f"{wanted.hexdigest()}  -\n")
+
+
+def _build_models(folder: Path, smollm2: Path) -> None:
+    """`tiny` and `path/to/model` have weights; those of the hub's names have their configurations and a tokenizer."""
+    build_tiny_paper_model(smollm2, folder / "tiny")
+    for name, config in (("Qwen3-4B", build_qwen3_4b()), ("Qwen3.5-4B", build_qwen35_4b())):
+        config.save_pretrained(folder / "Qwen" / name)
+        AutoTokenizer.from_pretrained(folder / "tiny").save_pretrained(folder / "Qwen" / name)
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "path" / "to" / "model").symlink_to(smollm2)
+
+
+def build_qwen3_4b() -> PreTrainedConfig:
+    """Of its sizes."""
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=2560, intermediate_size=9728,
+        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        max_position_embeddings=40960,
+    )  # fmt: skip
+
+
+def build_qwen35_4b() -> PreTrainedConfig:
+    """Of its text model's sizes; the vision tower's are transformers' defaults."""
+    text = {
+        "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "max_position_embeddings": 1 << 18, "tie_word_embeddings": True,
+    }  # fmt: skip
+    config = Qwen3_5Config(text_config=text, vision_config={"out_hidden_size": 2560}, tie_word_embeddings=True)
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    return config
+
+
+def _build_tasks(folder: Path, env: dict[str, str]) -> None:
+    """`tasks/`: a task with hidden tests; `my_tasks.jsonl`: two with commands. Agents are those of this machine."""
+    (folder / "cache").mkdir()
+    (folder / "cache" / "agents").symlink_to(find_cache("agents"))
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = env[CACHE_VARIABLE]
+    try:
+        requirements = folder / "requirements.txt"
+        requirements.write_text("pytest  # of the docs' tests\n")
+        install_pytest(requirements)
+        build(make_row(), folder / "tasks", Tools(python=PYTHON, requirements=requirements))
+    finally:
+        if before is None:
+            del os.environ[CACHE_VARIABLE]
+        else:
+            os.environ[CACHE_VARIABLE] = before
+    rows = [
+        {
+            "id": f"{word}-1",
+            "instruction": f"Write {word} into out.txt",
+            "grader": f"grep -qx {word} out.txt || exit 1",
+        }
+        for word in ("hello", "pear")
+    ]
+    (folder / "my_tasks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def _build_agent(folder: Path) -> None:
+    """`my-agent --yes INSTRUCTION`, found on PATH, and a settings file of its own."""
+    (folder / "bin").mkdir()
+    agent = folder / "bin" / "my-agent"
+    agent.write_text(
+        f'#!/bin/sh\nshift\nexec {sys.executable} -I -S {ROOT}/examples/shell_agent.py --max-turns 2 -- "$@"\n'
+    )
+    agent.chmod(0o755)
+    (folder / "my_settings.json").write_text("{}\n")

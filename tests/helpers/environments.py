@@ -1,0 +1,27 @@
+"""What containers of the tests are made from."""
+
+import importlib.util
+import shutil
+import venv
+from pathlib import Path
+
+from polar_trl.tasks.build.suite import find_environment
+
+IMAGE = "polar-trl-test:latest"
+
+
+def install_pytest(requirements: Path) -> None:
+    """An environment with this one's pytest, as pip would make it: containers see the cache, not this one."""
+    folder = find_environment(requirements)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    for name in ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        origin = Path(spec.origin)
+        if origin.name == "__init__.py":
+            shutil.copytree(origin.parent, site / name)
+        else:
+            shutil.copy2(origin, site)
+    (folder / ".installed").touch()

@@ -1,0 +1,316 @@
+"""One session without HTTP: turns, budgets and closing, on an event loop of the test's own."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import orjson
+import pytest
+
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.scripted import ScriptedEngine
+from polar_trl.errors import LawError, WireError
+from polar_trl.recording.log import SessionLog
+from polar_trl.recording.session import Policy, Session, SessionLimits, Turn
+from polar_trl.tokens.bytes import START, ByteRenderer
+from polar_trl.types import Message, TokenIds, Tool, ToolCall
+from polar_trl.wire.base import Incoming
+from polar_trl.wire.openai_chat import OpenAIChat
+
+RENDERER = ByteRenderer()
+DIALECT = OpenAIChat()
+HELLO = {"role": "user", "content": "hello"}
+
+
+def say(text: str = "", **fields: Any) -> TokenIds:
+    return RENDERER.spell(Message(role="assistant", text=text, **fields))
+
+
+def ask(*messages: dict[str, Any], **fields: Any) -> Incoming:
+    return Incoming(body=orjson.dumps({"messages": messages or [HELLO], **fields}))
+
+
+@pytest.fixture
+def workers() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+class Bench:
+    """A session, its engine and its record."""
+
+    def __init__(
+        self,
+        engine: ScriptedEngine,
+        workers: ThreadPoolExecutor,
+        *,
+        renderer: ByteRenderer = RENDERER,
+        limits: SessionLimits = SessionLimits(),
+        max_tokens: int = 100,
+    ) -> None:
+        params = GenerationParams(max_tokens=max_tokens)
+        policy = Policy(engine=engine, renderer=renderer, params=params, model="policy", workers=workers)
+        self.engine = engine
+        self.log = SessionLog(session_id="s1", task_id="t", group_id="g")
+        self.session = Session(policy, self.log, limits)
+
+    async def begin(self, incoming: Incoming) -> Turn:
+        turn, _ = await self.session.begin_turn(DIALECT, incoming)
+        return turn
+
+    async def answer(self, incoming: Incoming) -> dict[str, Any]:
+        """The message that the agent reads."""
+        turn, parsed = await self.session.begin_turn(DIALECT, incoming)
+        await asyncio.wait({turn.task})
+        self.session.leave(turn)
+        reply = orjson.loads(DIALECT.render(self.session.describe(turn, parsed), turn.result()))
+        message: dict[str, Any] = reply["choices"][0]["message"]
+        return message
+
+
+def rewrite(message: dict[str, Any]) -> dict[str, Any]:
+    """The reply as agents send it back: arguments serialised anew, other call ids, no reasoning, trimmed."""
+    rewritten = {"role": "assistant", "content": (message["content"] or "").strip() or None}
+    tool_calls = [
+        {
+            "id": f"mine_{call['id']}",
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": orjson.dumps(
+                    orjson.loads(call["function"]["arguments"]), option=orjson.OPT_SORT_KEYS
+                ).decode(),
+            },
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    return rewritten | ({"tool_calls": tool_calls} if tool_calls else {})
+
+
+@pytest.mark.parametrize("padding", [0, 80_000])  # worked on in the event loop, and in a worker
+def test_five_turns_of_a_rewritten_history_keep_their_tokens(workers: ThreadPoolExecutor, padding: int) -> None:
+    def reply(number: int) -> TokenIds:
+        arguments = f'{{"path":  "f{number}", "lines": [1.0, 2], "a": null}}'
+        call = ToolCall(id="", name="read", arguments=arguments)
+        ids = say(" look on\n", reasoning="hm" * number, tool_calls=(call,))
+        return (*ids[:-1], START, ids[-1])  # a stray mark, which no text shows
+
+    async def run(bench: Bench) -> None:
+        history = [{"role": "system", "content": "s" * padding}, HELLO]
+        for number in range(5):
+            rewritten = rewrite(await bench.answer(ask(*history)))
+            call_id = rewritten["tool_calls"][0]["id"]
+            history += [rewritten, {"role": "tool", "tool_call_id": call_id, "content": f"file {number}"}]
+
+    bench = Bench(ScriptedEngine(map(reply, range(5)), max_model_len=1 << 20), workers)
+    asyncio.run(run(bench))
+    calls = bench.log.calls
+    assert [call.parent for call in calls] == [None, 0, 1, 2, 3]
+    for number, (before, after) in enumerate(pairwise(calls)):
+        known = before.prompt_ids + reply(number)
+        result = Message(role="tool", text=f"file {number}")
+        assert after.prompt_ids == known + RENDERER.render([result], ())
+        # the results answer the ids on record, not those that the agent made up
+        assert after.request.messages[-1].tool_call_id == before.message.tool_calls[0].id
+    assert bench.log.counters == {}
+
+
+class WhereRendered(ByteRenderer):
+    """Notes the thread on which each prompt is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[str] = []
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
+        self.threads.append(threading.current_thread().name)
+        return super().render(messages, tools)
+
+    def extend(
+        self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> TokenIds:
+        self.threads.append(threading.current_thread().name)
+        extended = super().extend(prompt_ids, completion_ids, new_messages, tools)
+        assert extended is not None
+        return extended
+
+
+def test_much_new_text_is_encoded_on_a_worker(workers: ThreadPoolExecutor) -> None:
+    """The first prompt of a session holds up no other; what a turn adds to it is encoded at once."""
+    first = {"role": "user", "content": "x" * 20_000}
+    answer = {"role": "assistant", "content": "done"}
+    renderer = WhereRendered()
+    engine = ScriptedEngine(lambda _: say("done"), max_model_len=1 << 20)
+
+    async def main() -> None:
+        bench = Bench(engine, workers, renderer=renderer)
+        for messages in ([first], [first, answer, HELLO], [first, answer, HELLO, answer, first]):
+            turn = await bench.begin(ask(*messages))
+            await turn.task
+
+    asyncio.run(main())
+    here = threading.current_thread().name
+    assert [name == here for name in renderer.threads if name] == [False, True, False]
+
+
+def test_a_retry_is_recognised_by_what_it_asks(workers: ThreadPoolExecutor) -> None:
+    tool = {"type": "function", "function": {"name": "sh", "parameters": {"type": "object"}}}
+    same = [ask(tools=[tool]), ask(tools=[tool], stream=True, temperature=None)]
+    others = [
+        ask(),
+        ask(tools=[tool | {"function": {"name": "sh", "parameters": {}}}]),
+        ask(tools=[tool], temperature=0.5),
+        ask(tools=[tool], max_tokens=5),
+        ask({"role": "user", "content": "hello "}, tools=[tool]),
+        ask(HELLO, HELLO, tools=[tool]),
+    ]
+
+    async def run(bench: Bench) -> list[int]:
+        numbers = []
+        for incoming in [*same, *others, same[0]]:
+            turn = await bench.begin(incoming)
+            await turn.task
+            bench.session.leave(turn)
+            numbers.append(turn.number)
+        return numbers
+
+    bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
+    assert asyncio.run(run(bench)) == [0, 0, 1, 2, 3, 4, 5, 6, 0]
+    assert len(bench.engine.params) == len(bench.log.calls) == 7
+    assert bench.log.counters == {"retries_replayed": 2}
+
+
+def test_a_failed_request_may_be_asked_again(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> None:
+        turn = await bench.begin(ask())
+        await asyncio.wait({turn.task})
+        bench.session.leave(turn)
+        with pytest.raises(WireError, match="no reply left") as caught:
+            turn.result()
+        assert (caught.value.status, caught.value.kind) == (503, "overloaded")
+        again = await bench.begin(ask())
+        assert again is not turn
+        await asyncio.wait({again.task})
+
+    bench = Bench(ScriptedEngine([]), workers)
+    asyncio.run(run(bench))
+    assert bench.log.calls == () and bench.log.counters == {"engine_errors": 2}
+
+
+def test_closing_aborts_what_runs_and_ends_the_session(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> None:
+        turns = [await bench.begin(ask(max_tokens=number)) for number in (1, 2)]
+        await asyncio.sleep(0)  # the first steps of the turns: both wait for the engine
+        await bench.session.close()
+        for turn in turns:
+            with pytest.raises(WireError, match="this session has ended") as caught:
+                turn.result()
+            assert caught.value.status == 401
+            bench.session.leave(turn)
+        with pytest.raises(WireError, match="this session has ended"):
+            await bench.begin(ask())
+        await bench.session.close()
+
+    bench = Bench(ScriptedEngine(lambda _: say("x"), delay_s=60), workers)
+    asyncio.run(run(bench))
+    assert bench.engine.num_aborted == 2
+    assert bench.log.calls == () and bench.log.counters == {"calls_aborted": 2}
+
+
+def test_a_call_that_never_began_is_aborted_too(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> None:
+        turn = await bench.begin(ask())
+        bench.session.leave(turn)
+        await bench.session.close()
+        assert turn.task.cancelled()
+
+    bench = Bench(ScriptedEngine([say("x")]), workers)
+    asyncio.run(run(bench))
+    assert bench.engine.params == [] and bench.log.calls == ()
+    assert bench.log.counters == {"calls_aborted": 1}
+
+
+class WaitingRenderer(ByteRenderer):
+    """Renders or parses only once the event loop has begun to close the session. Bodies must be large."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self.loop: asyncio.AbstractEventLoop
+        self.closing: asyncio.Task[None]
+        self.bench: Bench
+
+    def _wait(self, place: str) -> None:
+        if place == self._place:
+            asyncio.run_coroutine_threadsafe(self._close(), self.loop).result()
+
+    async def _close(self) -> None:
+        self.closing = asyncio.create_task(self.bench.session.close())
+        await asyncio.sleep(0)
+
+    def render(self, messages: Any, tools: Any) -> TokenIds:
+        self._wait("render")
+        return super().render(messages, tools)
+
+    def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Any) -> Message:
+        self._wait("parse")
+        return super().parse(prompt_ids, completion_ids, tools)
+
+
+@pytest.mark.parametrize("place", ["render", "parse"])
+def test_closing_waits_for_what_is_being_worked_on(workers: ThreadPoolExecutor, place: str) -> None:
+    """A prompt that is being built is aborted; a completion that was sampled is recorded."""
+    renderer = WaitingRenderer(place)
+    bench = renderer.bench = Bench(ScriptedEngine([say("x")], max_model_len=1 << 20), workers, renderer=renderer)
+
+    async def run() -> None:
+        renderer.loop = asyncio.get_running_loop()
+        turn = await bench.begin(ask({"role": "user", "content": "x" * 80_000}))
+        await asyncio.wait({turn.task})
+        await renderer.closing
+        assert turn.task.cancelled() == (place == "render")
+
+    asyncio.run(run())
+    assert len(bench.log.calls) == (place == "parse")
+    assert bench.log.counters == ({"calls_aborted": 1} if place == "render" else {})
+
+
+class LawlessRenderer(ByteRenderer):
+    """Breaks a law at the end of every reply."""
+
+    def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Any) -> Message:
+        raise LawError(f"broken after {len(prompt_ids)} tokens")
+
+
+def test_a_law_that_breaks_after_the_agent_hung_up_is_kept(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> None:
+        for text in ("a", "bb"):
+            turn = await bench.begin(ask({"role": "user", "content": text}))
+            await asyncio.sleep(0)
+            turn.sampled = True  # as if the engine had answered just before
+            bench.session.leave(turn)
+            await asyncio.wait({turn.task})
+            with pytest.raises(WireError, match="the proxy failed"):
+                turn.result()
+        await bench.session.close()
+
+    bench = Bench(ScriptedEngine([say("x"), say("y")]), workers, renderer=LawlessRenderer())
+    asyncio.run(run(bench))
+    num_tokens = len(RENDERER.render([Message(role="user", text="a")], ()))
+    assert str(bench.session.broken_law) == f"broken after {num_tokens} tokens"
+    assert bench.log.calls == () and bench.log.counters == {"internal_errors": 2}
+
+
+def test_running_calls_count_for_the_budget(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> list[Turn]:
+        turns = [await bench.begin(ask(max_tokens=number)) for number in range(1, 5)]
+        await asyncio.wait({turn.task for turn in turns})
+        return turns
+
+    bench = Bench(ScriptedEngine(lambda _: (1,), delay_s=0.01), workers, limits=SessionLimits(max_calls=3))
+    turns = asyncio.run(run(bench))
+    sampled = [turn.result().completion.token_ids for turn in turns]
+    assert sampled == [(1,), (1,), (1,), ()]
+    assert len(bench.engine.params) == 3 and bench.log.counters == {"budget_messages": 1}

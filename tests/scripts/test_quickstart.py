@@ -1,0 +1,65 @@
+"""What scripts/quickstart.sh makes of its arguments; nothing is installed, and no training runs."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATED = r"runs/quickstart-seed{}-\d{{8}}-\d{{6}}"
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The script, where `python` prints what it is given."""
+    (folder / "scripts").mkdir()
+    (folder / "bin").mkdir()
+    shutil.copy(ROOT / "scripts" / "quickstart.sh", folder / "scripts")
+    (folder / "scripts" / "install.sh").touch()
+    (folder / "bin" / "python").write_text('#!/bin/sh\nprintf "%s|" "$@"\necho\n')
+    (folder / "bin" / "python").chmod(0o755)
+    return subprocess.run(
+        ["bash", str(folder / "scripts" / "quickstart.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VENV": str(folder)},
+        timeout=20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seed", "steps", "run", "rest"),
+    [
+        ([], 42, 20, DATED.format(42), ""),
+        (["--seed", "7", "--steps", "12"], 7, 12, DATED.format(7), ""),
+        (["--max_steps", "3", "--output_dir", "runs/my run"], 42, 3, "runs/my run", ""),
+        (["--max-steps=3", "--output-dir=a=b", "--seed=1", "--lr=-1", "x"], 1, 3, "a=b", r"--lr=-1\|x\|"),
+        (["--output_dir", "r", "--resume_from_checkpoint", "auto"], 42, 20, "r", r"--resume_from_checkpoint\|auto\|"),
+    ],
+)
+def test_it_says_what_it_starts(
+    tmp_path: Path, arguments: list[str], seed: int, steps: int, run: str, rest: str
+) -> None:
+    done = start(tmp_path, *arguments)
+    said = re.fullmatch(rf"quickstart: {steps} steps into ({run}); .*\n", done.stderr)
+    assert said, done.stderr
+    given = rf"--seed\|{seed}\|--max_steps\|{steps}\|--output_dir\|{re.escape(said[1])}\|{rest}\n"
+    assert re.match(rf"scripts/train.py\|--config\|configs/quickstart.yaml\|{given}", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "many"], "--steps takes a number"),
+        (["--seed"], "--seed takes a number"),
+        (["--output_dir="], "--output_dir takes a folder"),
+        (["--resume_from_checkpoint", "auto"], "add --output_dir"),
+        (["--resume-from-checkpoint=auto"], "add --output_dir"),
+    ],
+)
+def test_it_refuses_in_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = start(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("quickstart: ") and message in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,126 @@
+"""Bad input to scripts/train.py: one sentence, the right exit, and nothing loaded or written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "configs/nope.yaml"], "--config configs/nope.yaml cannot be read (No such file or"),
+        (["--config", "configs/quickstart.yaml", "--lerning_rate", "1"], "Did you mean 'learning_rate'?"),
+        (["--config", "configs/quickstart.yaml", "--learning_rate", "fast"], "learning_rate is 'fast'; give a number"),
+        (["--config", "configs/quickstart.yaml", "--model_name_or_path", ""], "model_name_or_path is needed: a model"),
+        (["--config", "configs/quickstart.yaml", "--top_p", "0.9"], "top_p must stay 1.0"),
+        (["--config", "configs/quickstart.yaml", "--tasks", "nope.jsonl"], "no task file at nope.jsonl"),
+        (
+            ["--config", "configs/quickstart.yaml", "--model_name_or_path", "no/such/model"],
+            "no model at 'no/such/model'",
+        ),
+        (["--config", "configs/quickstart.yaml", "--agent_files", "nope.py"], "agent_files: nope.py cannot be read"),
+        (
+            ["--config", "configs/quickstart.yaml", "--gradient_accumulation_steps", "100"],
+            "96 tasks are fewer than the 100 of one generation batch",
+        ),
+        (
+            ["--config", "configs/quickstart.yaml", "--grader", "polar_trl.tasks.shell_ladder:nope"],
+            "cannot be imported",
+        ),
+        (
+            ["--config", "configs/quickstart.yaml", "--attn_implementation", "odd"],
+            "attn_implementation is not read here",
+        ),
+    ],
+)
+def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py", *arguments, "--output_dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("train: ")
+    assert message in last
+    assert "usage:" not in done.stderr and "gemm_4bit" not in done.stderr
+    assert not (tmp_path / "run" / "sessions").exists()
+
+
+def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text((ROOT / "configs" / "quickstart.yaml").read_text() + "\nmax_agent: 3\n")
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "max_agent" in done.stderr.strip().splitlines()[-1]
+
+
+def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    said = start(tmp_path, ROOT / "configs" / "tasks" / "shell_ladder.jsonl")
+    assert said == [f"train: output_dir {tmp_path / 'run'} is a file; name another output_dir"]
+
+
+def write_task(folder: Path, toml: str) -> Path:
+    """A task folder with hidden tests, and no known solution."""
+    for path, text in (
+        ("task.toml", toml),
+        ("instruction.md", "Do it.\n"),
+        ("environment/workspace/m.py", ""),
+        ("tests/hidden/test_m.py", "def test_m(): assert False\n"),
+        ("tests/spec.json", '{"fail_to_pass": ["test_m.py::test_m"], "paths": ["."], "files": ["test_m.py"]}'),
+    ):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+def start(tmp_path: Path, tasks: Path, **keys: object) -> list[str]:
+    """The lines that a run which cannot start says."""
+    config = tmp_path / "run.yaml"
+    settings = {"tasks": tasks, "model_name_or_path": "no/such/model", "use_cpu": True, "bf16": False}
+    lines = (f"{name}: {json.dumps(value, default=str)}\n" for name, value in (settings | keys).items())
+    config.write_text("".join(lines))
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py", "--config", str(config), "--output_dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stderr.strip().splitlines()
+
+
+def test_an_agent_that_carries_the_answer_along(tmp_path: Path) -> None:
+    tasks = write_task(tmp_path / "t", '[metadata]\npackage = "calc"\nfixed_version = "2.0"\n')
+    agent = tmp_path / "agent"
+    (agent / "site-packages" / "calc-2.0.dist-info").mkdir(parents=True)
+    said = start(tmp_path, tasks, agent_command="true", agent_folders=[agent])
+    assert said[-1].startswith("train: task 't': its sandbox shows its answer, calc 2.0 (")
+    # one that does not is told apart from it by the same check
+    (agent / "site-packages" / "calc-2.0.dist-info").rename(agent / "site-packages" / "calc-1.9.dist-info")
+    said = start(tmp_path, tasks, agent_command="true", agent_folders=[agent])
+    assert "1 tasks have no known solution and are not checked" in said
+    assert "no model at 'no/such/model'" in said[-1]
+
+
+@pytest.mark.containers
+def test_a_task_that_asks_for_more_than_its_sandbox_has(tmp_path: Path) -> None:
+    tasks = write_task(tmp_path / "t", "[environment]\nmemory_mb = 5000\n")
+    keys = {"agent_command": "true", "sandbox": "docker", "sandbox_image": "polar-trl-test:latest"}
+    said = start(tmp_path, tasks, **keys)
+    assert "train: task 't' asks for memory_mb 5000" in said[-1] and "set sandbox_memory_mb to 5000" in said[-1]
