@@ -27,10 +27,18 @@ from starlette.types import Receive, Scope, Send
 
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.chat_server import ChatServer
-from polar_trl.engine.gate import Visits
+from polar_trl.engine.gate import GateStats
 from polar_trl.errors import ConfigError, LawError, WireError
 from polar_trl.recording.log import SessionLog
-from polar_trl.recording.session import Classify, Policy, Session, SessionLimits, Turn, always_policy, internal_error
+from polar_trl.recording.session import (
+    Classify,
+    ModelBackend,
+    Session,
+    SessionLimits,
+    Turn,
+    always_policy,
+    internal_error,
+)
 from polar_trl.sandbox.network import PROXY_ADDRESS
 from polar_trl.tokens.base import Renderer
 from polar_trl.types import Endpoint
@@ -71,7 +79,7 @@ class Proxy:
         ping_interval_s: float = 10.0,
     ) -> None:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
-        self._policy = Policy(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
+        self._backend = ModelBackend(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
         self.is_text_only = isinstance(engine, ChatServer)  # nothing of what is recorded can be trained then
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
@@ -117,7 +125,7 @@ class Proxy:
                 broken.append(error)
         self._server.should_exit = True
         self._thread.join()
-        self._policy.workers.shutdown()
+        self._backend.workers.shutdown()
         if broken:
             raise broken[0]
 
@@ -136,7 +144,7 @@ class Proxy:
         limits: SessionLimits = SessionLimits(),
         classify: Classify = always_policy,
         listener: socket.socket | None = None,
-        visits: Visits | None = None,
+        gate_stats: GateStats | None = None,
     ) -> Endpoint:
         """A key whose calls are recorded in `log`.
 
@@ -146,7 +154,7 @@ class Proxy:
             classify: Tells an agent's side requests from the policy's own.
             listener: A listening socket inside the agent's own network, or one that is relayed to from there; served
                 and owned by this session.
-            visits: Filled with what the gate sees of this session.
+            gate_stats: Filled with what the gate sees of this session.
         """
         api_key = secrets.token_urlsafe(24)
         origin = self.origin
@@ -155,13 +163,13 @@ class Proxy:
             is_relayed = listener.family == socket.AF_UNIX
             origin = "http://{}:{}".format(*(PROXY_ADDRESS if is_relayed else listener.getsockname()))
             self._listeners[api_key] = asyncio.run_coroutine_threadsafe(self._serve_on(listener), self._loop).result()
-        self._sessions[api_key] = Session(self._policy, log, limits, classify, visits)
+        self._sessions[api_key] = Session(self._backend, log, limits, classify, gate_stats)
         return Endpoint(
             origin=origin,
             api_key=api_key,
-            model=self._policy.model,
-            max_model_len=self._policy.engine.max_model_len,
-            max_tokens=self._policy.params.max_tokens,
+            model=self._backend.model,
+            max_model_len=self._backend.engine.max_model_len,
+            max_tokens=self._backend.params.max_tokens,
         )
 
     def close_session(self, api_key: str) -> None:
@@ -181,7 +189,7 @@ class Proxy:
     @property
     def policy_version(self) -> int:
         """The engine's."""
-        return self._policy.engine.policy_version
+        return self._backend.engine.policy_version
 
     def hold(self) -> None:
         """Let no further call of any session through to the engine; returns once those in flight have their answers.
@@ -189,11 +197,11 @@ class Proxy:
         Later calls wait, and their streams are kept alive by pings, until `release`. The weights may change, and the
         engine may sleep, in between. Holding twice is holding once.
         """
-        asyncio.run_coroutine_threadsafe(self._policy.gate.close(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._backend.gate.close(), self._loop).result()
 
     def release(self) -> None:
         """Let calls through again, those first that waited."""
-        self._loop.call_soon_threadsafe(self._policy.gate.open)
+        self._loop.call_soon_threadsafe(self._backend.gate.open)
 
     async def _serve_on(self, listener: socket.socket) -> asyncio.Server:
         """Serve one more socket, as uvicorn does with its own."""
@@ -226,7 +234,7 @@ class Proxy:
         served = [(dialect, route) for dialect in DIALECTS for route in dialect.routes]
         # those that ask for a header first: the same path without it is somebody else's
         for dialect, route in sorted(served, key=lambda pair: pair[1].header is None):
-            endpoint = _DialectEndpoint(self._sessions, dialect, route, self._policy.model, self._ping_interval_s)
+            endpoint = _DialectEndpoint(self._sessions, dialect, route, self._backend.model, self._ping_interval_s)
             routes.append(_HeaderRoute(route, endpoint))
         app = Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
         app.router.redirect_slashes = False

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Visits:
+class GateStats:
     """What the gate saw of one session's calls. Written on the event loop, read from any thread."""
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class Gate:
         self._is_empty.set()
 
     @asynccontextmanager
-    async def passing(self, visits: Visits) -> AsyncIterator[None]:
+    async def passing(self, gate_stats: GateStats) -> AsyncIterator[None]:
         """Wait until the gate is open; inside the block it does not close."""
         while not self._is_open.is_set():  # it may have been closed again since this call was woken
-            visits.begin_wait()
+            gate_stats.begin_wait()
             try:
                 await self._is_open.wait()
             finally:
-                visits.end_wait()
+                gate_stats.end_wait()
         self._num_inside += 1
         self._is_empty.clear()
         try:

@@ -25,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
-from polar_trl.rollout.runner import Finished, Job, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 from polar_trl.run_folder import LOG_FILE, ROWS_FOLDER, SETTINGS_FILE, TRAINED_FILE, make_output_dir
 from polar_trl.types import Task
 
@@ -252,7 +252,7 @@ def _build_job(sample: Sample, folder: Path) -> Job:
     )
 
 
-def _build_result(sample: Sample, finished: Finished, record: str) -> SampleResult:
+def _build_result(sample: Sample, finished: RolloutResult, record: str) -> SampleResult:
     rollout = finished.rollout
     return SampleResult(
         task=sample.task.id,

@@ -6,7 +6,7 @@ It refuses nothing of its own: how old a group may get is the runner's to bound 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polar_trl.rollout.runner import Finished, Job, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 
 Rows = Sequence[dict[str, Any]]
 
@@ -40,7 +40,7 @@ class CarryOver:
 
     def roll_out(
         self, rows: Rows, next_rows: Rows | None, *, show_progress: bool
-    ) -> tuple[list[dict[str, Any]], list[Finished]]:
+    ) -> tuple[list[dict[str, Any]], list[RolloutResult]]:
         """Data rows and results of as many rollouts as `rows` has, in whole groups.
 
         Args:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from polar_trl.grpo.packing.layout import Ids
 from polar_trl.reconstruct.cut import clip_trajectory
-from polar_trl.rollout.runner import Finished
+from polar_trl.rollout.runner import RolloutResult
 from polar_trl.types import Trajectory
 
 
@@ -56,7 +56,7 @@ def build_row(trajectory: Trajectory, advantage: float, record: str = "") -> Row
 
 
 def build_rows(
-    results: Iterable[tuple[Finished, float]],
+    results: Iterable[tuple[RolloutResult, float]],
     *,
     max_tokens: int,
     oldest_version: int,

@@ -51,7 +51,7 @@ from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.grpo.upcoming import UpcomingBatches
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.sandbox.pool import WarmPool
@@ -275,7 +275,9 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             self.proxy.hold()
             self.vllm_generation.sleep()
 
-    def _roll_out(self, inputs: list[dict[str, Any]], mode: str) -> tuple[Sequence[dict[str, Any]], list[Finished]]:
+    def _roll_out(
+        self, inputs: list[dict[str, Any]], mode: str
+    ) -> tuple[Sequence[dict[str, Any]], list[RolloutResult]]:
         """As many rollouts as there are data rows, and the rows that they are of."""
         if mode == "eval" or self.carry_over is None:
             jobs, shows = self._build_jobs(inputs, mode), self._shows_progress()
@@ -287,8 +289,8 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         return self.carry_over.roll_out(inputs, next_rows, show_progress=self._shows_progress())
 
     def _resample(
-        self, finished: list[Finished], rewards_RF: Tensor, advantages: Advantages
-    ) -> tuple[list[Finished], Advantages]:
+        self, finished: list[RolloutResult], rewards_RF: Tensor, advantages: Advantages
+    ) -> tuple[list[RolloutResult], Advantages]:
         """Replace groups of one reward by rollouts of other tasks, for as many rounds as are set (a collective)."""
         size, rank = self.num_generations, self.accelerator.process_index
         num_ranks, finished = self.accelerator.num_processes, list(finished)
@@ -326,7 +328,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         return [self.train_dataset[order[(first + index) % len(order)]] for index in range(num_rows)]
 
     def _build_rows(
-        self, finished: list[Finished], advantages: Advantages, mode: str
+        self, finished: list[RolloutResult], advantages: Advantages, mode: str
     ) -> tuple[list[Row], Counter[str]]:
         """What of this rank's rollouts is trained, and sampled tokens that are not, by reason."""
         first = self.accelerator.process_index * len(finished)
@@ -419,7 +421,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         return jobs
 
     def _compute_rewards(
-        self, data_rows: Sequence[dict[str, Any]], finished: list[Finished], completions: list[Any]
+        self, data_rows: Sequence[dict[str, Any]], finished: list[RolloutResult], completions: list[Any]
     ) -> Tensor:
         """[R, F] rewards of all ranks' rollouts, NaN where there is none (a collective).
 
@@ -456,7 +458,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             aggregation=self.multi_objective_aggregation,
         )
 
-    def _require_reward(self, advantages: Advantages, finished: list[Finished]) -> None:
+    def _require_reward(self, advantages: Advantages, finished: list[RolloutResult]) -> None:
         if not advantages.scored_R.any() and self.state.global_step == 0:
             reasons = Counter(result.rollout.error for result in finished if result.rollout.error).most_common(1)
             why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
@@ -479,7 +481,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         self._pending_metrics.clear()
 
     def _log_completions(
-        self, finished: list[Finished], rewards_RF: Tensor, advantages: Advantages, mode: str
+        self, finished: list[RolloutResult], rewards_RF: Tensor, advantages: Advantages, mode: str
     ) -> None:
         """This rank's part of the table of completions (a collective)."""
         if self.completions_table is None:
@@ -497,7 +499,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         )
 
     def _log_rollouts(
-        self, finished: list[Finished], rows: list[Row], dropped: Counter[str], advantages: Advantages, mode: str
+        self, finished: list[RolloutResult], rows: list[Row], dropped: Counter[str], advantages: Advantages, mode: str
     ) -> None:
         """Counts and times of a generation batch, over all ranks (a collective)."""
         summaries: list[dict[str, float]] = gather_object([count_rollout(result) for result in finished])

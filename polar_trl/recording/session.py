@@ -16,7 +16,7 @@ import orjson
 
 from polar_trl.engine.base import Engine, GenerationParams, require_logprobs
 from polar_trl.engine.chat_server import ChatServer, TextReply
-from polar_trl.engine.gate import Gate, Visits
+from polar_trl.engine.gate import Gate, GateStats
 from polar_trl.errors import (
     ContextOverflowError,
     EngineBusyError,
@@ -63,8 +63,8 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """What all sessions share."""
+class ModelBackend:
+    """The engine, the renderer and the sampling settings that all sessions share."""
 
     engine: Engine | ChatServer
     renderer: Renderer
@@ -130,19 +130,19 @@ class Session:
 
     def __init__(
         self,
-        policy: Policy,
+        backend: ModelBackend,
         log: SessionLog,
         limits: SessionLimits,
         classify: Classify = always_policy,
-        visits: Visits | None = None,
+        gate_stats: GateStats | None = None,
     ) -> None:
-        self._policy = policy
-        self._visits = visits or Visits()
+        self._backend = backend
+        self._gate_stats = gate_stats or GateStats()
         self._classify = classify
         self._log = log
         self._limits = limits
         self._memo = ItemMemo()
-        self._continuations = Continuations(policy.renderer)
+        self._continuations = Continuations(backend.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
         self._lock = asyncio.Lock()
         self._turns: dict[_Question, Turn] = {}
@@ -161,7 +161,7 @@ class Session:
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
         num_bytes = len(incoming.body)
-        parsed, question = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
+        parsed, question = await self._backend.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
             if self._closed:
                 raise session_ended()
@@ -193,7 +193,7 @@ class Session:
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
         """How long the prompt of this request would be. Samples nothing and records nothing."""
         num_bytes = len(incoming.body)
-        parsed, _ = await self._policy.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
+        parsed, _ = await self._backend.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
             prompt = await self._work_out_prompt(parsed.request, num_bytes)
         return _count_tokens(prompt, num_bytes)
@@ -224,7 +224,7 @@ class Session:
         """What a reply to this request begins with."""
         return ReplyHead(
             id=f"{self._log.session_id}-{turn.number}",
-            model=parsed.request.model or self._policy.model,
+            model=parsed.request.model or self._backend.model,
             created_s=turn.started_s,
             num_prompt_tokens=turn.num_prompt_tokens,
             options=parsed.reply_options,
@@ -267,7 +267,7 @@ class Session:
 
     async def _work_out_prompt(self, request: ChatRequest, num_bytes: int) -> Prompt:
         weight = max(num_bytes, ENCODING_WEIGHT * (num_bytes - self._num_known_bytes))
-        return await self._policy.work(weight, partial(self._build_prompt, request))
+        return await self._backend.work(weight, partial(self._build_prompt, request))
 
     def _build_prompt(self, request: ChatRequest) -> Prompt:
         if request.tool_choice == "none" and request.tools:
@@ -279,29 +279,29 @@ class Session:
             raise WireError(str(error)) from error
 
     def _check_length(self, prompt: Prompt) -> None:
-        if len(prompt.ids) >= self._policy.engine.max_model_len:
+        if len(prompt.ids) >= self._backend.engine.max_model_len:
             self._log.count("context_overflows")
-            raise ContextOverflowError(len(prompt.ids), self._policy.engine.max_model_len)
+            raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
 
     def _build_params(self, prompt: Prompt) -> GenerationParams:
-        params, limit = self._policy.params, self._limits.max_sampled_tokens
+        params, limit = self._backend.params, self._limits.max_sampled_tokens
         asked = prompt.request.sampling
-        room = [params.max_tokens, self._policy.engine.max_model_len - len(prompt.ids)]
+        room = [params.max_tokens, self._backend.engine.max_model_len - len(prompt.ids)]
         room += [] if asked.max_tokens is None else [asked.max_tokens]
         room += [] if limit is None else [limit - self._num_sampled]
         return replace(
             params,
             max_tokens=min(room),
             stop=(*params.stop, *asked.stop),
-            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._policy.renderer.stop_token_ids))),
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._backend.renderer.stop_token_ids))),
         )
 
     async def _answer(self, prompt: Prompt, settings: "_TurnSettings", turn: Turn) -> Call:
-        engine, visits = self._policy.engine, self._visits
+        engine, gate_stats = self._backend.engine, self._gate_stats
         try:
-            async with self._policy.gate.passing(visits):
-                if visits.first_policy_version is None:
-                    visits.first_policy_version = engine.policy_version
+            async with self._backend.gate.passing(gate_stats):
+                if gate_stats.first_policy_version is None:
+                    gate_stats.first_policy_version = engine.policy_version
                 sampled: Completion | TextReply
                 if isinstance(engine, ChatServer):
                     sampled = await engine.answer(prompt.request, settings.params)
@@ -315,7 +315,7 @@ class Session:
             raise WireError(str(error), status=503, kind="overloaded") from error
         turn.sampled = True
         async with self._lock:
-            return await self._policy.work(
+            return await self._backend.work(
                 settings.num_body_bytes, partial(self._finish, turn, settings, prompt, sampled)
             )
 
@@ -326,7 +326,7 @@ class Session:
             self._log.count("tokens_by_server", num_sampled)
         else:
             completion, num_sampled = sampled, len(sampled.token_ids)
-            message = self._policy.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
+            message = self._backend.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
             message, stop_text = _cut_at_stop(message, settings.params.stop)
         call = self._record(
             turn,

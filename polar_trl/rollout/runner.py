@@ -22,12 +22,12 @@ from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.progress import Board
-from polar_trl.rollout.session_run import STAGES, Finished, Job, SessionRun, Shared
+from polar_trl.rollout.session_run import STAGES, Job, RolloutResult, RunnerContext, SessionRun
 from polar_trl.rollout.staleness import GroupState, choose_groups
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.sandbox.base import SandboxBackend
 
-__all__ = ["STAGES", "Finished", "Job", "RolloutConfig", "RolloutRunner"]
+__all__ = ["STAGES", "Job", "RolloutConfig", "RolloutResult", "RolloutRunner"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class RolloutRunner:
         self.backend = backend
         self.config = config
         self._board = Board(STAGES)
-        self._shared = Shared(
+        self._context = RunnerContext(
             proxy=proxy,
             backend=backend,
             harness=harness,
@@ -77,7 +77,7 @@ class RolloutRunner:
             limits=config.limits,
             builder=config.builder,
             train_auxiliary=config.train_auxiliary,
-            places={
+            stage_slots={
                 "prepare": threading.BoundedSemaphore(config.max_preparing),
                 "agent": threading.BoundedSemaphore(config.max_agents),
                 "grade": threading.BoundedSemaphore(config.max_grading),
@@ -89,7 +89,9 @@ class RolloutRunner:
         self._groups: list[_Group] = []
         self._failure: BaseException | None = None
 
-    def run(self, jobs: Sequence[Job], *, show_progress: bool = False, cut_stragglers: bool = True) -> list[Finished]:
+    def run(
+        self, jobs: Sequence[Job], *, show_progress: bool = False, cut_stragglers: bool = True
+    ) -> list[RolloutResult]:
         """Run all jobs and return their results in order. Groups that are open already stay so.
 
         Args:
@@ -107,7 +109,9 @@ class RolloutRunner:
         """Begin a batch of whole groups; `take` returns them. Raises `ValueError` for a group that is open already."""
         self._start(jobs, self.config.straggler_quantile)
 
-    def take(self, num_groups: int, *, max_policy_lag: int = 0, show_progress: bool = False) -> list[list[Finished]]:
+    def take(
+        self, num_groups: int, *, max_policy_lag: int = 0, show_progress: bool = False
+    ) -> list[list[RolloutResult]]:
         """Wait for `num_groups` groups whose sessions have all ended and been graded; they are no longer open then.
 
         Those come first which, left open for another training step, could not be taken before their oldest token is
@@ -159,7 +163,7 @@ class RolloutRunner:
         with self._changed:
             if opened := {group.id for group in self._groups} & {job.group_id for job in jobs}:
                 raise ValueError(f"groups {sorted(opened)} are open already")
-            members = [_Member(self._end, SessionRun(self._shared, job, cut)) for job in jobs]
+            members = [_Member(self._end, SessionRun(self._context, job, cut)) for job in jobs]
             for member in members:
                 by_group[member.job.group_id].append(member)
             groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
@@ -207,12 +211,12 @@ class _Member:
         self.job = session.job
         self.ended_s: float | None = None
         self.failure: BaseException | None = None
-        self._finished: Finished | None = None
+        self._finished: RolloutResult | None = None
         self._tell = tell
         # a daemon, so that the end of the process is not waited for here but brought about by `RolloutRunner.close`
         self.thread = threading.Thread(target=self._run, name=f"polar-session-{self.job.rollout_id}", daemon=True)
 
-    def result(self) -> Finished:
+    def result(self) -> RolloutResult:
         """Of a session that has ended and did not fail."""
         assert self._finished is not None
         return self._finished
@@ -237,7 +241,7 @@ class _Group:
         return all(member.ended_s is not None for member in self.members)
 
     def state(self) -> GroupState:
-        versions = [member.session.visits.first_policy_version for member in self.members]
+        versions = [member.session.gate_stats.first_policy_version for member in self.members]
         ended_s = [member.ended_s for member in self.members if member.ended_s is not None]
         return GroupState(
             oldest_version=min((version for version in versions if version is not None), default=None),

@@ -4,7 +4,7 @@ It refuses to turn a failure of the world into a reward: what could not be prepa
 and says why.
 
 A session is one thread and one plain function, `SessionRun.run`. Each stage (prepare, agent, grade) has its own number
-of places and its own clock, so a slow grader holds no agent's place, and a stage that runs out of time erases nothing
+of slots and its own clock, so a slow grader holds no agent's place, and a stage that runs out of time erases nothing
 that another stage produced. The agent's clock stands still while a call of it is held at the proxy's gate.
 """
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from polar_trl.engine.gate import Visits
+from polar_trl.engine.gate import GateStats
 from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
 from polar_trl.grade.attempts import count_peeks
 from polar_trl.grade.base import FreshSandboxGrader, Grader, is_finite_reward
@@ -35,9 +35,9 @@ from polar_trl.types import Rollout, StopReason, Task
 logger = logging.getLogger(__name__)
 
 STAGES = ("prepare", "agent", "grade")
-LOOK_S = 0.25
+CLOCK_POLL_INTERVAL_S = 0.25
 """How often an agent's clock is looked at, at least: it may have stood still, or a straggler's time may be up."""
-BACKSTOP_S = 7 * 86400.0
+MAX_AGENT_WALL_S = 7 * 86400.0
 """The sandbox's own deadline of an agent, whose clock is kept here."""
 
 
@@ -52,8 +52,8 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
-    """A rollout and what can be trained of it (all of it, reward or not; the trainer decides)."""
+class RolloutResult:
+    """A rollout and its trajectories; whether they are trained, the trainer decides."""
 
     rollout: Rollout
     reconstruction: Reconstruction
@@ -62,8 +62,8 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """What all sessions of a runner share."""
+class RunnerContext:
+    """Services and settings that all sessions of a runner share."""
 
     proxy: Proxy
     backend: SandboxBackend
@@ -72,7 +72,7 @@ class Shared:
     limits: SessionLimits
     builder: str
     train_auxiliary: bool
-    places: Mapping[str, threading.BoundedSemaphore]
+    stage_slots: Mapping[str, threading.BoundedSemaphore]
     board: Board
 
 
@@ -80,15 +80,15 @@ class SessionRun:
     """One job on its way through the stages.
 
     Args:
-        shared: What it shares with others.
+        context: Of its runner.
         job: Its own; a file is begun at `job.record_path`.
         cut: Says how long agents of its batch may run, and hears how long this one did.
     """
 
-    def __init__(self, shared: Shared, job: Job, cut: StragglerCut) -> None:
+    def __init__(self, context: RunnerContext, job: Job, cut: StragglerCut) -> None:
         self.job = job
-        self.visits = Visits()
-        self._shared = shared
+        self.gate_stats = GateStats()
+        self._context = context
         self._cut = cut
         self._log = SessionLog(
             session_id=job.rollout_id,
@@ -108,7 +108,7 @@ class SessionRun:
         if self._sandbox is not None:
             self._sandbox.kill()
 
-    def run(self) -> Finished:
+    def run(self) -> RolloutResult:
         """Prepare, run the agent, grade, and rebuild trajectories. Failures of the world end up in the rollout."""
         stop_reason: StopReason = "prepare_failed"
         reward = error = None
@@ -146,19 +146,21 @@ class SessionRun:
         )
         if error is not None:
             logger.warning("rollout %s has no reward: %s", rollout.id, error)
-        return Finished(rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path)
+        return RolloutResult(
+            rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
+        )
 
     def _reconstruct(self, rollout: Rollout) -> Reconstruction:
         """Rebuild the trajectories, check the laws, and close the record with what is needed to check them again."""
-        shared = self._shared
-        trained = count_as_policy(rollout) if shared.train_auxiliary else rollout
-        reconstruction = BUILDERS[shared.builder](trained)
-        if not shared.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
+        context = self._context
+        trained = count_as_policy(rollout) if context.train_auxiliary else rollout
+        reconstruction = BUILDERS[context.builder](trained)
+        if not context.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
             check_laws(trained, reconstruction)
         extra = {
             "trajectory_digest": digest(reconstruction.trajectories),
-            "builder": shared.builder,
-            "train_auxiliary": shared.train_auxiliary,
+            "builder": context.builder,
+            "train_auxiliary": context.train_auxiliary,
             "summary": count_calls(rollout, reconstruction),
         }
         self._log.close(rollout, extra)
@@ -176,35 +178,35 @@ class SessionRun:
 
     def _prepare(self) -> Sandbox:
         with self._stage("prepare"):
-            return self._shared.backend.create(self.job.task, self.job.rollout_id)
+            return self._context.backend.create(self.job.task, self.job.rollout_id)
 
     def _order_grading(self) -> None:
-        grader = self._shared.grader
+        grader = self._context.grader
         if isinstance(grader, FreshSandboxGrader):
             grader.order(self.job.task)
             self._grading_is_ordered = True
 
     def _withdraw_grading(self) -> None:
-        grader = self._shared.grader
+        grader = self._context.grader
         if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
             grader.withdraw(self.job.task)
 
     def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, str | None]:
         """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
-        shared, task = self._shared, self.job.task
+        context, task = self._context, self.job.task
         with self._stage("agent"):
-            endpoint = shared.proxy.open_session(
-                self._log, shared.limits, shared.harness.classify, sandbox.open_listener(), self.visits
+            endpoint = context.proxy.open_session(
+                self._log, context.limits, context.harness.classify, sandbox.open_listener(), self.gate_stats
             )
             try:
-                launch = shared.harness.build_launch(task, endpoint)
+                launch = context.harness.build_launch(task, endpoint)
                 for path, text in launch.files.items():
                     sandbox.put(f"~/{path}", text.encode())
-                with _Clock(sandbox, self.visits, task.agent_timeout_s, self._cut) as clock:
-                    result = sandbox.run(launch.command, env={**task.env, **launch.env}, timeout_s=BACKSTOP_S)
+                with _Clock(sandbox, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
+                    result = sandbox.run(launch.command, env={**task.env, **launch.env}, timeout_s=MAX_AGENT_WALL_S)
             finally:
-                shared.proxy.close_session(endpoint.api_key)
-        self._seconds["held"] = self.visits.held_s
+                context.proxy.close_session(endpoint.api_key)
+        self._seconds["held"] = self.gate_stats.held_s
         self._seconds["agent"] -= self._seconds["held"]
         self._raise_if_cancelled()
         if result.out_of_memory:
@@ -220,10 +222,10 @@ class SessionRun:
             return "no_calls", f"the agent got no answer of the model ({why})"
         if clock.stopped_as is not None:
             return clock.stopped_as, None
-        return ("completed" if shared.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
+        return ("completed" if context.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
 
     def _grade(self, sandbox: Sandbox) -> tuple[float | None, str | None]:
-        grader = self._shared.grader
+        grader = self._context.grader
         if grader is None:
             return None, None
         with self._stage("grade"):
@@ -246,16 +248,16 @@ class SessionRun:
     def _stage(self, name: str) -> Iterator[None]:
         """Wait for a place in a stage, then run its clock."""
         asked = time.monotonic()
-        with self._shared.places[name]:
+        with self._context.stage_slots[name]:
             started = time.monotonic()
             self._seconds["queue"] += started - asked
             self._raise_if_cancelled()
-            self._shared.board.enter(name)
+            self._context.board.enter(name)
             try:
                 yield
             finally:
                 self._seconds[name] = time.monotonic() - started
-                self._shared.board.leave(name)
+                self._context.board.leave(name)
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
@@ -269,10 +271,10 @@ class _Cancelled(Exception):
 class _Clock:
     """Kills the agent that runs inside the block once it has had its time, what it was held for not counted."""
 
-    def __init__(self, sandbox: Sandbox, visits: Visits, limit_s: float, cut: StragglerCut) -> None:
+    def __init__(self, sandbox: Sandbox, gate_stats: GateStats, limit_s: float, cut: StragglerCut) -> None:
         self.stopped_as: StopReason | None = None
         self._sandbox = sandbox
-        self._visits = visits
+        self._gate_stats = gate_stats
         self._limit_s = limit_s
         self._cut = cut
         self._has_ended = threading.Event()
@@ -289,8 +291,8 @@ class _Clock:
 
     def _watch(self) -> None:
         left_s = self._limit_s
-        while not self._has_ended.wait(min(max(left_s, 0.0), LOOK_S)):
-            seconds = time.monotonic() - self._started - self._visits.held_s
+        while not self._has_ended.wait(min(max(left_s, 0.0), CLOCK_POLL_INTERVAL_S)):
+            seconds = time.monotonic() - self._started - self._gate_stats.held_s
             left_s = self._limit_s - seconds
             if left_s <= 0:
                 self.stopped_as = self.stopped_as or "agent_timeout"
@@ -299,7 +301,7 @@ class _Clock:
             if self.stopped_as is not None:
                 # again and again until it has ended: the command may be about to start
                 self._sandbox.kill()
-                left_s = LOOK_S
+                left_s = CLOCK_POLL_INTERVAL_S
 
 
 def _describe_exit(result: ExecResult, *, is_stopped: bool) -> str:

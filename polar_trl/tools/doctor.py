@@ -14,7 +14,7 @@ from polar_trl.errors import PolarError
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness.base import AgentHarness, Harness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import START, ByteRenderer
@@ -71,7 +71,7 @@ def run_scripted_session(
     backend: SandboxBackend | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     ping_interval_s: float = 10.0,
-) -> Finished:
+) -> RolloutResult:
     """One session of an agent whose model says `replies`, one per turn of its conversation.
 
     The n-th reply answers a prompt with n assistant turns, so that side requests and retries do not shift the script;

@@ -25,7 +25,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import WireError
 from polar_trl.recording.log import SessionLog
-from polar_trl.recording.session import Policy, Session, SessionLimits
+from polar_trl.recording.session import ModelBackend, Session, SessionLimits
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Message
 from polar_trl.wire import DIALECTS
@@ -62,10 +62,10 @@ def measure_row(dialect: Dialect, shape: str, workers: ThreadPoolExecutor) -> tu
     parse_s, outcome = measure(lambda: dialect.parse(incoming, memo))
     grown_s, _ = measure(lambda: dialect.parse(grown, memo))
     engine = ScriptedEngine(lambda prompt_ids: REPLY, max_model_len=1 << 30)
-    policy = Policy(
+    backend = ModelBackend(
         engine=engine, renderer=RENDERER, params=GenerationParams(max_tokens=100), model="policy", workers=workers
     )
-    session = Session(policy, SessionLog(session_id="s", task_id="t", group_id="g"), SessionLimits())
+    session = Session(backend, SessionLog(session_id="s", task_id="t", group_id="g"), SessionLimits())
     with asyncio.Runner() as runner:
         turns = [
             measure(lambda body=body: runner.run(answer(session, dialect, body)))[0]  # type: ignore[misc]

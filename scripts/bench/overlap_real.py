@@ -23,7 +23,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.base import Capabilities, ExecResult
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Completion, Message, Task, TokenIds
@@ -235,7 +235,7 @@ def _train(setting: Setting, scale: float, engine: SleepingEngine, runner: Rollo
     }
 
 
-def _count(setting: Setting, taken: Sequence[Finished], version: int, lags: Counter[int]) -> float:
+def _count(setting: Setting, taken: Sequence[RolloutResult], version: int, lags: Counter[int]) -> float:
     """Seconds that training on these sessions takes; their tokens' lags are added to `lags`."""
     num_tokens = 0
     for result in taken:

@@ -34,7 +34,7 @@ from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.harness.base import without_tools_is_auxiliary
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.families import FamilyRenderer
@@ -245,7 +245,7 @@ class Writer:
                 jobs.append(Job(rollout_id=name, group_id=group_id, task=task, record_path=folder / f"{name}.jsonl"))
         return jobs
 
-    def write_step(self, step: int, finished: Sequence[Finished], seconds: float) -> None:
+    def write_step(self, step: int, finished: Sequence[RolloutResult], seconds: float) -> None:
         """Rows with the trainer's figures, and a line of the log."""
         rewards_RF = torch.tensor([[_read_reward(result)] for result in finished])
         advantages = compute_advantages(
@@ -293,7 +293,7 @@ class Writer:
             },
         )
 
-    def write_evaluation(self, step: int, finished: Sequence[Finished]) -> None:
+    def write_evaluation(self, step: int, finished: Sequence[RolloutResult]) -> None:
         """The rewards of sessions that train nothing."""
         described = [
             describe_rollout(
@@ -345,7 +345,7 @@ def _summarise_gaps(gaps: Any) -> dict[str, float]:
     return {f"sampling/sampling_logp_difference/{name}": float(value) for name, value in values.items()}
 
 
-def _read_reward(result: Finished) -> float:
+def _read_reward(result: RolloutResult) -> float:
     reward = result.rollout.reward
     return float("nan") if reward is None else reward
 

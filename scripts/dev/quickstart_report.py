@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Finished quickstart runs -> docs/quickstart-results.md and docs/img/quickstart.png.
+"""RolloutResult quickstart runs -> docs/quickstart-results.md and docs/img/quickstart.png.
 
 python scripts/dev/quickstart_report.py runs/quickstart-seed1-* runs/quickstart-seed2-* runs/quickstart-seed3-*
 """

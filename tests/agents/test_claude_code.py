@@ -15,7 +15,7 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.harness.base import Launch
 from polar_trl.harness.claude_code import ClaudeCodeHarness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tools.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn, run_scripted_session
 from polar_trl.types import Completion, Endpoint, Rollout, Task, TokenIds
@@ -36,7 +36,7 @@ def read_text(prompt_ids: TokenIds) -> str:
     return bytes(token_id for token_id in prompt_ids if token_id < 256).decode()
 
 
-def chains(finished: Finished) -> list[tuple[int, ...]]:
+def chains(finished: RolloutResult) -> list[tuple[int, ...]]:
     return [trajectory.call_indices for trajectory in finished.reconstruction.trajectories]
 
 

@@ -27,7 +27,7 @@ from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import digest
 from polar_trl.recording.log import read_record
 from polar_trl.recording.session import SessionLimits
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.families import FamilyRenderer
 from polar_trl.tokens.load import load_renderer
@@ -116,7 +116,7 @@ def renderer(model: Path) -> FamilyRenderer:
 class Ran:
     """One session, with what the engine sampled meanwhile and the file of its record."""
 
-    finished: Finished
+    finished: RolloutResult
     sampled: list[tuple[TokenIds, Completion]]
     record_path: Path
 
@@ -257,7 +257,7 @@ def sends_back(earlier: Call, later: Call) -> bool:
     )
 
 
-def describe(finished: Finished, seconds: float) -> str:
+def describe(finished: RolloutResult, seconds: float) -> str:
     """A line for the log of a failed test."""
     calls = finished.rollout.calls
     prompts = [len(call.prompt_ids) for call in calls]

@@ -13,7 +13,7 @@ from serving import CHAT, HELLO, http, new_log, serve, wait_until
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import set_environment
-from polar_trl.engine.gate import Visits
+from polar_trl.engine.gate import GateStats
 from polar_trl.errors import EngineError
 
 PROMPTS = [tuple(range(10 + 7 * i, 22 + 7 * i)) for i in range(8)]
@@ -148,15 +148,15 @@ def test_a_call_held_at_the_gate_is_sampled_by_the_next_policy(engine: Any) -> N
     """Through a proxy, as the trainer does it: the call in flight ends, the next one waits, and the engine is free."""
     before = engine.policy_version
     with serve(engine, params=GenerationParams(max_tokens=24)) as proxy, ThreadPoolExecutor() as threads:
-        log, visits = new_log(), Visits()
-        agent = http(proxy.open_session(log, visits=visits))
+        log, gate_stats = new_log(), GateStats()
+        agent = http(proxy.open_session(log, gate_stats=gate_stats))
         first = threads.submit(agent.post, CHAT, json={"messages": HELLO})
-        wait_until(lambda: visits.first_policy_version is not None)
+        wait_until(lambda: gate_stats.first_policy_version is not None)
         proxy.hold()
         assert not engine._core.has_unfinished_requests()
         assert first.result().status_code == 200
         second = threads.submit(agent.post, CHAT, json={"messages": HELLO, "stop": "another question"})
-        wait_until(lambda: visits.held_s > 0.0)
+        wait_until(lambda: gate_stats.held_s > 0.0)
         with engine.paused(new_policy=True):
             assert len(log.calls) == 1
         # a block that changes nothing, and the trainer's own requests, work beside it

@@ -188,14 +188,14 @@ def test_an_engine_that_is_dead_stops_the_evaluation(tmp_path: Path) -> None:
         results = read_results(out)
         assert len(results) == 8 and {result.reward for result in results} == {None}
         # what was in flight has spent no attempt, and the machine works again
-        rollouts.proxy._policy.engine._choose = lambda prompt: REPLY  # type: ignore[attr-defined]
+        rollouts.proxy._backend.engine._choose = lambda prompt: REPLY  # type: ignore[attr-defined]
         results = evaluate(rollouts, out, tasks)
     summary = build_summary([task.id for task in tasks], results, num_samples=1, ks=[1])
     assert (summary["sessions"]["graded"], summary["failures"]["model_calls_failed"]["sessions"]) == (20, 8)
 
 
 def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polar_trl.rollout.runner import session_run
+    from polar_trl.rollout import session_run
 
     def broken(*_: Any) -> None:
         raise LawError("r0: broken for this test")

@@ -14,13 +14,13 @@ import pytest
 from serving import wait_until
 
 from polar_trl.engine.base import GenerationParams
-from polar_trl.engine.gate import Visits
+from polar_trl.engine.gate import GateStats
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineError
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Message, Task
@@ -80,8 +80,8 @@ class Bench:
         """Until the engine has been asked that often in all."""
         wait_until(lambda: len(self.engine.params) >= count)
 
-    def visits(self) -> list[Visits]:
-        return [member.session.visits for group in self.runner._groups for member in group.members]
+    def gate_stats(self) -> list[GateStats]:
+        return [member.session.gate_stats for group in self.runner._groups for member in group.members]
 
     def change_policy(self) -> None:
         self.engine.policy_version += 1
@@ -111,7 +111,7 @@ def bench(
     assert list((root / "boxes").glob("*")) == [], "a sandbox was left behind"
 
 
-def versions(result: Finished) -> list[int]:
+def versions(result: RolloutResult) -> list[int]:
     (trajectory,) = result.reconstruction.trajectories
     return [v for v, trainable in zip(trajectory.policy_versions, trajectory.trainable, strict=True) if trainable]
 
@@ -123,8 +123,10 @@ def test_a_session_is_held_across_a_policy_change(tmp_path: Path) -> None:
         it.wait_for_calls(1)
         it.proxy.hold()
         it.touch("go")
-        (visits,) = it.visits()
-        wait_until(lambda: visits.held_s > 6.0)  # longer than the client waits in silence, and than the agent may take
+        (gate_stats,) = it.gate_stats()
+        wait_until(
+            lambda: gate_stats.held_s > 6.0
+        )  # longer than the client waits in silence, and than the agent may take
         assert len(it.engine.params) == 1
         it.change_policy()
         it.proxy.release()
@@ -156,7 +158,7 @@ def test_what_needs_no_model_goes_on_while_held(tmp_path: Path) -> None:
         it.wait_for_calls(1)
         it.proxy.hold()
         it.start("new", TURN)
-        wait_until(lambda: it.visits()[1].held_s > 0.0)
+        wait_until(lambda: it.gate_stats()[1].held_s > 0.0)
         it.touch("grade")
         ((old,),) = it.runner.take(1, max_policy_lag=1)
         it.change_policy()
@@ -231,7 +233,7 @@ def test_closing_while_held_leaves_nothing(tmp_path: Path) -> None:
     with bench(tmp_path) as it:
         it.proxy.hold()
         it.start("g", TURN, TURN)
-        wait_until(lambda: all(visits.held_s > 0.0 for visits in it.visits()))
+        wait_until(lambda: all(gate_stats.held_s > 0.0 for gate_stats in it.gate_stats()))
         it.runner.close()
         assert list((tmp_path / "boxes").glob("*")) == []
         assert it.runner.open_jobs() == []
@@ -242,10 +244,10 @@ def test_an_interrupt_while_held_leaves_nothing(tmp_path: Path) -> None:
     with bench(tmp_path) as it:
         it.proxy.hold()
         it.start("g", TURN)
-        (visits,) = it.visits()
+        (gate_stats,) = it.gate_stats()
 
         def interrupt() -> None:
-            wait_until(lambda: visits.held_s > 0.0)
+            wait_until(lambda: gate_stats.held_s > 0.0)
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
@@ -263,7 +265,7 @@ def test_an_engine_that_failed_while_held_fails_all(tmp_path: Path) -> None:
     with bench(tmp_path, reply=fail) as it:
         it.proxy.hold()
         it.start("g", TURN, TURN)
-        wait_until(lambda: all(visits.held_s > 0.0 for visits in it.visits()))
+        wait_until(lambda: all(gate_stats.held_s > 0.0 for gate_stats in it.gate_stats()))
         it.proxy.release()
         (group,) = it.runner.take(1)
     assert [result.rollout.reward for result in group] == [None, None]
@@ -305,7 +307,7 @@ engine_side = bench(root)
 it = engine_side.__enter__()
 it.proxy.hold()
 it.start("g", TURN)
-wait_until(lambda: it.visits()[0].held_s > 0.0)
+wait_until(lambda: it.gate_stats()[0].held_s > 0.0)
 raise SystemExit(7)
 """
 

@@ -5,11 +5,11 @@ from reconstruct_sessions import build_call
 from polar_trl.grpo.rows import build_rows
 from polar_trl.reconstruct.cut import clip_trajectory
 from polar_trl.reconstruct.merge import build_prefix_merged
-from polar_trl.rollout.runner import Finished
+from polar_trl.rollout.runner import RolloutResult
 from polar_trl.types import Rollout
 
 
-def build_result(*, num_turns: int = 4) -> Finished:
+def build_result(*, num_turns: int = 4) -> RolloutResult:
     """Turn t samples two tokens under policy version t, on a prompt of 3 t + 1 tokens."""
     history: tuple[int, ...] = (0,)
     calls = []
@@ -18,7 +18,7 @@ def build_result(*, num_turns: int = 4) -> Finished:
         calls.append(build_call(turn, history, sampled, version=turn))
         history = (*history, *sampled, turn)
     rollout = Rollout(id="s", task_id="t", group_id="g", calls=tuple(calls))
-    return Finished(rollout=rollout, reconstruction=build_prefix_merged(rollout))
+    return RolloutResult(rollout=rollout, reconstruction=build_prefix_merged(rollout))
 
 
 def test_everything_is_trained_where_nothing_is_in_the_way() -> None:

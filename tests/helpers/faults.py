@@ -25,7 +25,7 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 from polar_trl.sandbox.cgroup import PARENT, ROOT
@@ -88,7 +88,7 @@ class Sessions:
         scripts: Mapping[str, str],
         grade: Callable[[Task, Sandbox], Any] = lambda task, box: 1.0,
         **limits: float,
-    ) -> "Future[dict[str, Finished]]":
+    ) -> "Future[dict[str, RolloutResult]]":
         """One session for each named script, all at once; what became of them, by name."""
         runner = RolloutRunner(
             proxy=self._proxy,

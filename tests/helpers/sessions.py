@@ -16,7 +16,7 @@ from polar_trl.errors import EngineBusyError
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness.base import AgentHarness, Launch
 from polar_trl.proxy import Proxy
-from polar_trl.rollout.runner import Finished, Job, RolloutConfig, RolloutRunner
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tools.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn
 from polar_trl.types import ChatRequest, Completion, Message, Rollout, Task, TokenIds, ToolCall
@@ -79,7 +79,7 @@ def run_session(
     change: Change | None = None,
     max_tokens: int = 4096,
     ping_interval_s: float = 10.0,
-) -> Finished:
+) -> RolloutResult:
     """One session; a list of replies is one per turn of the conversation, as in `run_scripted_session`."""
     if not isinstance(engine, ScriptedEngine):
         engine = ScriptedEngine(answer_by_turn(engine), max_model_len=MAX_MODEL_LEN)

@@ -14,7 +14,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import LawError, WireError
 from polar_trl.recording.log import SessionLog
-from polar_trl.recording.session import Policy, Session, SessionLimits, Turn
+from polar_trl.recording.session import ModelBackend, Session, SessionLimits, Turn
 from polar_trl.tokens.bytes import START, ByteRenderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
 from polar_trl.wire.base import Incoming
@@ -52,10 +52,10 @@ class Bench:
         max_tokens: int = 100,
     ) -> None:
         params = GenerationParams(max_tokens=max_tokens)
-        policy = Policy(engine=engine, renderer=renderer, params=params, model="policy", workers=workers)
+        backend = ModelBackend(engine=engine, renderer=renderer, params=params, model="policy", workers=workers)
         self.engine = engine
         self.log = SessionLog(session_id="s1", task_id="t", group_id="g")
-        self.session = Session(policy, self.log, limits)
+        self.session = Session(backend, self.log, limits)
 
     async def begin(self, incoming: Incoming) -> Turn:
         turn, _ = await self.session.begin_turn(DIALECT, incoming)

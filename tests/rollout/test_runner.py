@@ -163,7 +163,7 @@ def test_a_reward_that_is_no_number_is_none(tmp_path: Path, given: Any, reason: 
 
     grader = Direct() if isinstance(given, Grade) else FunctionGrader(lambda task, box: given)
     with runner(tmp_path) as rollouts:
-        rollouts._shared = replace(rollouts._shared, grader=grader)
+        rollouts._context = replace(rollouts._context, grader=grader)
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert result.rollout.reward is None and reason in str(result.rollout.error)
     assert result.rollout.counters["rewards_not_finite"] == 1
@@ -204,7 +204,7 @@ def test_a_timeout_keeps_what_was_captured(tmp_path: Path) -> None:
 
 
 def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polar_trl.rollout.runner import session_run
+    from polar_trl.rollout import session_run
 
     def broken(*_: Any) -> None:
         raise LawError("r0: broken for this test")

@@ -16,7 +16,7 @@ import docker
 import pytest
 from faults import LIMITS, REPLY, Leftovers, OwnEngine, Sessions, build, list_processes
 
-from polar_trl.rollout.runner import Finished
+from polar_trl.rollout.runner import RolloutResult
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.types import Task
@@ -73,12 +73,12 @@ def read_result(task: Task, box: Sandbox) -> bool:
     return box.get("result") == b"fine\n"
 
 
-def require_trained(finished: Finished) -> None:
+def require_trained(finished: RolloutResult) -> None:
     """What the model sampled is there to be trained on, whatever became of the agent."""
     assert sum(sum(row.trainable) for row in finished.reconstruction.trajectories) == len(REPLY)
 
 
-def require_fine(finished: Finished) -> None:
+def require_fine(finished: RolloutResult) -> None:
     assert (finished.rollout.stop_reason, finished.rollout.reward) == ("completed", 1.0), finished.rollout.error
     require_trained(finished)
 

@@ -1,4 +1,4 @@
-"""Finished rollouts -> a table per logged step: a parquet file, and what `report_to` names shows of it.
+"""RolloutResult rollouts -> a table per logged step: a parquet file, and what `report_to` names shows of it.
 
 In the place of TRL's own table, which is made for completions of one turn. A row is one rollout that the step trained
 (or an evaluation ran), with the instruction and the last conversation as text. It refuses to hand a tracker a whole
@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from trl.trainer.utils import print_prompt_completions_sample
 
-from polar_trl.rollout.session_run import Finished
+from polar_trl.rollout.session_run import RolloutResult
 
 FOLDER = "completions"
 MAX_PROMPT_CHARS = 2_000
@@ -61,7 +61,7 @@ class CompletionsTable(TrainerCallback):
     def note(
         self,
         prompts: Sequence[Any],
-        finished: Sequence[Finished],
+        finished: Sequence[RolloutResult],
         completions: Sequence[Sequence[Mapping[str, Any]]],
         extra: Mapping[str, Sequence[Any]],
     ) -> None:
@@ -85,7 +85,7 @@ class CompletionsTable(TrainerCallback):
         self,
         mode: str,
         step: int,
-        finished: Sequence[Finished],
+        finished: Sequence[RolloutResult],
         rewards_F: Mapping[str, Sequence[float]],
         rewards: Sequence[float],
         advantages: Sequence[float],

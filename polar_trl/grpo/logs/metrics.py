@@ -1,4 +1,4 @@
-"""Finished rollouts -> the numbers that a step logs. Nothing is gathered and nothing is kept here."""
+"""RolloutResult rollouts -> the numbers that a step logs. Nothing is gathered and nothing is kept here."""
 
 import math
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch
 from torch import Tensor
 
-from polar_trl.rollout.runner import STAGES, Finished
+from polar_trl.rollout.runner import STAGES, RolloutResult
 
 COUNTS = ("polar/counters/", "polar/dropped/", "polar/stopped/")
 """Beginnings of the names of counts that a batch may have none of."""
@@ -26,7 +26,7 @@ def append_metrics(waiting: MutableMapping[str, list[float]], batch: Mapping[str
         waiting[name].append(batch.get(name, 0.0))
 
 
-def count_rollout(result: Finished) -> dict[str, float]:
+def count_rollout(result: RolloutResult) -> dict[str, float]:
     """Numbers of one rollout, all of which may be added up over rollouts."""
     rollout, reconstruction = result.rollout, result.reconstruction
     summary: dict[str, float] = {

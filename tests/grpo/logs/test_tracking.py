@@ -19,7 +19,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from polar_trl.grpo.logs.completions_table import MAX_COMPLETION_CHARS, CompletionsTable, _level, _level_column, cut
 from polar_trl.reconstruct import Reconstruction
 from polar_trl.recording.log import read_session
-from polar_trl.rollout.session_run import Finished
+from polar_trl.rollout.session_run import RolloutResult
 from polar_trl.run_folder import read_log
 from polar_trl.types import Rollout
 
@@ -168,10 +168,12 @@ def test_trackio_has_the_curves_and_the_tables_at_the_same_steps(run: Path) -> N
 # Without a run.
 
 
-def finish(folder: Path, name: str) -> Finished:
+def finish(folder: Path, name: str) -> RolloutResult:
     rollout = Rollout(id=name, task_id="t", group_id="g", reward=0.5)
     reconstruction = Reconstruction(trajectories=(), dropped={}, counters={})
-    return Finished(rollout=rollout, reconstruction=reconstruction, record_path=folder / "sessions" / f"{name}.jsonl")
+    return RolloutResult(
+        rollout=rollout, reconstruction=reconstruction, record_path=folder / "sessions" / f"{name}.jsonl"
+    )
 
 
 def build_table(folder: Path, **settings: Any) -> CompletionsTable:

@@ -40,9 +40,9 @@ def test_outcomes(tmp_path: Path) -> None:
         """
 import pytest, unittest
 
-class Shared:
+class RunnerContext:
     def test_inherited(self): pass
-class TestA(Shared, unittest.TestCase): pass
+class TestA(RunnerContext, unittest.TestCase): pass
 @pytest.fixture
 def bad(): raise ValueError("no")
 def test_it(): assert 1 == 2
