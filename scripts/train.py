@@ -59,7 +59,7 @@ def main() -> None:
         trainer.close()
     if trainer.accelerator.is_main_process:
         try:
-            seconds = trainer.seconds_before + time.monotonic() - started
+            seconds = trainer.resume.seconds_before + time.monotonic() - started
             summary = build_summary(trainer.state.log_history, seconds=seconds)
         except PolarError as error:
             sys.exit(f"train: {error}")

@@ -7,6 +7,7 @@ dividing by it makes advantages out of rounding.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,23 @@ class Advantages:
     """Whether reward functions gave one whose weighted sum float32 cannot hold: the rollout has none then."""
     zero_variance_R: Tensor
     """Whether its group is constant: all scored rollouts have one score, or none is scored."""
+
+    def list_rollouts(self, rank: int, count: int) -> "list[RolloutAdvantage]":
+        """Return the values of the `count` rollouts of a rank, one by one."""
+        local = slice(rank * count, (rank + 1) * count)
+        columns = (self.advantages_R, self.rewards_R, self.scored_R, self.zero_variance_R)
+        rows = zip(*(column[local].tolist() for column in columns), strict=True)
+        return [RolloutAdvantage(*row) for row in rows]
+
+
+class RolloutAdvantage(NamedTuple):
+    """What `Advantages` says of one rollout."""
+
+    advantage: float
+    reward: float
+    """NaN where there is none."""
+    scored: bool
+    zero_variance: bool
 
 
 def compute_advantages(
@@ -81,6 +99,24 @@ def _normalize_columns(values_NGF: Tensor) -> Tensor:
     normalized_NGF = centred_NGF / (_nanstd(values_NGF, 1) + EPSILON)
     spread_N1F = _spread(values_NGF, ~torch.isnan(values_NGF))[:, None]
     return torch.where((spread_N1F == 0) & ~torch.isnan(values_NGF), 0.0, normalized_NGF)
+
+
+def replace_groups(constant_WN: Tensor, usable_WM: Tensor) -> list[list[tuple[int, int]]]:
+    """Pair each rank's constant groups with usable new ones, in order, for as many as there are of both.
+
+    With constant groups 1 and 3 on a rank and new groups of which 0 is constant too and 1 is not: [(1, 1)].
+
+    Args:
+        constant_WN: Whether all rollouts have one score, of N groups of each of W ranks.
+        usable_WM: Whether they differ, of M new groups of each rank.
+
+    Returns:
+        Of each rank, pairs of an old and a new group.
+    """
+    return [
+        list(zip(old.nonzero()[:, 0].tolist(), new.nonzero()[:, 0].tolist(), strict=False))
+        for old, new in zip(constant_WN, usable_WM, strict=True)
+    ]
 
 
 def _find_constant(terms_NGF: Tensor, scored_NG: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""Tasks -> the rows that TRL's samplers deal out, and back."""
+"""Read the tasks that a trainer is given, and make the rows that TRL's samplers deal out."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,41 +11,35 @@ from polar_trl.tasks.jsonl import parse_test_spec
 from polar_trl.types import Task
 
 
-def build_dataset(tasks: Sequence[Task] | Dataset) -> Dataset:
-    """One row per task: `prompt` (a conversation, for TRL's tables and reward functions) and `task` (JSON).
+def read_tasks(tasks: Sequence[Task] | Dataset | None) -> dict[str, Task]:
+    """Return tasks by id, in their order; none of None. A `Dataset` has a task per row, columns being `Task`'s fields.
 
-    A `Dataset` is read as one task per row, columns being `Task`'s fields; one that was built here passes through.
+    Raises:
+        TaskError: there are no tasks, two have one id, or a column or a value is not a task's.
     """
+    if tasks is None:
+        return {}
     if isinstance(tasks, Dataset):
-        if set(tasks.column_names) == {"prompt", "task"}:
-            return tasks
         tasks = [_row_to_task(row, f"row {index}") for index, row in enumerate(tasks)]
     if not tasks:
         raise TaskError("the task set is empty")
-    seen: set[str] = set()
+    by_id: dict[str, Task] = {}
     for task in tasks:
-        if task.id in seen:
+        if task.id in by_id:
             raise TaskError(f"task {task.id!r} is there twice; ids must be unique")
-        seen.add(task.id)
-    return Dataset.from_list(
-        [
-            {"prompt": [{"role": "user", "content": task.instruction}], "task": json.dumps(_to_dict(task))}
-            for task in tasks
-        ]
-    )
+        by_id[task.id] = task
+    return by_id
 
 
-def parse_task(row: Mapping[str, Any]) -> Task:
-    """The task of a row that `build_dataset` made."""
-    fields = json.loads(row["task"])
-    if fields["tests"] is not None:
-        fields["tests"] = parse_test_spec(fields["tests"], f"task {fields['id']!r}")
-    return Task(**fields)
+def build_dataset(tasks: Mapping[str, Task]) -> Dataset | None:
+    """Return the rows that TRL's samplers deal out: `task_id`, and the `prompt` that TRL wants. None for no tasks."""
+    rows = [{"prompt": build_prompt(task), "task_id": task_id} for task_id, task in tasks.items()]
+    return Dataset.from_list(rows) if rows else None
 
 
-def _to_dict(task: Task) -> dict[str, Any]:
-    fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
-    return fields | {"tests": None if task.tests is None else dataclasses.asdict(task.tests)}
+def build_prompt(task: Task) -> list[dict[str, str]]:
+    """Return the task's instruction as a conversation, for TRL's reward functions and tables."""
+    return [{"role": "user", "content": task.instruction}]
 
 
 def _row_to_task(row: Mapping[str, Any], where: str) -> Task:

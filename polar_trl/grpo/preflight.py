@@ -1,22 +1,17 @@
-"""What a trainer is given -> what is wrong with it, said in one sentence before anything is loaded.
+"""Check what a trainer is given before anything is loaded: the model, the number of tasks, and how they are graded."""
 
-It refuses models that lead nowhere, too few tasks for a step, tasks of which only some have a reward, and a run that
-nothing rewards.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
-from datasets import Dataset
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.dataset import parse_task
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.types import Task
 
 
 def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> Any:
@@ -28,20 +23,24 @@ def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> 
     return config if config_class is None else config_class.from_pretrained(model)
 
 
-def require_a_step(train_rows: Dataset | None, args: PolarGRPOConfig) -> None:
-    """TRL leaves out what does not fill a generation batch: of too few tasks it would make no step."""
+def require_a_step(num_tasks: int, args: PolarGRPOConfig) -> None:
+    """Raise `ConfigError` for too few tasks: TRL leaves out what does not fill a generation batch, and would make no
+    step. None at all are for an evaluation."""
     needed = args.generation_batch_size // args.num_generations
-    if train_rows is not None and len(train_rows) < needed:
+    if 0 < num_tasks < needed:
         raise ConfigError(
-            f"{len(train_rows)} tasks are fewer than the {needed} of one generation batch (generation_batch_size="
+            f"{num_tasks} tasks are fewer than the {needed} of one generation batch (generation_batch_size="
             f"{args.generation_batch_size} rollouts, num_generations={args.num_generations}): give more tasks, or "
             "make per_device_train_batch_size or gradient_accumulation_steps smaller"
         )
 
 
-def build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> Grader | None:
-    """The tasks' own ways; either all of them have one, or none."""
-    tasks = [parse_task(row) for rows in datasets if rows is not None for row in rows]
+def build_default_grader(backend: SandboxBackend, tasks: Sequence[Task]) -> Grader | None:
+    """Return a grader that judges each task as it says itself; None where no task says anything.
+
+    Raises:
+        ConfigError: only some of the tasks say how.
+    """
     missing = [task.id for task in tasks if find_kind(task) is None]
     if len(missing) == len(tasks):
         return None
@@ -50,25 +49,3 @@ def build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> 
             f"task {missing[0]!r} has no 'grader' command and no tests, and others have: give it one, or pass grader="
         )
     return GraderByTask(backend)
-
-
-def choose_reward_functions(
-    grader: Grader | None, reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]]
-) -> list[Callable[..., Any]]:
-    """What TRL is to call: the grader's verdicts first, if there is a grader. Raises `ConfigError` for none at all."""
-    functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-    if grader is not None:
-        functions = [grader_reward, *functions]
-    if not functions:
-        raise ConfigError(
-            "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
-        )
-    return functions
-
-
-def grader_reward(rollouts: Sequence[Any], **_: Any) -> list[float | None]:
-    """The reward function that hands the grader's verdicts to TRL; None where there is none."""
-    return [rollout.reward for rollout in rollouts]
-
-
-grader_reward.__name__ = "grader"  # the metric's name

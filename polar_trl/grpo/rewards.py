@@ -1,13 +1,13 @@
-"""Tell a reward that is not finite from a reward function that abstains, which are both NaN once TRL has asked it.
+"""Compute the rewards of rollouts: the grader's verdicts, then TRL's reward functions.
 
-A function abstains with None, and the others decide. A number that is not finite, of whichever function, leaves the
-rollout without any reward. TRL makes NaN of None, so the two have to be told apart before it does.
+A reward function abstains with None, and the others decide. A number that is not finite, of whichever function, leaves
+the rollout without any reward. TRL makes NaN of None, so the two have to be told apart before it does.
 """
 
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,138 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from polar_trl.errors import ConfigError
+from polar_trl.grade.base import Grader
+from polar_trl.grpo.dataset import build_prompt
+from polar_trl.grpo.logs.completions_table import CompletionsTable
+from polar_trl.grpo.trl_bridge import TrlBridge
+from polar_trl.rollout.session_run import RolloutResult
+from polar_trl.types import Message, Rollout, Task
+
 logger = logging.getLogger(__name__)
+
+
+class Rewards:
+    """Rewards [R, F] of all ranks' rollouts: the grader's, if there is one, then those of TRL's reward functions.
+
+    TRL is given the grader's column as a reward function too, since it counts weights and names by them; the verdicts
+    are in the rollouts, so TRL is not asked for them.
+
+    Args:
+        trainer: Initialized by TRL with the functions of `list_reward_functions`.
+        has_grader: Whether the first of them is the grader's.
+        tasks: By mode and id.
+        table: Keeps prompts and conversations of rollouts, if there is one.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        trl: TrlBridge,
+        *,
+        has_grader: bool,
+        tasks: Mapping[str, Mapping[str, Task]],
+        table: CompletionsTable | None,
+    ) -> None:
+        self._accelerator = trainer.accelerator
+        self._trl = trl
+        self._tasks = tasks
+        self._table = table
+        self.names = list(trainer.reward_func_names)
+        self.weights_F: Tensor = trainer.reward_weights
+        self.num_not_finite = 0
+        """Rollouts for which some reward function gave a number that is none; whoever logs it sets it back."""
+        self._has_grader = has_grader
+        if has_grader:
+            trl.drop_first_reward_function()
+        self._functions = list(trainer.reward_funcs)
+
+    def compute(self, results: Sequence[RolloutResult], mode: str) -> Tensor:
+        """Return [R, F] rewards of all ranks' rollouts, NaN where there is none (a collective).
+
+        A rollout for which one function gave a number that is not finite has no reward of any.
+        """
+        rollouts = [result.rollout for result in results]
+        prompts = [build_prompt(self._tasks[mode][rollout.task_id]) for rollout in rollouts]
+        completions = [conversation_after_instruction(rollout) for rollout in rollouts]
+        columns = []
+        if self._has_grader:
+            grades = [[math.nan if rollout.reward is None else rollout.reward] for rollout in rollouts]
+            columns.append(self._accelerator.gather(torch.tensor(grades, device=self._accelerator.device)))
+        if self._functions:
+            ids = [[i for call in rollout.calls for i in call.completion.token_ids] for rollout in rollouts]
+            rows = [{"task": self._tasks[mode][rollout.task_id], "rollouts": rollout} for rollout in rollouts]
+            with without_trl_warning():
+                columns.append(self._trl.calculate_rewards(rows, prompts, completions, ids))
+        rewards_RF = torch.cat(columns, dim=1)
+        # Law 4: where the infrastructure failed or the grader could not decide, no reward function may do so instead.
+        failed_R = self._accelerator.gather(
+            torch.tensor([rollout.error is not None for rollout in rollouts], device=rewards_RF.device)
+        )
+        not_finite_RF = self._find_not_finite(rewards_RF)
+        not_finite_RF[failed_R] = False
+        self.num_not_finite += int(not_finite_RF.any(dim=1).sum())
+        first = self._accelerator.process_index * len(rollouts)
+        local = slice(first, first + len(rollouts))
+        warn_not_finite([rollout.id for rollout in rollouts], self.names, not_finite_RF[local])
+        rewards_RF[failed_R | not_finite_RF.any(dim=1)] = torch.nan
+        extra = self._trl.take_extra_columns()
+        if self._table is not None:
+            self._table.note(prompts, results, completions, extra)
+        return rewards_RF
+
+    def _find_not_finite(self, rewards_RF: Tensor) -> Tensor:
+        """[R, F]: where a reward is neither a finite number nor absent. A grader's number is finite or absent."""
+        functions = [None, *self._functions] if self._has_grader else self._functions
+        return find_not_finite(rewards_RF, functions)
+
+
+def list_reward_functions(
+    grader: Grader | None, reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]]
+) -> list[Callable[..., Any]]:
+    """Return what TRL is given: a column for the grader first, if there is one, then the reward functions.
+
+    Raises:
+        ConfigError: nothing gives a reward.
+    """
+    functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+    if grader is None and not functions:
+        raise ConfigError(
+            "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
+        )
+    functions = [tell_apart(function) for function in functions]
+    return functions if grader is None else [_grader_column, *functions]
+
+
+def _grader_column(**_: Any) -> list[float | None]:
+    raise AssertionError("the grader's rewards are in the rollouts")
+
+
+_grader_column.__name__ = "grader"  # the metric's name
+
+
+def conversation_after_instruction(rollout: Rollout) -> list[dict[str, Any]]:
+    """Return the last call's conversation after its first user message, in TRL's conversational form."""
+    calls = [call for call in rollout.calls if call.purpose == "policy"]
+    if not calls:
+        return [{"role": "assistant", "content": ""}]
+    messages = [*calls[-1].request.messages, calls[-1].message]
+    first_user = next((i for i, m in enumerate(messages) if m.role == "user"), -1)
+    return [_message_to_dict(m) for m in messages[first_user + 1 :]]
+
+
+def _message_to_dict(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
 
 
 def tell_apart(function: Callable[..., Any]) -> Callable[..., Any]:

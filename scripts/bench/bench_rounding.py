@@ -99,7 +99,7 @@ def build_trainer(model: str, **settings: Any) -> Any:
         """Pushes as ever, and trains texts."""
 
         def _collect_rows(self, inputs: Any, mode: str) -> list[Row]:
-            self._sync_engine(mode)
+            self.engine_sync.push(mode)
             rank, world = self.accelerator.process_index, self.accelerator.num_processes
             texts = list(enumerate(TEXTS))[rank::world]
             return [build_row(number, tokenizer(text)["input_ids"]) for number, text in texts]
@@ -186,12 +186,12 @@ def compare_moves(model: str, rounding: str) -> dict[str, Any]:
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if not before:
-                trainer._sync_engine("train")
+                trainer.engine_sync.push("train")
                 before.update(engine=read_engine(trainer), masters=read_masters(trainer))
 
     trainer.add_callback(AtStart())
     trainer.train()
-    trainer._sync_engine("train")
+    trainer.engine_sync.push("train")
     engine, masters = read_engine(trainer), read_masters(trainer)
     moved = sum(
         (engine[name].float() - weight.float()).abs().sum().item() for name, weight in before["engine"].items()

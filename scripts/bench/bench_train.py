@@ -48,7 +48,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_padded import build_padded_batch, split_padded_batch
 
 from polar_trl.grpo.config import PackedGRPOConfig
-from polar_trl.grpo.packing.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.rows import Row
 
 WAYS = ("trl_padded_per_request", "padded_merged", "packed_merged", "tree_merged")
@@ -173,7 +173,7 @@ def measure(trainer: Any, rows: list[Row], way: str, args: argparse.Namespace) -
     if "padded" in way:
         figures = _run_padded(trainer, rows, args, device)
     else:
-        trainer.preset, trainer._windows = rows, None
+        trainer.preset, trainer.step.windows = rows, None
         trainer.training_step(trainer.model, [{}])
         metrics = trainer._metrics["train"]
         passes = metrics["polar/forward_passes"][-1]

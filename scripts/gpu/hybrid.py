@@ -151,9 +151,9 @@ def train(args: argparse.Namespace) -> None:
 @torch.no_grad()
 def measure_gap(trainer: PolarGRPOTrainer) -> dict[str, float]:
     """The last step's sampled tokens under the model's present weights against the engine's log-probabilities."""
-    assert trainer._windows
+    assert trainer.step.windows
     gaps: list[Tensor] = []
-    for window in trainer._windows:
+    for window in trainer.step.windows:
         for batch in window:
             logps_BT, _ = trainer._score(trainer.model, batch)
             gaps.append((logps_BT - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs().float())

@@ -75,7 +75,7 @@ def run(case: Case, args: argparse.Namespace, report: Report) -> None:
     report.say(f"{case.label}: {report.content['trained_weights']:,} float32 weights made")
 
     def run_pass() -> None:
-        trainer._step, trainer.current_gradient_accumulation_steps, trainer._windows = 0, 1, None
+        trainer._step, trainer.current_gradient_accumulation_steps, trainer.step.windows = 0, 1, None
         trainer.training_step(trainer.model, [{}])
 
     started_gb = read_gb()

@@ -243,7 +243,7 @@ def run_case(case: Case, args: argparse.Namespace, report: Report, *, with_profi
 
     def step() -> tuple[float, float]:
         started = read_clock()
-        trainer._step, trainer.current_gradient_accumulation_steps, trainer._windows = 0, 1, None
+        trainer._step, trainer.current_gradient_accumulation_steps, trainer.step.windows = 0, 1, None
         trainer.training_step(trainer.model, [{}])
         between = read_clock()
         optimizer.step()

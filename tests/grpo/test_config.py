@@ -9,7 +9,7 @@ from loss_table import CASES, build_case_settings
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.dataset import build_dataset, parse_task
+from polar_trl.grpo.dataset import build_dataset, read_tasks
 from polar_trl.types import Task
 
 
@@ -82,17 +82,20 @@ def test_sessions_may_stay_open_where_a_step_ends_with_its_generations(tmp_path:
         assert config(tmp_path, max_policy_lag=1, gradient_accumulation_steps=2, **more).max_policy_lag == 1
 
 
-def test_tasks_survive_the_dataset() -> None:
+def test_rows_name_their_tasks() -> None:
     tasks = [
         Task(id="a", instruction="do", files={"x/y": "z\n"}, metadata={"expected": {"k": [1, "2"]}}),
         Task(id="b", instruction='say "hi"', env={"K": "V"}, agent_timeout_s=3.5),
     ]
-    assert [parse_task(row) for row in build_dataset(tasks)] == tasks
+    by_id = read_tasks(tasks)
+    rows = build_dataset(by_id)
+    assert rows is not None and [by_id[row["task_id"]] for row in rows] == tasks
+    assert rows[1]["prompt"] == [{"role": "user", "content": 'say "hi"'}]
 
 
 def test_a_plain_dataset_is_read_by_its_columns() -> None:
     rows = Dataset.from_list([{"id": "a", "instruction": "x", "files": {"p": "1"}}, {"id": "b", "instruction": "y"}])
-    (first, second) = [parse_task(row) for row in build_dataset(rows)]
+    (first, second) = read_tasks(rows).values()
     assert dict(first.files) == {"p": "1"}
     assert dict(second.files) == {}
 
@@ -107,12 +110,12 @@ def test_a_plain_dataset_is_read_by_its_columns() -> None:
 )
 def test_bad_rows(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        build_dataset(Dataset.from_list(rows))
+        read_tasks(Dataset.from_list(rows))
 
 
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(TaskError, match="empty"):
-        build_dataset([])
+        read_tasks([])
 
 
 @pytest.mark.parametrize(

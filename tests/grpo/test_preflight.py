@@ -3,22 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.by_task import GraderByTask
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.dataset import build_dataset
-from polar_trl.grpo.preflight import (
-    build_default_grader,
-    choose_reward_functions,
-    read_model_config,
-)
+from polar_trl.grpo.preflight import build_default_grader, read_model_config
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.types import Rollout, Task
+from polar_trl.types import Task
 
 PLAIN = Task(id="plain", instruction="x")
 GRADED = Task(id="graded", instruction="x", grader="true")
@@ -52,24 +46,7 @@ def test_no_model_is_one_sentence(tmp_path: Path) -> None:
 
 def test_tasks_have_a_way_to_be_graded_all_or_none() -> None:
     backend = LocalSandboxBackend()
-    assert build_default_grader(backend, build_dataset([PLAIN]), None) is None
-    assert isinstance(build_default_grader(backend, build_dataset([GRADED]), None), GraderByTask)
-    tasks = build_dataset([GRADED, PLAIN, replace(GRADED, id="third")])
+    assert build_default_grader(backend, [PLAIN]) is None
+    assert isinstance(build_default_grader(backend, [GRADED]), GraderByTask)
     with pytest.raises(ConfigError, match="task 'plain' has no 'grader' command and no tests, and others have"):
-        build_default_grader(backend, tasks, None)
-    with pytest.raises(ConfigError, match="task 'plain' has no"):
-        build_default_grader(backend, build_dataset([GRADED]), build_dataset([PLAIN]))
-
-
-def test_the_graders_verdict_is_the_first_reward_function() -> None:
-    def brevity(**_: Any) -> list[float]:
-        return [0.5]
-
-    grader = build_default_grader(LocalSandboxBackend(), build_dataset([GRADED]))
-    verdict, other = choose_reward_functions(grader, brevity)
-    rollout = Rollout(id="r", task_id="graded", group_id="g", calls=(), reward=0.25)
-    assert verdict(rollouts=[rollout, replace(rollout, reward=None)]) == [0.25, None]
-    assert (verdict.__name__, other) == ("grader", brevity)
-    assert choose_reward_functions(None, [brevity]) == [brevity]
-    with pytest.raises(ConfigError, match="nothing gives a reward"):
-        choose_reward_functions(None, [])
+        build_default_grader(backend, [GRADED, PLAIN, replace(GRADED, id="third")])

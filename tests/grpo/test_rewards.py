@@ -4,19 +4,27 @@ import asyncio
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from launch import run_worker
+from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import logger as trl_logger
 from trl.trainer.utils import is_async_callable
 
 from polar_trl.cli import main
-from polar_trl.grpo.rewards import find_not_finite, tell_apart
+from polar_trl.errors import ConfigError
+from polar_trl.grade.command import CommandGrader
+from polar_trl.grpo.rewards import Rewards, find_not_finite, list_reward_functions, tell_apart
+from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.recording.log import read_session
-from polar_trl.types import Rollout
+from polar_trl.types import Rollout, Task
 
 BAD = ("inf", "-inf", "nan", "beyond_float32", "beyond_float", "async_nan")
 Run = tuple[list[dict[str, Any]], dict[str, Rollout], Path]
@@ -142,3 +150,55 @@ def test_a_reward_model_never_abstains() -> None:
     assert tell_apart(model) is model and tell_apart("a/model") == "a/model"
     found = find_not_finite(rewards, [give, model])
     assert found.tolist() == [[False, False], [False, True], [True, False], [False, False]]
+
+
+class Stock(GRPOTrainer):
+    """A trainer with as much as TRL's `_calculate_rewards` reads."""
+
+    def __init__(self, functions: list[Any]) -> None:
+        self.accelerator = Accelerator(cpu=True)
+        self.args = self.state = SimpleNamespace(report_to=[], global_step=0)
+        self.reward_funcs, self.reward_processing_classes = functions, [None] * len(functions)
+        self.reward_func_names = [function.__name__ for function in functions]
+        self.reward_weights = torch.ones(len(functions))
+        self.environments = None
+        self._pending_extra_logs: Any = {}
+
+
+def compute(grader: Any, functions: list[Any], *rollouts: Rollout) -> tuple[list[str], torch.Tensor]:
+    """Names of the columns, and the rewards."""
+    trainer = Stock(list_reward_functions(grader, functions))
+    tasks = {"train": {"t": Task(id="t", instruction="x")}}
+    rewards = Rewards(trainer, TrlBridge(trainer), has_grader=grader is not None, tasks=tasks, table=None)
+    return rewards.names, rewards.compute([SimpleNamespace(rollout=rollout) for rollout in rollouts], "train")
+
+
+PASSED = Rollout(id="r", task_id="t", group_id="g", calls=(), reward=0.25)
+
+
+def test_the_graders_verdicts_come_first_and_reward_functions_see_tasks_and_rollouts() -> None:
+    def brevity(prompts: Any, task: list[Task], rollouts: list[Rollout], **_: Any) -> list[float]:
+        assert prompts == [[{"role": "user", "content": "x"}]] * 2
+        assert ([item.id for item in task], rollouts[0]) == (["t", "t"], PASSED)
+        return [0.5, 0.75]
+
+    names, rewards_RF = compute(CommandGrader("true"), [brevity], PASSED, replace(PASSED, reward=None))
+    assert names == ["grader", "brevity"]
+    assert torch.equal(rewards_RF.nan_to_num(-1.0), torch.tensor([[0.25, 0.5], [-1.0, 0.75]]))
+    assert compute(CommandGrader("true"), [], PASSED)[1].tolist() == [[0.25]]
+    assert compute(None, [lambda rollouts, **_: [0.5]], PASSED)[1].tolist() == [[0.5]]
+    with pytest.raises(ConfigError, match="nothing gives a reward"):
+        list_reward_functions(None, [])
+
+
+def test_only_the_warning_of_a_missing_reward_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def reward(rollouts: list[Rollout], **_: Any) -> list[float | None]:
+        trl_logger.warning("another warning")
+        return [rollout.reward for rollout in rollouts]
+
+    failed = replace(PASSED, reward=None, error="the sandbox broke")
+    _, rewards_RF = compute(None, [reward], failed)
+    assert torch.isnan(rewards_RF).all()
+    assert [record.getMessage() for record in caplog.records] == ["[RANK 0] another warning"]
+    Stock([reward])._calculate_rewards([{"rollouts": failed}], ["x"], ["y"], [[]])  # TRL's own trainer still says it
+    assert "All reward functions returned None" in caplog.records[-1].getMessage()

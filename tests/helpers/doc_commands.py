@@ -61,7 +61,7 @@ REAL_EVAL = Elsewhere(
 TABLE = Elsewhere("tests/scripts/test_reproduce_table.py::test_the_documented_commands", "reproduce_table")
 SHARDED = Elsewhere("tests/grpo/test_accelerate_configs.py::test_sharded_training_gives_the_numbers_of_ddp", "ddp")
 RESUMED = Elsewhere(
-    "tests/grpo/resume/test_resumable.py::test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again",
+    "tests/grpo/resume/test_resume.py::test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again",
     '"--resume_from_checkpoint", "auto"',
 )
 DOCKER_CHECK = Elsewhere("tests/cli/test_check_tasks.py::test_a_rebuilt_task_in_containers", '"--sandbox", "docker"')

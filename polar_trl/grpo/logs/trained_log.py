@@ -6,10 +6,11 @@ it are moved to `lost.jsonl`.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from polar_trl.run_folder import TRAINED_FILE
@@ -33,12 +34,12 @@ class TrainedLog(TrainerCallback):
         self._num_tokens = 0
         self._skipped: dict[str, Any] = {}
 
-    def note(self, rollout_ids: Iterable[str], *, num_tokens: int) -> None:
-        """What goes into the coming optimizer step: the rollout of each row of all ranks, and its trained tokens."""
-        ids = list(rollout_ids)
-        self._rollouts.update(ids)
-        self._num_rows += len(ids)
-        self._num_tokens += num_tokens
+    def note_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take the rows of this rank (see `describe_row`) that go into the coming optimizer step (a collective)."""
+        of_all = gather_object([(row["rollout"], row["num_trainable"]) for row in rows])
+        self._rollouts.update(rollout_id for rollout_id, _ in of_all)
+        self._num_rows += len(of_all)
+        self._num_tokens += sum(count for _, count in of_all)
 
     def skip(self, reason: str) -> None:
         """The coming optimizer step is not made: nothing that was noted for it is trained."""

@@ -29,7 +29,7 @@ from polar_trl.run_folder import TRAINED_FILE
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 STATE_FILE = "polar_state.json"
 PART_FILE = STATE_FILE + ".part"
 RANK_FILE = "polar_rank{}.pt"
@@ -66,8 +66,8 @@ class RankState:
 
     windows: Sequence[list[dict[str, Any]]] = ()
     """Forward passes of the last generation batch, by optimizer step, if any of them is still to come."""
-    open_rows: Sequence[Mapping[str, Any]] = ()
-    """Data rows whose sessions were open when the checkpoint was written; they have to be started again."""
+    open_task_ids: Sequence[str] = ()
+    """Tasks of the sessions that were open when the checkpoint was written; they have to be started again."""
 
 
 # One folder.
@@ -83,7 +83,7 @@ def begin_checkpoint(folder: Path) -> None:
 def save_rank_state(folder: Path, rank: int, state: RankState) -> None:
     """Write what one rank has in hand."""
     windows = [[_without_caches(passed) for passed in window] for window in state.windows]
-    torch.save({"windows": windows, "open_rows": list(state.open_rows)}, folder / RANK_FILE.format(rank))
+    torch.save({"windows": windows, "open_task_ids": list(state.open_task_ids)}, folder / RANK_FILE.format(rank))
 
 
 def save_masters(folder: Path, rank: int, low_halves: Mapping[str, torch.Tensor]) -> None:

@@ -67,12 +67,12 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
     passed = {"advantages": torch.tensor([0.1, -0.3]), "packed": packed, "rows": rows}
     folder = tmp_path / "checkpoint-3"
     begin_checkpoint(folder)
-    save_rank_state(folder, 0, RankState(windows=[[passed], []], open_rows=[{"task": "{}"}]))
+    save_rank_state(folder, 0, RankState(windows=[[passed], []], open_task_ids=["t"]))
     finish_checkpoint(folder, build_state(3, seed=42))
     know_cpu_devices()
     state, rank_state = load_state(folder, 0, torch.device("cpu", 0))
     assert state == build_state(3, seed=42)
-    assert rank_state.open_rows == [{"task": "{}"}]
+    assert rank_state.open_task_ids == ["t"]
     ((read,), nothing) = rank_state.windows
     assert nothing == []
     assert read["rows"] == passed["rows"]
@@ -87,7 +87,7 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_a_file_that_runs_code_is_not_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, 1, complete=False)
-    torch.save({"windows": [Path("x")], "open_rows": []}, folder / "polar_rank0.pt")
+    torch.save({"windows": [Path("x")], "open_task_ids": []}, folder / "polar_rank0.pt")
     finish_checkpoint(folder, build_state(1))
     with pytest.raises(Exception, match="Unsupported global"):
         load_state(folder, 0, CPU)

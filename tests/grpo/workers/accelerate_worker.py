@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl.distributed import DistributedBackend
 
 from polar_trl.grpo.config import PackedGRPOConfig
-from polar_trl.grpo.packing.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.rows import Row
 
 out, kind, model = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

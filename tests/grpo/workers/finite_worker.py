@@ -98,14 +98,14 @@ trainer = NanAtTheEnd(
     reward_funcs=[extra, slow],
 )
 if trainer.accelerator.process_index == trainer.accelerator.num_processes - 1:
-    trainer._check_engine_once("train")  # whose completions are not counted
+    trainer.engine_sync.check_once("train")  # whose completions are not counted
     spoil_engine()
 trainer.train()
 trainer.close()
 weights = torch.cat([p.detach().flatten() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()])
 result = {
     "log": [entry for entry in trainer.state.log_history if "reward" in entry],
-    "names": trainer.reward_func_names,
+    "names": trainer.rewards.names,
     "is_finite": bool(torch.isfinite(weights).all()),
     "sum": weights.double().sum().item(),
 }

@@ -33,8 +33,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_padded import build_padded_batch
 
 from polar_trl.grpo.config import LOSS_TYPES, PackedGRPOConfig
+from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.packing.batch import build_micro_batch
-from polar_trl.grpo.packing.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.rows import Row, build_row
 from polar_trl.reconstruct.cut import cut_trajectory
 from polar_trl.reconstruct.merge import build_prefix_merged
@@ -157,7 +157,7 @@ def train_ours(
     trainer.args.loss_type = loss_type
     trainer.args.max_tokens_per_device = max_tokens
     trainer.preset = build_rows(numbers, parts)
-    trainer._windows, trainer._step = None, 0
+    trainer.step.windows, trainer._step = None, 0
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.model.zero_grad()
     num_micro_steps = max(per_generation, trainer.args.gradient_accumulation_steps)
@@ -177,7 +177,7 @@ def train_generations(trainer: PresetRows, numbers: range, kept: tuple[int, int]
     generations = [build_rows([n for n in half if n in range(*kept)], 2) for half in halves]
     trainer.args.steps_per_generation, trainer.args.loss_type = 1, "dapo"
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    trainer._windows, trainer._step = None, 0
+    trainer.step.windows, trainer._step = None, 0
     trainer.model.zero_grad()
     loss = 0.0
     for trainer.preset in generations:
@@ -198,7 +198,7 @@ def evaluate_ours(trainer: PresetRows, loss_type: str, numbers: range) -> float:
 
 def train_nothing(trainer: PresetRows) -> tuple[float, float]:
     """Losses of a step and of an evaluation in which no rank has a row."""
-    trainer.preset, trainer._windows, trainer._step = [], None, 0
+    trainer.preset, trainer.step.windows, trainer._step = [], None, 0
     trainer.model.eval()
     evaluated, _, _ = trainer.prediction_step(trainer.model, [{}], True)
     trained = sum(trainer.training_step(trainer.model, [{}]) for _ in range(trainer.args.steps_per_generation))
@@ -300,7 +300,7 @@ def train_again(trainer: PresetRows, old: Any, new: Any) -> Any:
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy.load_state_dict(old)
-    trainer._windows = trainer._plan_windows(trainer.preset, "train")
+    trainer.step.windows = trainer.step.plan(trainer.preset, "train")
     policy.load_state_dict(new)
     trainer.model.zero_grad()
     trainer._step = (trainer.num_iterations - 1) * trainer.args.steps_per_generation

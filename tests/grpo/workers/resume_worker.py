@@ -43,10 +43,10 @@ class Doomed(PolarGRPOTrainer):
             self.stand_still()
         return loss
 
-    def _build_jobs(self, *args: Any) -> Any:
+    def _collect_rows(self, *args: Any) -> Any:
         if self.is_time("rollout"):
             HOLD.touch()
-        return super()._build_jobs(*args)
+        return super()._collect_rows(*args)
 
     def _save_optimizer_and_scheduler(self, *args: Any) -> None:
         if self.is_time("checkpoint"):
@@ -88,6 +88,6 @@ if trainer.accelerator.is_main_process:
     result = {
         "log": trainer.state.log_history,
         "weights_at_start": trainer.weights_at_start,
-        "seconds_before": trainer.seconds_before,
+        "seconds_before": trainer.resume.seconds_before,
     }
     (out / f"result-{os.getpid()}.json").write_text(json.dumps(result))

@@ -23,7 +23,7 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # see accelerate_worker.py
     settings["accelerator_config"] = {"use_configured_state": True}
 trainer = build_trainer(model, output_dir=str(out), **settings)
 trainer.train(resume_from_checkpoint=None if resume == "none" else resume)
-trainer._sync_engine("train")
+trainer.engine_sync.push("train")
 
 
 def whole(weight: Any) -> torch.Tensor:

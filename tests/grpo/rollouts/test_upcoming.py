@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from trl.trainer.utils import RepeatSampler
 
-from polar_trl.grpo.dataset import build_dataset, parse_task
-from polar_trl.grpo.upcoming import UpcomingBatches
+from polar_trl.grpo.dataset import build_dataset, read_tasks
+from polar_trl.grpo.rollouts.upcoming import UpcomingBatches
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.sandbox.pool import WarmPool
 from polar_trl.types import Task
@@ -31,9 +31,11 @@ class NotingPool(WarmPool):
 def test_each_batch_is_ordered_before_its_turn_and_none_before_that_of_another(
     tmp_path: Path, repeats: int, depth: int
 ) -> None:
-    dataset = build_dataset([Task(id=str(index), instruction="x") for index in range(6)])
+    tasks = read_tasks([Task(id=str(index), instruction="x") for index in range(6)])
+    dataset = build_dataset(tasks)
+    assert dataset is not None
     pool = NotingPool(tmp_path, depth)
-    upcoming = UpcomingBatches(pool, repeats=repeats)
+    upcoming = UpcomingBatches(pool, tasks, repeats=repeats)
     sampler = RepeatSampler(dataset, mini_repeat_count=2, batch_size=2, repeat_count=repeats, shuffle=False)
     seen: list[str] = []
 
@@ -47,7 +49,7 @@ def test_each_batch_is_ordered_before_its_turn_and_none_before_that_of_another(
     for _ in range(2):  # epochs
         for step, rows in enumerate(loader):
             if step % repeats == 0:
-                seen = [parse_task(row).id for row in rows]
+                seen = [row["task_id"] for row in rows]
                 assert seen == batches[done]
                 assert pool.ordered == [name for batch in batches[: done + 1] for name in batch[:depth]]
                 upcoming.finish_rollouts()

@@ -1,14 +1,14 @@
-"""The batches that the data loader has fetched ahead: orders for their sandboxes, and their rows for an early start.
+"""Look ahead at the batches that the data loader has fetched: order their sandboxes, and know their rows early.
 
-It refuses to order sandboxes for later while earlier batches still need theirs.
+Sandboxes of a batch are ordered only once the batch before it has been rolled out.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from polar_trl.grpo.dataset import parse_task
 from polar_trl.sandbox.pool import WarmPool
+from polar_trl.types import Task
 
 Rows = list[dict[str, Any]]
 
@@ -19,11 +19,13 @@ class UpcomingBatches:
     Args:
         pool: Takes orders for the batch after the current one, `depth` of them, once that one has been rolled out;
             None where sandboxes are not made ahead.
+        tasks: By id.
         repeats: How many times in a row the loader gives each generation batch.
     """
 
-    def __init__(self, pool: WarmPool | None, *, repeats: int) -> None:
+    def __init__(self, pool: WarmPool | None, tasks: Mapping[str, Task], *, repeats: int) -> None:
         self._pool = pool
+        self._tasks = tasks
         self._repeats = repeats
         self._num_collated = 0
         self._batches: deque[Rows] = deque()
@@ -60,4 +62,4 @@ class UpcomingBatches:
     def _order(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._pool is not None:
             for row in rows[: self._pool.depth]:
-                self._pool.order(parse_task(row))
+                self._pool.order(self._tasks[row["task_id"]])

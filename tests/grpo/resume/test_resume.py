@@ -359,7 +359,7 @@ def test_sessions_that_were_open_begin_anew(tiny_model: Path, tmp_path: Path) ->
     # in the second step: the first one began two batches of two groups and took two groups
     kill_at(tiny_model, tmp_path, "training", 1, **settings)
     saved = torch.load(tmp_path / "checkpoint-1" / "polar_rank0.pt", weights_only=True)
-    assert len(saved["open_rows"]) == 4
+    assert len(saved["open_task_ids"]) == 4
     finish(tiny_model, tmp_path, **settings)
     lines = read_lines(tmp_path / "trained.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]

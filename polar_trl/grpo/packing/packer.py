@@ -1,0 +1,107 @@
+"""Pack the rows of a generation batch into forward passes, for each optimizer step and rank.
+
+A window is the part of a generation batch that one optimizer step trains: its rollouts are whole, and every rank has
+as many passes of it as every other.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from polar_trl.grpo.logs.trained_rows import describe_row
+from polar_trl.grpo.loss.token_loss import MicroBatch
+from polar_trl.grpo.packing.balance import CostModel, plan_micro_batches
+from polar_trl.grpo.packing.batch import build_micro_batch
+from polar_trl.grpo.rows import Row, rollout_tokens, token_shares
+
+Window = list[MicroBatch]
+
+
+class Packer:
+    """Plans passes by predicted cost.
+
+    Args:
+        args: The config.
+        accelerator: Of the trainer.
+        model: The policy, unwrapped.
+        layout_kind: "tree", "packed" or "single", from `choose_layout`.
+    """
+
+    def __init__(self, args: Any, accelerator: Any, model: Any, layout_kind: Any) -> None:
+        self.layout_kind = layout_kind
+        self._args = args
+        self._accelerator = accelerator
+        self._cost = _build_cost_model(model)
+
+    @property
+    def micro_steps_per_window(self) -> int:
+        """Micro-steps of a window: what a generation batch and an optimizer step can both be divided into."""
+        return math.gcd(self._args.steps_per_generation, self._args.gradient_accumulation_steps)
+
+    def plan(self, local_rows: list[Row], mode: str, *, step: int) -> tuple[list[Window], dict[str, float]]:
+        """Return this rank's passes of each window, and the figures that are logged of them (a collective).
+
+        A generation's loss is the mean over its windows of the one that `token_shares` declares, each of which has its
+        own part of the rollouts; an evaluation batch is one window.
+
+        Args:
+            local_rows: Of this rank.
+            step: Optimizer steps so far, which decides how rollouts are dealt.
+        """
+        rows: list[Row] = gather_object(local_rows)
+        num_windows = self._args.steps_per_generation // self.micro_steps_per_window if mode == "train" else 1
+        shares = token_shares(
+            rows, loss_type=self._args.loss_type, max_completion_length=self._args.max_completion_length
+        )
+        members = list(zip(rows, [share * num_windows for share in shares], rollout_tokens(rows), strict=True))
+        windows, plans = [], []
+        for part in deal_rollouts(rows, num_windows, seed=self._args.seed + step):
+            plan = plan_micro_batches(
+                [rows[i].token_ids_T for i in part],
+                num_ranks=self._accelerator.num_processes,
+                max_tokens=1 if self.layout_kind == "single" else self._args.max_tokens_per_device,
+                share_prefixes=self.layout_kind == "tree",
+                cost=self._cost,
+            )
+            plans.append(plan)
+            mine = plan.micro_batches[self._accelerator.process_index]
+            windows.append([self._build_pass([members[part[i]] for i in of_pass]) for of_pass in mine])
+        return windows, {
+            "polar/trained_tokens": sum(row.num_trainable for row in rows),
+            "polar/forwarded_tokens": sum(plan.forwarded_tokens for plan in plans),
+            "polar/unique_tokens": sum(plan.unique_tokens for plan in plans),
+            "polar/forward_passes": sum(plan.num_micro_batches for plan in plans),
+            "polar/rank_imbalance": max(_imbalance(plan.costs_R) for plan in plans),
+        }
+
+    def _build_pass(self, members: Sequence[tuple[Row, float, int]]) -> MicroBatch:
+        """A pass over rows, with the share of each row's tokens and the tokens of its rollout."""
+        rows, shares, tokens = zip(*members, strict=True) if members else ((), (), ())
+        micro_batch = build_micro_batch(rows, shares, tokens, kind=self.layout_kind, device=self._accelerator.device)
+        return micro_batch | {"rows": [describe_row(row) for row in rows]}
+
+
+def deal_rollouts(rows: Sequence[Row], num_windows: int, *, seed: int) -> list[list[int]]:
+    """Return the indices of rows for each window; rollouts stay whole, and all ranks deal alike."""
+    rollouts = list(dict.fromkeys(row.rollout_id for row in rows))
+    order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(seed)).tolist()
+    window_of = {rollouts[index]: place % num_windows for place, index in enumerate(order)}
+    return [
+        [index for index, row in enumerate(rows) if window_of[row.rollout_id] == window]
+        for window in range(num_windows)
+    ]
+
+
+def _build_cost_model(model: Any) -> CostModel:
+    embeddings = {id(module.weight) for module in (model.get_input_embeddings(),) if module is not None}
+    num_parameters = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
+    return CostModel.of(model.config, num_parameters)
+
+
+def _imbalance(costs_R: Sequence[float]) -> float:
+    """How much longer the slowest rank takes than the mean."""
+    mean = sum(costs_R) / len(costs_R)
+    return max(costs_R) / mean - 1.0 if mean else 0.0

@@ -1,0 +1,67 @@
+"""Carry sessions over from one generation batch to the next: the next one begins early, and groups stay open until a
+step takes them.
+
+How old a group may get is the runner's to bound (`RolloutRunner.take`).
+"""
+
+from collections.abc import Callable, Sequence
+
+from polar_trl.rollout.runner import Job, RolloutRunner
+from polar_trl.rollout.session_run import RolloutResult
+
+
+class CarryOver:
+    """Hands each step as many groups as its batch has, of those that are ready.
+
+    One batch is begun ahead of the current one, which is as far as the data loader looks. So the first step has two
+    batches open and each later one begins one more.
+
+    Args:
+        build_jobs: The jobs of a batch, given the task of each rollout.
+        group_size: Rollouts per group; groups are adjacent in a batch.
+    """
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        build_jobs: Callable[[Sequence[str]], list[Job]],
+        *,
+        max_policy_lag: int,
+        group_size: int,
+    ) -> None:
+        self._runner = runner
+        self._build_jobs = build_jobs
+        self._max_policy_lag = max_policy_lag
+        self._group_size = group_size
+        self._is_begun = False
+
+    def roll_out(
+        self, task_ids: Sequence[str], next_ids: Sequence[str] | None, *, show_progress: bool
+    ) -> list[RolloutResult]:
+        """Return as many rollouts as `task_ids` has, in whole groups.
+
+        Args:
+            task_ids: The current batch; begun here unless it was begun as the next one before.
+            next_ids: The batch after it; None where there is none.
+        """
+        if not self._is_begun:
+            self._begin(task_ids)
+        self._is_begun = next_ids is not None
+        if next_ids is not None:
+            self._begin(next_ids)
+        num_groups = len(task_ids) // self._group_size
+        groups = self._runner.take(num_groups, max_policy_lag=self._max_policy_lag, show_progress=show_progress)
+        return [result for group in groups for result in group]
+
+    def open_task_ids(self) -> list[str]:
+        """Return the task of each rollout of all open groups, to be given to `reopen` after a crash."""
+        return [job.task.id for group in self._runner.open_jobs() for job in group]
+
+    def reopen(self, task_ids: Sequence[str]) -> None:
+        """Begin anew what was open when the run was cut off; the current batch is among it."""
+        if task_ids:
+            self._begin(task_ids)
+            self._is_begun = True
+
+    def _begin(self, task_ids: Sequence[str]) -> None:
+        self._runner.start(self._build_jobs(task_ids))

@@ -1,0 +1,138 @@
+"""Run the sessions of a batch of data rows, of this rank: name them, start them, and hand out what has ended."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polar_trl.grpo.rollouts.carry_over import CarryOver
+from polar_trl.grpo.rollouts.upcoming import UpcomingBatches
+from polar_trl.grpo.trl_bridge import TrlBridge
+from polar_trl.rollout.runner import Job, RolloutRunner
+from polar_trl.rollout.session_run import RolloutResult
+from polar_trl.sandbox.pool import WarmPool
+from polar_trl.types import Task
+
+
+class RolloutSource:
+    """Sessions of the trainer's tasks.
+
+    Args:
+        args: The config.
+        accelerator: Of the trainer.
+        runner: Runs the sessions.
+        tasks: By mode ("train", "eval") and id.
+        num_generations: Rollouts of a group, by mode.
+        folder: Where this process records sessions.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Any,
+        trl: TrlBridge,
+        *,
+        runner: RolloutRunner,
+        tasks: Mapping[str, Mapping[str, Task]],
+        num_generations: Mapping[str, int],
+        folder: Path,
+    ) -> None:
+        self._args = args
+        self._accelerator = accelerator
+        self._trl = trl
+        self.runner = runner
+        self.tasks = tasks
+        self.num_generations = num_generations
+        self._folder = folder
+        self.num_batches = 0
+        """Rolled out so far, which numbers the next one; a process that goes on from a checkpoint sets it."""
+        self.carry_over: CarryOver | None = None
+        self.upcoming: UpcomingBatches | None = None
+        repeats = args.steps_per_generation * args.num_iterations
+        if args.max_policy_lag:
+            self.carry_over = CarryOver(
+                runner, self._build_train_jobs, max_policy_lag=args.max_policy_lag, group_size=num_generations["train"]
+            )
+            # sessions that begin early order their own sandboxes
+            self.upcoming = UpcomingBatches(None, tasks["train"], repeats=repeats)
+        elif isinstance(runner.backend, WarmPool):
+            self.upcoming = UpcomingBatches(runner.backend, tasks["train"], repeats=repeats)
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return int(self._accelerator.process_index)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that roll out."""
+        return int(self._accelerator.num_processes)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self._trl.global_step
+
+    @property
+    def policy_version(self) -> int:
+        """Of the engine's weights."""
+        return self.runner.proxy.policy_version
+
+    def run(self, inputs: Sequence[Mapping[str, Any]], mode: str) -> list[RolloutResult]:
+        """Return as many rollouts as there are data rows, in groups; with `max_policy_lag`, of rows that were begun
+        earlier or here."""
+        if mode == "eval" or self.carry_over is None:
+            jobs = self.build_jobs([row["task_id"] for row in inputs], mode)
+            # an evaluation that cuts agents would measure how quick the others were
+            return self.runner.run(jobs, show_progress=self._shows_progress(), cut_stragglers=mode == "train")
+        args = self._args
+        steps_per_batch = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+        is_last = self._trl.global_step + steps_per_batch >= self._trl.state.max_steps
+        next_rows = None if is_last or self.upcoming is None else self.upcoming.next_rows
+        return self.carry_over.roll_out(
+            [row["task_id"] for row in inputs],
+            None if next_rows is None else [row["task_id"] for row in next_rows],
+            show_progress=self._shows_progress(),
+        )
+
+    def run_others(self, num_groups: int, round_number: int) -> list[RolloutResult]:
+        """Return groups of other training tasks, drawn at random; other ranks draw others."""
+        seed = hash((self._args.seed, self._trl.global_step, round_number)) % 2**32  # of integers: alike everywhere
+        ids = list(self.tasks["train"])
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
+        chosen = [ids[order[(self.rank * num_groups + index) % len(ids)]] for index in range(num_groups)]
+        size = self.num_generations["train"]
+        jobs = self.build_jobs([task_id for task_id in chosen for _ in range(size)], "train")
+        return self.runner.run(jobs, show_progress=self._shows_progress())
+
+    def finish_batch(self, mode: str) -> None:
+        """The batch was rolled out: sandboxes of the next one may be made."""
+        if self.upcoming is not None and mode == "train":
+            self.upcoming.finish_rollouts()
+
+    def by_rank(self, values: Tensor) -> Tensor:
+        """View values of all ranks' groups as [W, N], a row for each of W ranks."""
+        return values.view(self.num_ranks, -1)
+
+    def build_jobs(self, task_ids: Sequence[str], mode: str) -> list[Job]:
+        """Return a job for each rollout of a batch, with ids that no other batch of the run has."""
+        size, number = self.num_generations[mode], self.num_batches
+        self.num_batches += 1
+        jobs = []
+        for local_index, task_id in enumerate(task_ids):
+            index = self.rank * len(task_ids) + local_index
+            group = f"{mode}-{number:05d}-g{index // size:03d}"
+            rollout_id = f"{group}-r{index % size:03d}"
+            record = self._folder / f"{mode}_{number:05d}" / f"{rollout_id}.jsonl"
+            task = self.tasks[mode][task_id]
+            jobs.append(Job(rollout_id=rollout_id, group_id=group, task=task, record_path=record))
+        return jobs
+
+    def _build_train_jobs(self, task_ids: Sequence[str]) -> list[Job]:
+        return self.build_jobs(task_ids, "train")
+
+    def _shows_progress(self) -> bool:
+        args = self._args
+        return bool(args.show_rollout_progress and self._accelerator.is_main_process and not args.disable_tqdm)

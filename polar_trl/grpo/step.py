@@ -1,0 +1,287 @@
+"""One training step of GRPO on agents' sessions, top to bottom.
+
+    push weights -> roll out and grade -> reward -> advantage -> rows -> pack -> loss, gradient -> optimizer step
+
+transformers' loop calls `TrainingStep.run` once per micro-step. The first micro-step of a generation batch collects
+its rows (`SessionRows.collect`) and packs them; the last one of an optimizer step runs all of that step's forward and
+backward passes (`TrainingStep.train`). The optimizer's own step follows in transformers' loop, and the weights that it
+makes reach the engine when the next batch is collected.
+
+Four things differ from the textbook:
+
+1. A rollout is a session of many model calls. It has one reward and one advantage, and becomes as few rows as the
+   token prefixes of its calls allow; how many there are changes nothing in the loss.
+2. Passes are filled by tokens, not by rows, and the loss is summed token by token over all passes and ranks of a step.
+3. The engine that samples is the policy that is trained: it computes with the same rounded weights, and what is left
+   of the difference is corrected by the importance ratio.
+4. A rollout without a reward (its sandbox broke, its grader could not decide) enters no baseline and no gradient.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.advantage import Advantages, compute_advantages, replace_groups
+from polar_trl.grpo.logs.phases import PhaseClock
+from polar_trl.grpo.logs.rollout_log import RolloutLog
+from polar_trl.grpo.logs.trained_log import TrainedLog
+from polar_trl.grpo.loss.step_loss import StepLoss
+from polar_trl.grpo.loss.token_loss import MicroBatch
+from polar_trl.grpo.packing.packer import Packer, Window
+from polar_trl.grpo.rewards import Rewards
+from polar_trl.grpo.rollouts.source import RolloutSource
+from polar_trl.grpo.rows import Row, build_rows
+from polar_trl.grpo.trl_bridge import TrlBridge
+from polar_trl.grpo.weights.engine_sync import EngineSync
+from polar_trl.grpo.weights.step_guard import StepGuard
+from polar_trl.rollout.session_run import RolloutResult
+
+
+class SessionRows:
+    """From data rows to training rows: the part of a step in which agents run."""
+
+    def __init__(
+        self,
+        args: Any,
+        *,
+        engine: EngineSync,
+        rollouts: RolloutSource,
+        rewards: Rewards,
+        log: RolloutLog,
+        phases: PhaseClock,
+        max_tokens: int,
+    ) -> None:
+        self._args = args
+        self._engine = engine
+        self._rollouts = rollouts
+        self._rewards = rewards
+        self._log = log
+        self._phases = phases
+        self._max_tokens = max_tokens
+
+    def collect(self, inputs: Sequence[dict[str, Any]], mode: str) -> list[Row]:
+        """Roll out one generation or evaluation batch and return this rank's rows (a collective).
+
+        Args:
+            inputs: Data rows of this rank, one for each of its R rollouts; rollouts of a group are adjacent.
+            mode: "train" or "eval".
+        """
+        # ---- Push the weights of the last optimizer step, and let the engine sample
+        self._engine.wake(mode)
+
+        # ---- Roll out: agents run in sandboxes and are graded as they end
+        with self._phases.measure(mode, "rollouts"):
+            results = self._rollouts.run(inputs, mode)
+
+        # ---- Reward: [R, F] of all ranks, the grader's first
+        rewards_RF = self._rewards.compute(results, mode)
+
+        # ---- Advantage: one per rollout, over its group
+        advantages = self._compute_advantages(rewards_RF, mode)
+        self._require_reward(advantages, results)
+        self._log.log_rewards(rewards_RF, advantages, mode)
+        if mode == "train" and self._args.resample_zero_variance:
+            with self._phases.measure(mode, "resampling"):
+                results, rewards_RF, advantages = self._resample(results, rewards_RF, advantages)
+
+        # ---- The engine's memory is the trainer's from here on
+        self._engine.sleep(mode)
+        self._rollouts.finish_batch(mode)
+
+        # ---- Rows: trajectories with their rollout's advantage, cut to what fits
+        rows, dropped = self._build_rows(results, advantages, mode)
+        self._log.log_batch(results, rewards_RF, advantages, rows, dropped, mode)
+        return rows
+
+    def _compute_advantages(self, rewards_RF: Tensor, mode: str) -> Advantages:
+        return compute_advantages(
+            rewards_RF,
+            self._rewards.weights_F.to(rewards_RF.device),
+            num_generations=self._rollouts.num_generations[mode],
+            scale_rewards=self._args.scale_rewards,
+            aggregation=self._args.multi_objective_aggregation,
+        )
+
+    def _require_reward(self, advantages: Advantages, results: Sequence[RolloutResult]) -> None:
+        if not advantages.scored_R.any() and self._rollouts.step == 0:
+            reasons = Counter(result.rollout.error for result in results if result.rollout.error).most_common(1)
+            why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
+            raise ConfigError(f"no rollout of the first batch has a reward; most often: {why}")
+
+    def _resample(
+        self, results: list[RolloutResult], rewards_RF: Tensor, advantages: Advantages
+    ) -> tuple[list[RolloutResult], Tensor, Advantages]:
+        """Replace groups of one reward by groups of other tasks, for as many rounds as are set (a collective)."""
+        source, num_resampled = self._rollouts, 0
+        size = source.num_generations["train"]
+        for number in range(self._args.resample_zero_variance):
+            constant_WN = source.by_rank(advantages.zero_variance_R[::size])
+            num_new = int(constant_WN.sum(dim=1).max())  # as many on every rank
+            if num_new == 0:
+                break
+            num_resampled += num_new * source.num_ranks
+            new_results = source.run_others(num_new, number)
+            new_rewards_RF = self._rewards.compute(new_results, "train")
+            usable_WN = source.by_rank(~self._compute_advantages(new_rewards_RF, "train").zero_variance_R[::size])
+            # every rank replaces alike in the rewards of all, and its own rollouts
+            for owner, pairs in enumerate(replace_groups(constant_WN, usable_WN)):
+                for old, new in pairs:
+                    first, new_first = (owner * constant_WN.shape[1] + old) * size, (owner * num_new + new) * size
+                    rewards_RF[first : first + size] = new_rewards_RF[new_first : new_first + size]
+                    if owner == source.rank:
+                        results[old * size : (old + 1) * size] = new_results[new * size : (new + 1) * size]
+            advantages = self._compute_advantages(rewards_RF, "train")
+        self._log.log_resampled(num_resampled)
+        return results, rewards_RF, advantages
+
+    def _build_rows(
+        self, results: Sequence[RolloutResult], advantages: Advantages, mode: str
+    ) -> tuple[list[Row], Counter[str]]:
+        """Return this rank's rows, and sampled tokens that are not trained, by reason."""
+        trained, dropped = [], Counter[str]()
+        for result, own in zip(results, advantages.list_rollouts(self._rollouts.rank, len(results)), strict=True):
+            reason = None
+            if not own.scored:
+                reason = "no_reward"  # law 4: without a reward, no gradient
+            elif own.zero_variance and self._args.drop_zero_variance and mode == "train":
+                reason = "zero_variance"
+            if reason is None:
+                trained.append((result, own.advantage))
+            else:
+                dropped[reason] += sum(sum(trajectory.trainable) for trajectory in result.reconstruction.trajectories)
+            self._log.describe(result, own, reason)
+        rows, others = build_rows(
+            trained,
+            max_tokens=self._max_tokens,
+            oldest_version=self._rollouts.policy_version - self._args.max_policy_lag,
+            name_record=self._log.name_record,
+        )
+        return rows, dropped + others
+
+
+class TrainingStep:
+    """From training rows to gradients.
+
+    A generation batch is collected in its first micro-step, and its rollouts are dealt to windows: what an optimizer
+    step and a generation batch can both be divided into. The passes of an optimizer step, as many as its tokens need,
+    all run in its last micro-step; with no rows there are none, and the optimizer makes no step either.
+
+    A generation's loss is the mean over its windows; the loss of an optimizer step is the mean over its windows, so
+    over generations where several feed it. Generations without rows are left out of it.
+
+    Args:
+        collect_rows: This rank's rows for data rows and a mode (a collective).
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Any,
+        trl: TrlBridge,
+        *,
+        collect_rows: Callable[[Any, str], list[Row]],
+        packer: Packer,
+        loss: StepLoss,
+        guard: StepGuard,
+        phases: PhaseClock,
+    ) -> None:
+        self._args = args
+        self._accelerator = accelerator
+        self._trl = trl
+        self._collect_rows = collect_rows
+        self._packer = packer
+        self._loss = loss
+        self._guard = guard
+        self._phases = phases
+        self.windows: list[Window] | None = None
+        """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
+        self._pending: list[Window] = []
+        """Windows of the optimizer step that is under way."""
+        self._micro_steps = 0
+        """Of that step."""
+        self.trained_log: TrainedLog | None = None
+        """Told of the rows of every optimizer step."""
+
+    def run(self, model: Any, inputs: Any) -> Tensor:
+        """Run one micro-step of transformers' loop and return what it adds to the logged loss."""
+        started = time.perf_counter()
+        model.train()
+
+        # ---- Roll out, once per generation batch, and pack its rows into passes
+        repeats = self._args.steps_per_generation * self._args.num_iterations
+        if self.windows is None or self._trl.micro_step % repeats == 0:
+            rows = self._collect_rows(inputs, "train")
+            with self._phases.measure("train", "planning"):
+                self.windows = self.plan(rows, "train")
+
+        # ---- The window that this micro-step ends, if it ends one
+        per_window = self._packer.micro_steps_per_window
+        if (self._trl.micro_step + 1) % per_window == 0 and any(self.windows):
+            self._pending.append(self.windows[self._trl.micro_step // per_window % len(self.windows)])
+        self._trl.micro_step += 1
+        self._micro_steps += 1
+
+        # ---- Train, in the last micro-step of an optimizer step
+        loss = torch.zeros((), device=self._accelerator.device)
+        is_last = self._micro_steps >= self._trl.micro_steps_per_step
+        if is_last:
+            windows, self._pending, self._micro_steps = self._pending, [], 0
+            with self._phases.measure("train", "training"):
+                loss = self.train(model, self._loss.prepare(windows))
+        self._trl.log_step_time(time.perf_counter() - started, is_last=is_last)
+        return loss
+
+    def train(self, model: Any, passes: list[MicroBatch]) -> Tensor:
+        """Run forward and backward of all passes of a step; gradients are exchanged after the last one only."""
+        self._guard.has_rows = bool(passes)  # as many on every rank, and none where no rank has rows
+        loss = torch.zeros((), device=self._accelerator.device)
+        for micro_batch in passes[:-1]:
+            with self._trl.no_gradient_exchange(model):
+                loss += self._trl.run_pass(model, micro_batch)
+        for micro_batch in passes[-1:]:
+            loss += self._trl.run_pass(model, micro_batch)
+        self._loss.log("train")
+        rows = [row for micro_batch in passes for row in micro_batch["rows"]]
+        self._guard.note(loss, (row["rollout"] for row in rows))
+        if self.trained_log is not None:
+            self.trained_log.note_rows(rows)
+        return loss
+
+    def evaluate(self, model: Any, inputs: Any) -> Tensor:
+        """Return the loss of an evaluation batch."""
+        windows = self.plan(self._collect_rows(inputs, "eval"), "eval")
+        loss = torch.zeros((), device=self._accelerator.device)
+        for micro_batch in self._loss.prepare(windows):
+            loss += self._trl.compute_loss(model, micro_batch)
+        self._loss.log("eval")
+        return loss
+
+    def plan(self, rows: list[Row], mode: str) -> list[Window]:
+        """Return this rank's passes of each window (a collective)."""
+        windows, figures = self._packer.plan(rows, mode, step=self._trl.global_step)
+        self._trl.log(mode, figures)
+        repeats = self._args.steps_per_generation * self._args.num_iterations
+        is_off_policy = mode == "train" and self._args.gradient_accumulation_steps % repeats != 0
+        for window in windows:
+            self._loss.add_reference_logps(window, is_off_policy=is_off_policy)
+        return windows
+
+    def judge(self, optimizer: Any, grad_norm: float | None) -> None:
+        """Decide whether the optimizer's step is made, right before it (a collective). Raises `StepError`."""
+        self._guard.attach(optimizer)
+        self._guard.judge(grad_norm, self._trl.global_step + 1)
+        self._trl.log("train", {"polar/skipped_steps": float(self._guard.fault is not None)})
+        if self._guard.fault is not None and self.trained_log is not None:
+            self.trained_log.skip(self._guard.fault)
+
+    def write_trained(self) -> None:
+        """Write down the tokens that the optimizer's step trained, if it was made."""
+        if self._loss.trained_rows is not None:
+            if self._guard.fault is not None:
+                self._loss.trained_rows.forget()
+            self._loss.trained_rows.write_rows(self._trl.global_step)
