@@ -54,6 +54,8 @@ PRIVATE: dict[str, Any] = {
     "_sock": "socket",
 }
 """Name -> the class or module in whose source it is."""
+FORWARD = "Forwarded"
+"""The descriptor of grpo/trl_bridge.py that takes a name as text."""
 NOT_PRIVATE = {"_exit", "_cdata"}
 """`os._exit` is documented; `_cdata` is an attribute of torch's compiled classes, which `tests/tools` rests on."""
 
@@ -69,11 +71,12 @@ def find_private_names() -> set[str]:
     ours |= {
         node.attr for node, own in zip(attributes, is_self, strict=True) if own and isinstance(node.ctx, ast.Store)
     }
-    return {
-        node.attr
-        for node in attributes
-        if node.attr.startswith("_") and not node.attr.startswith("__") and node.attr not in ours
-    }
+    forwarded = [
+        node.args[0] for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == FORWARD
+    ]
+    names = [node.value for node in forwarded if isinstance(node, ast.Constant)]
+    names += [node.attr for node in attributes if node.attr not in ours]
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
 def test_every_private_name_that_we_touch_is_pinned() -> None:

@@ -88,7 +88,7 @@ class EngineSync:
         gap = check_engine(
             engine,
             self._score_tokens,
-            self._trl.encode(_PROBES),
+            [self._trl.tokenizer(text)["input_ids"] for text in _PROBES],
             temperature=self._temperature,
             dtypes=(engine.dtype, self._generation.pass_dtype),
         )
