@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.advantage import Advantages, compute_advantages, replace_groups
+from polar_trl.grpo.advantage import Advantages, compute_advantages
 from polar_trl.grpo.logs.phases import PhaseClock
 from polar_trl.grpo.logs.rollout_log import RolloutLog
 from polar_trl.grpo.logs.trained_log import TrainedLog
@@ -34,6 +34,7 @@ from polar_trl.grpo.loss.step_loss import StepLoss
 from polar_trl.grpo.loss.token_loss import MicroBatch
 from polar_trl.grpo.packing.packer import Packer, Window
 from polar_trl.grpo.rewards import Rewards
+from polar_trl.grpo.rollouts.resampling import resample_constant_groups
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.trl_bridge import TrlBridge
@@ -87,7 +88,16 @@ class SessionRows:
         self._log.log_rewards(rewards_RF, advantages, mode)
         if mode == "train" and self._args.resample_zero_variance:
             with self._phases.measure(mode, "resampling"):
-                results, rewards_RF, advantages = self._resample(results, rewards_RF, advantages)
+                results, rewards_RF, advantages, num_resampled = resample_constant_groups(
+                    results,
+                    rewards_RF,
+                    advantages,
+                    source=self._rollouts,
+                    num_rounds=self._args.resample_zero_variance,
+                    compute_rewards=lambda others: self._rewards.compute(others, mode),
+                    compute_advantages=lambda rewards_RF: self._compute_advantages(rewards_RF, mode),
+                )
+                self._log.log_resampled(num_resampled)
 
         # ---- The engine's memory is the trainer's from here on
         self._engine.sleep(mode)
@@ -112,32 +122,6 @@ class SessionRows:
             reasons = Counter(result.rollout.error for result in results if result.rollout.error).most_common(1)
             why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
             raise ConfigError(f"no rollout of the first batch has a reward; most often: {why}")
-
-    def _resample(
-        self, results: list[RolloutResult], rewards_RF: Tensor, advantages: Advantages
-    ) -> tuple[list[RolloutResult], Tensor, Advantages]:
-        """Replace groups of one reward by groups of other tasks, for as many rounds as are set (a collective)."""
-        source, num_resampled = self._rollouts, 0
-        size = source.num_generations["train"]
-        for number in range(self._args.resample_zero_variance):
-            constant_WN = source.by_rank(advantages.zero_variance_R[::size])
-            num_new = int(constant_WN.sum(dim=1).max())  # as many on every rank
-            if num_new == 0:
-                break
-            num_resampled += num_new * source.num_ranks
-            new_results = source.run_others(num_new, number)
-            new_rewards_RF = self._rewards.compute(new_results, "train")
-            usable_WN = source.by_rank(~self._compute_advantages(new_rewards_RF, "train").zero_variance_R[::size])
-            # every rank replaces alike in the rewards of all, and its own rollouts
-            for owner, pairs in enumerate(replace_groups(constant_WN, usable_WN)):
-                for old, new in pairs:
-                    first, new_first = (owner * constant_WN.shape[1] + old) * size, (owner * num_new + new) * size
-                    rewards_RF[first : first + size] = new_rewards_RF[new_first : new_first + size]
-                    if owner == source.rank:
-                        results[old * size : (old + 1) * size] = new_results[new * size : (new + 1) * size]
-            advantages = self._compute_advantages(rewards_RF, "train")
-        self._log.log_resampled(num_resampled)
-        return results, rewards_RF, advantages
 
     def _build_rows(
         self, results: Sequence[RolloutResult], advantages: Advantages, mode: str

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from polar_trl.grpo.advantage import compute_advantages
+from polar_trl.grpo.advantage import compute_advantages, replace_groups
 from polar_trl.grpo.logs.metrics import nan_std
 
 NAN = math.nan
@@ -126,3 +126,9 @@ def test_a_sum_that_float32_cannot_hold_is_no_reward() -> None:
 def test_the_deviation_of_equal_rewards_is_zero() -> None:
     assert nan_std(torch.full((24,), 0.2)) == 0.0
     assert nan_std(torch.tensor([0.2, NAN])) != nan_std(torch.tensor([0.2, NAN]))  # of one there is none
+
+
+def test_constant_groups_are_paired_with_new_ones_that_vary_rank_by_rank() -> None:
+    constant_WN = torch.tensor([[False, True, False, True], [False, False, False, False], [True, True, True, True]])
+    usable_WM = torch.tensor([[False, True], [True, True], [True, True]])
+    assert replace_groups(constant_WN, usable_WM) == [[(1, 1)], [], [(0, 0), (1, 1)]]
