@@ -155,7 +155,7 @@ def compare(net: Any, rows: list[list[int]], layout: Layout, tolerance: float = 
     alone = [original(vocabulary[row][None])[0] for row in rows]
     wanted = gradients(original, vocabulary, weigh(weights, alone))
 
-    hidden = vocabulary[torch.from_numpy(layout.token_ids_N)][None]
+    hidden = vocabulary[torch.from_numpy(layout.token_ids_L)][None]
     flat = net(hidden, layout=layout)
     together = [flat[0, torch.from_numpy(layout.positions_of(i))] for i in range(len(rows))]
     found = gradients(net, vocabulary, weigh(weights, together))
@@ -423,10 +423,10 @@ def test_a_whole_hybrid_model_gives_the_logits_of_each_row_alone(kind: str, shar
     model = build_hybrid(kind).eval()
     rows = [[t % 97 for t in row] for row in build_rows([40, (25, 30), (25, 2, 9), 90, (70, 60), (70, 3), 12])]
     layout = build_layout(rows, share_prefixes=share)
-    ids = torch.from_numpy(layout.token_ids_N)[None]
+    ids = torch.from_numpy(layout.token_ids_L)[None]
     alone = [model(input_ids=ids[:, layout.positions_of(i)], use_cache=False).logits for i in range(len(rows))]
     assert wrap_linear_attention(model) == 2
-    positions = torch.from_numpy(layout.position_ids_N)[None]
+    positions = torch.from_numpy(layout.position_ids_L)[None]
     flat = model(input_ids=ids, position_ids=positions, layout=layout, use_cache=False).logits
     errors = [error(flat[:, layout.positions_of(i)], alone[i]) for i in range(len(rows))]
     assert max(errors) < 1e-5
@@ -439,8 +439,8 @@ def test_checkpointed_layers_give_the_same_gradients(use_reentrant: bool) -> Non
     rows = [[t % 97 for t in row] for row in build_rows([40, (25, 30), (25, 2, 9), 90, (70, 60)])]
     layout = build_layout(rows, share_prefixes=True)
     inputs = {
-        "input_ids": torch.from_numpy(layout.token_ids_N)[None],
-        "position_ids": torch.from_numpy(layout.position_ids_N)[None],
+        "input_ids": torch.from_numpy(layout.token_ids_L)[None],
+        "position_ids": torch.from_numpy(layout.position_ids_L)[None],
     }
 
     def run() -> dict[str, Tensor]:
