@@ -347,14 +347,14 @@ class PackedGRPOTrainer(GRPOTrainer):
     def _log_loss(self, mode: str) -> None:
         """Figures of the loss, and how far the trained policy is from the one that sampled, over all tokens of a step
         or an evaluation batch. A collective."""
-        figures, self._figures = self._figures.summarise(self.accelerator), LossFigures()
+        figures, self._figures = self._figures.summarize(self.accelerator), LossFigures()
         explored = figures.pop("explored_entropy", None)
         if explored is not None and mode == "train":
             if self.use_adaptive_entropy:
                 self._adapt_entropy(explored)
             figures["entropy_coef"] = self.entropy_coef
         stats, self._ratio_stats = self._ratio_stats, RatioStats()
-        ratios = stats.summarise(
+        ratios = stats.summarize(
             self.accelerator,
             clip_min=self.vllm_importance_sampling_clip_min,
             clip_max=self.vllm_importance_sampling_clip_max,

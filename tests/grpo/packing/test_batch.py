@@ -124,7 +124,7 @@ def test_ratio_figures_are_raw_and_of_the_masked_tokens_only() -> None:
     sampling = torch.zeros(1, 3)
     stats.add(torch.tensor([[8.0, 0.5, 9.0]]).log(), sampling, torch.tensor([[1, 1, 0]]))
     stats.add(torch.tensor([[1.0, 1.0, 1.0]]).log(), sampling, torch.tensor([[1, 0, 1]]))
-    figures = stats.summarise(OneRank(), clip_min=None, clip_max=3.0)
+    figures = stats.summarize(OneRank(), clip_min=None, clip_max=3.0)
     expected = {
         "sampling_logp_difference/mean": (math.log(8) + math.log(2)) / 4,
         "sampling_logp_difference/p99": math.log(8),
@@ -139,7 +139,7 @@ def test_ratio_figures_are_raw_and_of_the_masked_tokens_only() -> None:
 
 
 def test_no_tokens_have_no_figures() -> None:
-    assert RatioStats().summarise(OneRank(), clip_min=None, clip_max=3.0) == {}
+    assert RatioStats().summarize(OneRank(), clip_min=None, clip_max=3.0) == {}
 
 
 class ThreadRank:
@@ -171,7 +171,7 @@ def _gap_figures(gaps_by_rank: list[torch.Tensor]) -> list[dict[str, float]]:
         stats = RatioStats()
         for part in gaps_by_rank[rank].split(1000):
             stats.add(part[None], torch.zeros(1, len(part)), torch.ones(1, len(part)))
-        return stats.summarise(ThreadRank(rank, barrier, board), clip_min=None, clip_max=3.0)
+        return stats.summarize(ThreadRank(rank, barrier, board), clip_min=None, clip_max=3.0)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(report, range(2)))
