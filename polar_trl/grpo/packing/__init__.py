@@ -9,5 +9,5 @@ Letters of shapes, one for one axis, here and in `grpo.loss`:
     W  ranks (world size)           M  micro-batches of a rank               U  prefix clusters
     L  tokens of a flat layout      E  its segments (edges of the tree)      S  its scored tokens
     H  heads                        Q  heads of queries and keys, if fewer   D  channels of a convolution
-    K  size of a query or key head  V  size of a value head                  X  tokens that the convolution reaches back
+    K  size of a query or key head  V  size of a value head                  X  tokens that it reaches back
 """
