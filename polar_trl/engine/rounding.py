@@ -1,10 +1,17 @@
-"""Round float32 weights to half precision with a fixed random offset per weight (dithered rounding).
+"""Round float32 weights to half precision with a fixed random offset per weight (non-subtractive dithering).
 
 Published weights lie on the grid of bfloat16, and an optimizer step of 1e-6 is a hundredth of the grid's spacing:
 rounded to nearest, a weight stays where it was for dozens of steps, in the engine and in an autocast pass alike. With
 an offset, uniform over one spacing and drawn once per weight, a weight that has moved by a hundredth of a spacing is
 on the next grid point with a probability of one hundredth, so that the rounded weights move, in expectation, as the
-weights do. A weight that has not moved keeps its value, and a fixed offset adds no noise from step to step.
+weights do. A weight that has not moved keeps its value, and a fixed offset adds no noise from step to step: stochastic
+rounding (Gupta et al., arXiv:1502.02551) whose random numbers are frozen. The offset is the dither of Gray and
+Stockham, "Dithered Quantizers" (1993), and is not subtracted again after rounding. On a grid of spacing 8:
+
+    offset             -3   -3   -2   -1    0    1    2    3      of eight weights that are published as 16
+    16, rounded        16   16   16   16   16   16   16   16
+    17, rounded        16   16   16   16   16   16   16   24      a step of 1/8 of a spacing moves 1 weight in 8
+    18, rounded        16   16   16   16   16   16   24   24      and one of 2/8 moves 2
 
 Spacings are counted in units of the last place of float32. A bfloat16 is the upper 16 bits of a float32, so its
 spacing is 2**16 such units. A float16 has 13 bits less than a float32 from 2**-14 on; below, where its spacing no
@@ -30,13 +37,13 @@ CHUNK = 1 << 26
 
 
 def find_pass_dtype(accelerator: Any, model: Any) -> torch.dtype:
-    """What the trainer's forward pass multiplies in: autocast's dtype, or the weights' own."""
+    """Find the dtype that the trainer's forward pass multiplies in: autocast's, or the weights' own."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def choose_compute_dtype(pass_dtype: torch.dtype, engine_dtype: torch.dtype) -> torch.dtype:
-    """The coarser of the dtypes that the trainer's pass and the engine compute in: weights on its grid fit both.
+    """Choose the coarser of the dtypes that the trainer's pass and the engine compute in: its grid fits both.
 
     Raises:
         ConfigError: they are two different half precisions, of which neither holds the other's numbers.
@@ -51,12 +58,12 @@ def choose_compute_dtype(pass_dtype: torch.dtype, engine_dtype: torch.dtype) -> 
 
 
 def draw_offsets(seed: int, name: str, start: int, count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Offsets [count] of the elements from `start` on of a parameter, int32, uniform over one spacing around 0.
+    """Draw offsets [count] for a parameter's elements from `start` on, int32, uniform over one spacing around 0.
 
     Half a spacing itself is left out, so that it does not matter to which side others round what lies between.
 
     They follow from the arguments alone, on every device and however the parameter is sharded: a 32-bit hash of the
-    element's index in the whole parameter (the finaliser "lowbias32" of C. Wellons, "Prospecting for Hash Functions",
+    element's index in the whole parameter (the finalizer "lowbias32" of C. Wellons, "Prospecting for Hash Functions",
     2018), keyed by seed and name.
     """
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "little", signed=True)
@@ -68,8 +75,9 @@ def draw_offsets(seed: int, name: str, start: int, count: int, *, dtype: torch.d
 
 
 def round_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 numbers, as int32 bits, to the nearest that `dtype` holds, halves away from zero."""
+    """Round float32 numbers, as int32 bits, to the nearest that `dtype` holds, halves away from zero."""
     dropped = DROPPED_BITS[dtype]
+    # in sign-magnitude bits, adding half a spacing and cutting off moves the magnitude, whatever the sign
     rounded = (bits + (1 << (dropped - 1))) & -(1 << dropped)
     if dtype == torch.float16:
         rounded = torch.where((bits & _MAGNITUDE) < _FLOAT16_NORMAL, bits, rounded)
@@ -77,13 +85,13 @@ def round_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_offsets(bits: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """int32 bits of float32 numbers, moved by their offsets; zero and what is next to it stays."""
+    """Move float32 numbers, as int32 bits, by their offsets; zero and its nearest neighbours stay."""
     smallest = _FLOAT16_NORMAL if dtype == torch.float16 else 1 << DROPPED_BITS[dtype]
     return bits + torch.where((bits & _MAGNITUDE) < smallest, 0, offsets)
 
 
 def round_weight(weight: Tensor, name: str, dtype: torch.dtype, *, seed: int, dithered: bool) -> Tensor:
-    """A whole float32 weight as `dtype`, a new tensor of its shape.
+    """Round a whole float32 weight to `dtype`, in a new tensor of its shape.
 
     Args:
         weight: float32, contiguous; it is not changed.
@@ -103,14 +111,14 @@ def round_weight(weight: Tensor, name: str, dtype: torch.dtype, *, seed: int, di
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in which each bit of the result depends on all of the argument's."""
+    """Map 32-bit integers one to one, each bit of the result depending on all of the argument's."""
     x = (x ^ _shift_right(x, 16)) * 0x7FEB352D
     x = (x ^ _shift_right(x, 15)) * (0x846CA68B - (1 << 32))
     return x ^ _shift_right(x, 16)
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Of unsigned 32-bit integers: torch's own shift copies the sign."""
+    """Shift unsigned 32-bit integers: torch's own shift copies the sign."""
     return (x >> count) & ((1 << (32 - count)) - 1)
 
 

@@ -1,4 +1,16 @@
-"""Log-probabilities of trainer and engine on the same tokens -> importance ratios, and how far apart they are."""
+"""Correct for the gap between trainer and engine by truncated or masked importance sampling, and measure the gap.
+
+The engine samples with other kernels than the trainer computes with, and perhaps with older weights, so a token's
+loss is weighted by the ratio p(trainer) / p(engine), bounded so that few tokens cannot rule the gradient: truncated
+importance sampling (Ionides 2008; in reinforcement learning of language models Yao et al. 2025, "Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training"). Three tokens of a rollout, with an upper bound of 3:
+
+    trainer's less engine's logprob    0.1   2.0  -3.0      summed over the rollout: -0.9
+    ratio                              1.11  7.39  0.05
+    token_truncate                     1.11  3     0.05
+    token_mask                         1.11  0     0.05
+    sequence_truncate, sequence_mask   0.41  0.41  0.41     one ratio for all tokens
+"""
 
 import math
 from typing import Any
@@ -8,10 +20,10 @@ from torch import Tensor
 
 
 def bound_ratio(log_ratio: Tensor, args: Any) -> Tensor:
-    """The ratio of training to sampling policy, bounded as TRL does, of whatever shape its logarithm has.
+    """Bound the ratio of training to sampling policy as TRL does.
 
     Args:
-        log_ratio: Of tokens; for the modes "sequence_...", the sums over their rollouts.
+        log_ratio: Of any shape, of tokens; for the modes "sequence_...", the sums over their rollouts.
         args: The config. Its modes "..._truncate" clamp the ratio, "..._mask" set it to 0 outside the bounds.
     """
     ratio = torch.exp(log_ratio)
@@ -24,17 +36,17 @@ def bound_ratio(log_ratio: Tensor, args: Any) -> Tensor:
 
 
 class RatioStats:
-    """Raw, unbounded ratios of training to sampling policy per token, collected over the passes of a step."""
+    """Collect the raw, unbounded ratios of training to sampling policy per token over the passes of a step."""
 
     def __init__(self) -> None:
         self._log_ratios: list[Tensor] = []
 
-    def add(self, trainer_logps_BT: Tensor, sampling_logps_BT: Tensor, mask_BT: Tensor) -> None:
-        """The tokens in the mask of one pass."""
-        self._log_ratios.append((trainer_logps_BT - sampling_logps_BT)[mask_BT.bool()].detach().float())
+    def add(self, trainer_logps_BC: Tensor, sampling_logps_BC: Tensor, mask_BC: Tensor) -> None:
+        """Add the tokens in the mask of one pass."""
+        self._log_ratios.append((trainer_logps_BC - sampling_logps_BC)[mask_BC.bool()].detach().float())
 
-    def summarise(self, accelerator: Any, *, clip_min: float | None, clip_max: float | None) -> dict[str, float]:
-        """Figures over all ranks' tokens (a collective); none where no token was compared.
+    def summarize(self, accelerator: Any, *, clip_min: float | None, clip_max: float | None) -> dict[str, float]:
+        """Compute figures over all ranks' tokens (a collective); none where no token was compared.
 
         `sampling_logp_difference/mean`, `/p99` and `/max` are absolute, in nats; p99 is the least difference that 99%
         of the tokens do not exceed. `importance_sampling_ratio/...` are of the raw ratio: its mean, least and largest,
@@ -49,6 +61,7 @@ class RatioStats:
         outside |= ratio > (float("inf") if clip_max is None else clip_max)
         gap = log_ratio.double().abs()
         count = torch.tensor(len(ratio), dtype=torch.double, device=device)
+        # all sums in one collective, and all extremes (as maxima) in another
         sums = torch.stack([count, gap.sum(), ratio.sum(), (ratio**2).sum(), outside.sum().double()])
         none = torch.zeros(1, dtype=torch.double, device=device)
         extremes = torch.stack(
@@ -71,9 +84,10 @@ class RatioStats:
 
 
 def _percentile_99(values: Tensor, num: int, accelerator: Any) -> float:
-    """The nearest-rank 99th percentile of all ranks' values, `num` of them in all, exactly (a collective).
+    """Find the nearest-rank 99th percentile of all ranks' values, `num` in all, exactly (a collective).
 
-    It is one of the largest 1% of all, which are among each rank's own largest: only those travel.
+    It is the smallest of the largest `count` values, 11 for 1000. Each of those is among its own rank's largest
+    `count`, so only these travel; a rank with fewer values fills up with -inf.
     """
     count = num - math.ceil(num * 99 / 100) + 1
     largest = torch.full((count,), -torch.inf, dtype=values.dtype, device=values.device)

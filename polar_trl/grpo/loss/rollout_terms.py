@@ -1,4 +1,4 @@
-"""Terms of the loss that belong to a whole rollout, or to a whole step, whatever passes and ranks their tokens lie in.
+"""Compute the loss terms of a whole rollout or step, whatever passes and ranks their tokens lie in.
 
 TRL computes them from the one pass that it is in: sequence-level importance weights (GSPO), VESPO's phi, the
 sequence-level ratio to the sampling policy, DeepSeek-V3.2's off-policy mask, the mask of high-entropy tokens. Here a
@@ -31,7 +31,7 @@ LEAST_LOG_WEIGHT, MOST_LOG_WEIGHT = math.log(1e-8), 20.0
 
 
 def needs_rollout_terms(args: Any, *, corrects: bool) -> bool:
-    """Whether the loss of this config has terms that the pass of a row cannot know."""
+    """Tell whether the loss of this config has terms that the pass of a row cannot know."""
     return (
         args.importance_sampling_level == "sequence"
         or args.loss_type == "vespo"
@@ -87,7 +87,7 @@ def _row_sums(batch: MicroBatch, logps_BC: Tensor, old_BC: Tensor, args: Any, *,
 
 
 def _add_sequence_terms(batch: MicroBatch, sums: Sequence[Tensor], args: Any, *, corrects: bool) -> None:
-    """What is the same for all tokens of a rollout, from its sums [B, 1]."""
+    """Add the terms that all tokens of a rollout share, from its sums [B, 1]."""
     drift_B1, gap_B1, staleness_B1, log_weight_B1 = sums
     tokens_B1, advantages_B1 = batch["rollout_tokens"][:, None], batch["advantages"][:, None]
     batch["mean_log_ratio"] = drift_B1 / tokens_B1
@@ -110,7 +110,7 @@ def _add_sequence_terms(batch: MicroBatch, sums: Sequence[Tensor], args: Any, *,
 
 
 def _row_weights(batch: MicroBatch, logps_BC: Tensor, args: Any) -> Tensor:
-    """[B, 2] sums over each row's tokens of what multiplies the rollout's ratio: the policy's weight, the KL."""
+    """[B, 2] sums over each row's tokens of the factors of the rollout's ratio: the policy's weight, the KL."""
     kl_BC = torch.zeros_like(logps_BC)
     if args.beta != 0.0:
         kl_BC = kl_estimate(batch["ref_per_token_logps"], logps_BC)
@@ -119,7 +119,7 @@ def _row_weights(batch: MicroBatch, logps_BC: Tensor, args: Any) -> Tensor:
 
 
 def _sum_by_rollout(windows: Sequence[Sequence[MicroBatch]], values: Sequence[Tensor]) -> list[list[Tensor]]:
-    """[B, K] values of the rows of each pass -> K sums [B, 1] over all rows of their rollouts (a collective)."""
+    """Sum each column of the passes' values [B, columns] over all rows of a rollout, to a [B, 1] (a collective)."""
     # a step may be fed by several windows that have the same rollouts, each of which counts for itself
     keys = [
         [(number, row["rollout"]) for row in batch["rows"]]
@@ -144,7 +144,7 @@ def _sum_by_rollout(windows: Sequence[Sequence[MicroBatch]], values: Sequence[Te
 def _add_entropy_masks(
     batches: Sequence[MicroBatch], entropies: Sequence[Tensor], quantile: float, accelerator: Any
 ) -> None:
-    """Of the step's tokens, mark the share `quantile` with the highest entropies (a collective)."""
+    """Mark the share `quantile` of the step's tokens that has the highest entropies (a collective)."""
     chosen = [values_BC[batch["completion_mask"].bool()] for batch, values_BC in zip(batches, entropies, strict=True)]
     local = torch.cat([torch.zeros(0, device=accelerator.device), *chosen])
     everywhere = accelerator.gather(accelerator.pad_across_processes(local, pad_index=-torch.inf))

@@ -114,14 +114,14 @@ class StepLoss:
     def log(self, mode: str) -> None:
         """Log the figures of the loss, and how far the trained policy is from the one that sampled, over all tokens of
         a step or an evaluation batch (a collective)."""
-        figures, self._figures = self._figures.summarise(self._accelerator), LossFigures()
+        figures, self._figures = self._figures.summarize(self._accelerator), LossFigures()
         explored = figures.pop("explored_entropy", None)
         if explored is not None and mode == "train":
             if self._args.use_adaptive_entropy:
                 self._adapt_entropy(explored)
             figures["entropy_coef"] = self._trl.entropy_coef
         stats, self._ratio_stats = self._ratio_stats, RatioStats()
-        ratios = stats.summarise(
+        ratios = stats.summarize(
             self._accelerator,
             clip_min=self._args.vllm_importance_sampling_clip_min,
             clip_max=self._args.vllm_importance_sampling_clip_max,

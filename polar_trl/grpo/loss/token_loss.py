@@ -21,18 +21,18 @@ MicroBatch = dict[str, Any]
 def token_losses(
     logps_BC: Tensor, batch: MicroBatch, args: Any, *, corrects: bool
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Loss of each trained token of a pass of B rows, before its share; what lies outside the mask means nothing.
+    """Compute the loss of each trained token of a pass of B rows, before its share; undefined outside the mask.
 
     Args:
         logps_BC: Under the policy that is trained, with a gradient.
         batch: From `build_micro_batch`; with `old_per_token_logps` where the policy has moved since they were
             sampled, `ref_per_token_logps` for a KL penalty, and the terms of `add_rollout_terms` if any are needed.
         args: The config.
-        corrects: Whether the ratio to the policy that sampled is corrected for.
+        corrects: The ratio to the policy that sampled is corrected for.
 
     Returns:
         losses: [B, C].
-        figures: Name of a metric -> values and weights [B, C] of the mean that it is.
+        figures: By the name of a metric, values and weights [B, C] of the mean that it is.
     """
     mask_BC = batch["completion_mask"]
     advantages_B1 = batch["advantages"][:, None]
@@ -74,25 +74,25 @@ def token_losses(
 
 
 def _penalty(logps_BC: Tensor, ratio_BC: Tensor, batch: MicroBatch, args: Any) -> Tensor:
-    """Divergence from the reference policy, importance-corrected if the config says so."""
+    """Estimate the divergence from the reference policy, importance-corrected if the config says so."""
     kl_BC = kl_estimate(batch["ref_per_token_logps"], logps_BC)
     if not args.use_bias_correction_kl:
         return kl_BC
     if args.importance_sampling_level == "token":
         return kl_BC * ratio_BC
-    # each token's ratio is the rollout's, so its gradient weighs the rollout's mean
+    # each token's ratio is the rollout's, so its gradient weighs the rollout's mean: see `rollout_terms`
     coef_BC = ratio_BC.detach()
     return kl_BC * coef_BC + batch["mean_kl"] * (ratio_BC - coef_BC)
 
 
 def kl_estimate(ref_logps_BC: Tensor, logps_BC: Tensor) -> Tensor:
-    """Schulman's k3 of the divergence from the reference policy, token by token (nats)."""
+    """Estimate the KL divergence from the reference policy, token by token (nats): Schulman's k3, exp(d) - d - 1."""
     log_ratio_BC = ref_logps_BC - logps_BC
     return log_ratio_BC.exp() - log_ratio_BC - 1
 
 
 def policy_weight(old_logps_BC: Tensor, batch: MicroBatch, args: Any, corrects: bool) -> Tensor:
-    """What the policy's term of each token is multiplied by: bounded ratio to the policy that sampled, and masks.
+    """Compute the weight of each token's policy term: the bounded ratio to the policy that sampled, and masks.
 
     Returns:
         Something that broadcasts to [B, C]. VESPO has the ratio in its phi.
@@ -108,14 +108,14 @@ def policy_weight(old_logps_BC: Tensor, batch: MicroBatch, args: Any, corrects: 
 
 
 class LossFigures:
-    """Means over the tokens of a step, collected over its passes: a pass counts as much as it has tokens."""
+    """Collect means over the tokens of a step, pass by pass: a pass counts as much as it has tokens."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = defaultdict(list)
         self._row_means: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, name: str, values_BC: Tensor, weights_BC: Tensor) -> None:
-        """The values of a pass, for the weighted mean of that name."""
+        """Add the values of a pass to the weighted mean of that name."""
         values_BC = values_BC.detach() * weights_BC
         self._sums[name].append(torch.stack([values_BC.sum(), weights_BC.sum()]).double())
         if name in _EXTREMES:
@@ -123,11 +123,11 @@ class LossFigures:
             self._row_means[name].append(means_B[~means_B.isnan()].double())
 
     def add_part(self, name: str, part: Tensor) -> None:
-        """What a pass adds to a figure that is a sum over passes and ranks."""
+        """Add the part of a pass to a figure that is a sum over passes and ranks."""
         self._sums[name].append(torch.stack([part.detach(), part.new_zeros(())]).double())
 
-    def summarise(self, accelerator: Any) -> dict[str, float]:
-        """The means over all ranks' tokens, and the least or largest mean of a row where TRL logs one (a collective).
+    def summarize(self, accelerator: Any) -> dict[str, float]:
+        """Compute means over all ranks' tokens, and the extreme mean of a row where TRL logs one (a collective).
 
         Every rank has the same passes to add, so the same names.
         """

@@ -1,8 +1,17 @@
-"""Causal attention over a `Layout`: every token attends to itself and to what comes before it in its own rows.
+"""Attend over a `Layout` (tree attention): each token to itself and to what comes before it in its own rows.
 
 Registered in transformers as the attention implementation "polar", so that any model that asks that interface for its
-attention can be forwarded on a flat sequence of rows. Calls without a layout are answered by SDPA. It refuses sliding
-windows and attention sinks, which `find_unsupported` finds before a run starts.
+attention can be forwarded on a flat sequence of rows. Calls without a layout are answered by SDPA. Sliding windows and
+attention sinks are not known here: `find_unsupported` finds them before a run starts.
+
+The rows abcd and abe as segments ab, cd and e of one flat sequence; x where a query (down) attends to a key (across):
+
+         a b c d e
+      a  x . . . .
+      b  x x . . .
+      c  x x x . .      on a CPU: SDPA per segment, keys ab + cd for the queries cd
+      d  x x x x .      on a GPU: FlexAttention with one number per key, the end of its subtree (5 5 4 4 5)
+      e  x x . . x
 """
 
 from functools import cache
@@ -22,7 +31,7 @@ BLOCK_SIZE = 128
 """Tokens per side of the blocks that FlexAttention skips or computes; a layout on a GPU is padded to a multiple."""
 
 QUERIES_PER_CALL = 256
-"""Of a segment with context, on a CPU."""
+"""Most queries of a segment with context that SDPA is given at a time on a CPU."""
 
 
 def register_attention() -> None:
@@ -32,7 +41,7 @@ def register_attention() -> None:
 
 
 def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """SDPA's mask, or None where it is plainly causal: over a flat sequence of rows it would have N x N entries."""
+    """Build SDPA's mask, or None where it is plainly causal: over a flat sequence it would have L x L entries."""
     lengths = kwargs.get("q_length"), kwargs.get("kv_length")
     if kwargs.get("attention_mask") is None and lengths[0] == lengths[1]:
         return None
@@ -51,14 +60,17 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention.
+    """Attend in transformers' calling convention.
 
     Args:
-        query: [1, H, N, D]; `key` and `value` [1, H_kv, N, D].
-        layout: What the N tokens are; None for a batch of sequences, which SDPA answers.
+        query: [1, H, L, K], of H heads; `key` [1, H_kv, L, K] and `value` [1, H_kv, L, V] of as many or fewer.
+        layout: Rows and segments of the L tokens; None for a batch of sequences, which SDPA answers.
 
     Returns:
-        [1, N, H, D], and no weights.
+        [1, L, H, V], and no weights.
+
+    Raises:
+        ValueError: the queries are not those of the layout.
     """
     if layout is None:
         return cast(
@@ -79,10 +91,10 @@ def attend(
 def _attend_by_segment(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, dropout: float
 ) -> Tensor:
-    """SDPA per segment, its context gathered in front of it.
+    """Call SDPA per segment, with its context gathered in front of it.
 
-    Without context that is SDPA's own causal attention. With it, a token's place is at the lower right of a mask, and
-    SDPA computes what a mask hides too: so queries go in blocks, each with the keys up to its end.
+    Without context that is SDPA's own causal attention. With it, queries stand at the lower right of a mask, and SDPA
+    computes the masked pairs too: so queries go in blocks, each with the keys up to its end.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -100,6 +112,7 @@ def _attend_by_segment(
             continue
         for first in range(0, queries.shape[2], QUERIES_PER_CALL):
             block = queries[:, :, first : first + QUERIES_PER_CALL]
+            # query i of the block is at position depth + first + i, and sees the keys up to there
             end = segment.depth + first + block.shape[2]
             mask = torch.ones(block.shape[2], end, dtype=torch.bool, device=query.device).tril(segment.depth + first)
             outs.append(
@@ -111,18 +124,16 @@ def _attend_by_segment(
 
 
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
-    """FlexAttention, compiled once, over the blocks in which some token attends to some other."""
+    """Call FlexAttention, compiled once, over the blocks in which some token attends to some other."""
     flex = _compiled_flex_attention()
     mask = build_block_mask(layout, query.device)
     return cast("Tensor", flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True))
 
 
 def build_block_mask(layout: Layout, device: torch.device) -> Any:
-    """FlexAttention's `BlockMask` of a layout, from its segments' ends; nothing of size N x N is made.
+    """Build FlexAttention's `BlockMask` of a layout from its subtrees' ends, without anything of size L x L.
 
-    Of the blocks left of the diagonal, one is needed where any of its tokens' subtrees reaches into the rows of
-    queries, and needs no mask inside where all of them reach to their end. It is kept with the layout: all layers and
-    the recomputation of a checkpointed one share it.
+    It is kept with the layout: all layers, and the recomputation of a checkpointed one, share it.
     """
     cached = layout.__dict__.get("block_mask")
     if cached is None:
@@ -135,27 +146,30 @@ def _build_block_mask(layout: Layout, device: torch.device) -> Any:
 
     if layout.num_tokens % BLOCK_SIZE:
         raise ValueError(f"a layout of {layout.num_tokens} tokens is not a multiple of {BLOCK_SIZE}")
-    ends = torch.from_numpy(layout.subtree_ends_N).to(device=device, dtype=torch.int32)
-    ends_KB = ends.view(-1, BLOCK_SIZE)
-    num_blocks = len(ends_KB)
-    start_Q = torch.arange(num_blocks, device=device) * BLOCK_SIZE
-    left_QK = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
-    full_QK = left_QK & (ends_KB.amin(dim=1)[None, :] >= start_Q[:, None] + BLOCK_SIZE)
-    some_QK = left_QK & (ends_KB.amax(dim=1)[None, :] > start_Q[:, None]) & ~full_QK
-    some_QK |= torch.eye(num_blocks, dtype=torch.bool, device=device)
+    ends_L = torch.from_numpy(layout.subtree_ends_L).to(device=device, dtype=torch.int32)
+    ends = ends_L.view(-1, BLOCK_SIZE)  # [blocks of keys, keys of a block]
+    num_blocks = len(ends)
+    starts = torch.arange(num_blocks, device=device) * BLOCK_SIZE  # [blocks of queries]
+    # All [blocks of queries, blocks of keys]. Left of the diagonal a block is full, and computed without a mask, where
+    # all subtrees of its keys reach the end of its queries; it is empty where none reaches their start. On the
+    # diagonal some query always comes before some key.
+    is_left = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
+    is_full = is_left & (ends.amin(dim=1)[None, :] >= starts[:, None] + BLOCK_SIZE)
+    is_partial = is_left & (ends.amax(dim=1)[None, :] > starts[:, None]) & ~is_full
+    is_partial |= torch.eye(num_blocks, dtype=torch.bool, device=device)
 
     def is_in_context(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < ends[k])
+        return (k <= q) & (q < ends_L[k])
 
     return BlockMask.from_kv_blocks(
-        *_list_blocks(some_QK), *_list_blocks(full_QK), BLOCK_SIZE=BLOCK_SIZE, mask_mod=is_in_context
+        *_list_blocks(is_partial), *_list_blocks(is_full), BLOCK_SIZE=BLOCK_SIZE, mask_mod=is_in_context
     )
 
 
-def _list_blocks(needed_QK: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of queries, how many blocks of keys are needed and which, those first."""
-    counts = needed_QK.sum(dim=1, dtype=torch.int32)
-    order = needed_QK.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
+def _list_blocks(is_needed: Tensor) -> tuple[Tensor, Tensor]:
+    """Per block of queries, how many blocks of keys are needed and which, those first."""
+    counts = is_needed.sum(dim=1, dtype=torch.int32)
+    order = is_needed.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], order[None, None].contiguous()
 
 

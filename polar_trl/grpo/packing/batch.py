@@ -1,6 +1,6 @@
-"""Rows of one forward pass -> what the loss reads: the trainable tokens, padded, and the flat sequence they are in.
+"""Build the tensors of a forward pass: the trained tokens as a padded rectangle, and the flat sequence they are in.
 
-It refuses to pad what is forwarded: only the figures per trainable token are a rectangle.
+Only figures per trained token are padded, never the tokens that are forwarded.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ def build_micro_batch(
     kind: LayoutKind,
     device: torch.device,
 ) -> dict[str, Any]:
-    """What one forward pass of B rows needs; without rows, one that trains nothing and costs two tokens.
+    """Build a forward pass of B rows; without rows, one that trains nothing and costs two tokens.
 
     The loss looks at a row's trainable tokens only, so those are all that is in the rectangle: C is the most trainable
     tokens of a row. The tokens themselves are forwarded from "packed".
 
     Args:
-        shares: What the loss of each row's tokens is multiplied by.
-        rollout_tokens: How many trained tokens each row's rollout has.
+        shares: [B] factors of the loss of each row's tokens.
+        rollout_tokens: [B] trained tokens of each row's rollout.
 
     Returns:
         `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C]; `advantages`, `shares`,
@@ -66,7 +66,7 @@ def build_micro_batch(
 
 
 def build_filler() -> Row:
-    """A row of two tokens that stands for none."""
+    """Build a row of two tokens that stands for none."""
     return Row(
         rollout_id="",
         advantage=0.0,
@@ -78,7 +78,7 @@ def build_filler() -> Row:
 
 
 def to_rows(values_S: Tensor, batch: dict[str, Any]) -> Tensor:
-    """[S] values of a micro-batch's scored tokens as [B, C], 0 elsewhere; differentiable."""
+    """Scatter values [S] of a micro-batch's scored tokens to [B, C], 0 elsewhere; differentiable."""
     num_rows, num_columns = batch["completion_ids"].shape
     counts_B = torch.bincount(batch["packed"].row_of_S, minlength=num_rows)
     mask_BC = torch.arange(num_columns, device=counts_B.device)[None] < counts_B[:, None]

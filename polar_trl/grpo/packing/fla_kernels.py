@@ -1,9 +1,9 @@
-"""flash-linear-attention's kernels for gated delta nets on a GPU, looked up where they are installed.
+"""Call flash-linear-attention's kernels for gated delta nets on a GPU, where they are installed and right.
 
-Three replace what transformers computes in torch: the short convolution, the gated delta rule (both over segments of
-any lengths in one call, each going on from a state), and the gated norm after it. It refuses versions whose rule does
-not take fewer heads of queries and keys than of values, and a card on which the rule's gradients are wrong: some pairs
-of card and Triton compile it wrongly without an error, so it is compared with the plain recurrence once.
+Three replace transformers' code in torch: the short convolution, the gated delta rule (both over segments of any
+lengths in one call, each going on from a state), and the gated norm after it. Versions whose rule does not take fewer
+heads of queries and keys than of values are left alone, and so are cards on which the rule's gradients are wrong: some
+pairs of card and Triton compile it wrongly without an error, so it is compared with the plain recurrence once.
 """
 
 import importlib
@@ -22,9 +22,9 @@ from torch.nn import functional
 logger = logging.getLogger(__name__)
 
 OLDEST = (0, 6)
-"""Of the package: as of this version it is known to take grouped heads and offsets kept on the host."""
+"""First version of the package that is known to take grouped heads and offsets kept on the host."""
 MAX_ERROR = 0.05
-"""Of the rule in bfloat16, relative; what is known of wrong ones is 0.5."""
+"""Most relative error of the rule in bfloat16, whose own is 0.01; that of known wrong kernels is 0.5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class FlaKernels:
 
 
 def find_kernels(net: Any, device: torch.device) -> FlaKernels | None:
-    """The kernels for a gated delta net of transformers; None where transformers' functions have to do."""
+    """Return the kernels for a gated delta net of transformers; None where transformers' functions have to do."""
     fla = load_kernels(device)
     if fla is None or net.activation != "silu":
         return None
@@ -49,7 +49,7 @@ def find_kernels(net: Any, device: torch.device) -> FlaKernels | None:
 
 
 def load_kernels(device: torch.device) -> FlaKernels | None:
-    """The kernels that are installed, if this device can run them."""
+    """Return the kernels that are installed, if this device can run them."""
     return _load() if device.type == "cuda" else None
 
 
@@ -90,7 +90,7 @@ class Heads:
 
 @cache
 def _is_right(fla: FlaKernels, device: torch.device, heads: Heads) -> bool:
-    """Whether outputs and gradients of the rule are those of the recurrence, in bfloat16, on this card."""
+    """Tell whether outputs and gradients of the rule are those of the recurrence, in bfloat16, on this card."""
     if heads.key_dim >= 128:
         # The package stops where Triton 3.4 to 3.7.0 compiles for Hopper, as tiles of 64 come out wrong there (its
         # issue 640). Heads of 128 have tiles of 128. What follows would see it if they were wrong too.
@@ -115,8 +115,8 @@ def _is_right(fla: FlaKernels, device: torch.device, heads: Heads) -> bool:
 
 
 def _measure_error(fla: FlaKernels, device: torch.device, heads: Heads) -> float:
-    """Largest relative error (of norms) of the rule's outputs and five gradients; two sequences."""
-    lengths = [150, 70]
+    """Measure the largest relative error (of norms) of the rule's outputs and five gradients, on two sequences."""
+    lengths = [150, 70]  # of several chunks of 64, the last of which is not full
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -155,17 +155,21 @@ def _measure_error(fla: FlaKernels, device: torch.device, heads: Heads) -> float
     return max(float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs)
 
 
-def recur(query_TGK: Tensor, key_TGK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
-    """[T, H, V]: the gated delta rule token by token (arXiv:2412.06464, eq. 10), on normalised queries and keys."""
-    repeats = value_THV.shape[1] // query_TGK.shape[1]
-    query, key = (functional.normalize(x, dim=-1).repeat_interleave(repeats, dim=1) for x in (query_TGK, key_TGK))
-    state_HKV = value_THV.new_zeros(value_THV.shape[1], query_TGK.shape[2], value_THV.shape[2])
+def recur(query_TQK: Tensor, key_TQK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
+    """[T, H, V]: the gated delta rule token by token (arXiv:2412.06464, eq. 10), on normalized queries and keys.
+
+    Per head, with decay a = exp(g): S <- a S + k (b (v - (a S)^T k))^T, and the output is S^T q / sqrt(K). So the
+    value that is stored under a key moves by the share b to the new value, where a sum of k v^T would only add it.
+    """
+    repeats = value_THV.shape[1] // query_TQK.shape[1]
+    query, key = (functional.normalize(x, dim=-1).repeat_interleave(repeats, dim=1) for x in (query_TQK, key_TQK))
+    state_HKV = value_THV.new_zeros(value_THV.shape[1], query_TQK.shape[2], value_THV.shape[2])
     outs = []
     for q, k, v, g, b in zip(query, key, value_THV, decay_TH, beta_TH, strict=True):
         state_HKV = state_HKV * g.exp()[:, None, None]
         read = (state_HKV * k[:, :, None]).sum(dim=1)
         state_HKV = state_HKV + k[:, :, None] * (b[:, None] * (v - read))[:, None, :]
-        outs.append((state_HKV * q[:, :, None]).sum(dim=1) * query_TGK.shape[2] ** -0.5)
+        outs.append((state_HKV * q[:, :, None]).sum(dim=1) * query_TQK.shape[2] ** -0.5)
     return torch.stack(outs)
 
 
@@ -175,11 +179,11 @@ def _parse_version(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offsets:
-    """Where sequences that lie one after the other begin, and the end: [S + 1], int64."""
+    """Starts of E sequences that lie one after the other, and the end: [E + 1], int64."""
 
     on_device: Tensor
     on_host: Tensor
-    """The same: so that no call has to wait for the device to learn how many chunks there are."""
+    """The same, so that no call has to wait for the device to learn how many chunks there are."""
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Offsets":
@@ -188,22 +192,22 @@ class Offsets:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """As the kernels name them."""
+        """The offsets under the kernels' own names."""
         return {"cu_seqlens": self.on_device, "cu_seqlens_cpu": self.on_host}
 
 
-def convolve(fla: FlaKernels, net: Any, qkv_NC: Tensor, offsets: Offsets, states_SCW: Tensor | None) -> Tensor:
-    """[N, C]: the short causal convolution with its activation over S segments.
+def convolve(fla: FlaKernels, net: Any, qkv_LD: Tensor, offsets: Offsets, states: Tensor | None) -> Tensor:
+    """[L, D]: the short causal convolution with its activation over E segments.
 
     Args:
         net: A gated delta net of transformers.
-        states_SCW: The W inputs before each segment, of which the first is not read; None for zeros.
+        states: [E, D, X + 1] inputs before each segment, of which the first is not read; None for zeros.
     """
     out, _ = fla.convolve(
-        qkv_NC[None],
+        qkv_LD[None],
         net.conv1d.weight.squeeze(1),
         net.conv1d.bias,
-        initial_state=states_SCW,
+        initial_state=states,
         activation="silu",
         **offsets.arguments,
     )
@@ -214,23 +218,20 @@ def convolve(fla: FlaKernels, net: Any, qkv_NC: Tensor, offsets: Offsets, states
 def run_rule(
     fla: FlaKernels,
     net: Any,
-    qkv_NC: Tensor,
-    decay_NH: Tensor,
-    beta_NH: Tensor,
+    qkv_LD: Tensor,
+    decay_LH: Tensor,
+    beta_LH: Tensor,
     offsets: Offsets,
     *,
-    initial_SHKV: Tensor | None,
+    initial_EHKV: Tensor | None,
     with_final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule over S sequences: outputs [N, H, V] and, if wanted, final states [S, H, K, V]."""
-    query, key, value = qkv_NC[None].split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
+    """Run the gated delta rule over E sequences: outputs [L, H, V] and, if wanted, final states [E, H, K, V]."""
     out, final = fla.rule(
-        query.unflatten(-1, (-1, net.head_k_dim)),
-        key.unflatten(-1, (-1, net.head_k_dim)),
-        value.unflatten(-1, (-1, net.head_v_dim)),
-        g=decay_NH[None],
-        beta=beta_NH[None],
-        initial_state=initial_SHKV,
+        *split_heads(net, qkv_LD[None]),
+        g=decay_LH[None],
+        beta=beta_LH[None],
+        initial_state=initial_EHKV,
         output_final_state=with_final,
         use_qk_l2norm_in_kernel=True,
         **offsets.arguments,
@@ -238,7 +239,14 @@ def run_rule(
     return out[0], final
 
 
-def gate(fla: FlaKernels, net: Any, out_NHV: Tensor, z_NHV: Tensor) -> Tensor:
-    """[N, H * V]: the outputs, normalised and gated."""
-    result: Tensor = fla.norm(out_NHV, z_NHV, net.norm.weight, None, eps=net.norm.variance_epsilon)
+def split_heads(net: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split [..., D] outputs of the convolution into queries and keys [..., Q, K] and values [..., H, V]."""
+    query, key, value = qkv.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
+    query, key = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (query, key))
+    return query, key, value.unflatten(-1, (-1, net.head_v_dim))
+
+
+def gate(fla: FlaKernels, net: Any, out_LHV: Tensor, z_LHV: Tensor) -> Tensor:
+    """[L, H * V]: the outputs, normalized and gated."""
+    result: Tensor = fla.norm(out_LHV, z_LHV, net.norm.weight, None, eps=net.norm.variance_epsilon)
     return result.flatten(1)

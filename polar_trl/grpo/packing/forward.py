@@ -1,7 +1,7 @@
-"""A micro-batch of rows -> log-probabilities of its trainable tokens, without padding and without logits of prompts.
+"""Score the trainable tokens of a micro-batch: log-probabilities without padding and without logits of prompts.
 
 `prepare_model` teaches a causal language model two more arguments, `layout` and `scored_positions`; called without
-them it is as before. It refuses to pack rows for models whose layers it cannot keep from looking across them.
+them it is as before. `choose_layout` refuses to pack rows for models whose layers cannot be kept from looking across.
 """
 
 import logging
@@ -25,29 +25,29 @@ from polar_trl.grpo.packing.supported import find_unsupported
 logger = logging.getLogger(__name__)
 
 LayoutKind = Literal["tree", "packed", "single"]
-"""Rows in one flat sequence, shared prefixes once; the same, every row whole; or a forward pass for each row."""
+"""Rows in one flat sequence with shared prefixes once, in one with every row whole, or in a forward pass each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRows:
-    """B rows as one flat sequence of N tokens, of which S are scored."""
+    """B rows as one flat sequence of L tokens, of which S are scored."""
 
     kind: LayoutKind
     layout: Layout
     input_ids: Tensor
-    """[1, N]"""
+    """[1, L]"""
     position_ids: Tensor
-    """[1, N]"""
+    """[1, L]"""
     scored_positions: Tensor
     """[S]: positions in the flat sequence whose hidden state predicts a scored token."""
     labels: Tensor
     """[1, S]: those tokens."""
     row_of_S: Tensor
-    """[S]: which row each scored token is in."""
+    """[S]: the row that each scored token is in."""
 
 
 def choose_layout(model: PreTrainedModel, wanted: str | None) -> LayoutKind:
-    """How rows of this model are forwarded: as the setting says, or the best that the model allows.
+    """Choose how rows of this model are forwarded: as the setting says, or the best that the model allows.
 
     Args:
         wanted: `sequence_layout` of the config.
@@ -93,7 +93,7 @@ def _cast_input(layer: Any, x: Any, dtype: torch.dtype) -> Any:
 
 
 class _ScoredOnly:
-    """Hands the LM head only the hidden states that are scored: all others would become logits for nothing."""
+    """Hand the LM head only the hidden states that are scored: all others would become logits for nothing."""
 
     def __init__(self) -> None:
         self._positions: Tensor | None = None
@@ -116,7 +116,10 @@ def pack_rows(
 
     Args:
         rows: Token ids [T] of each row.
-        scored: [T] of each row: the tokens whose log-probability is wanted; never a row's first.
+        scored: [T] of each row: the tokens whose log-probability is wanted.
+
+    Raises:
+        ValueError: a row's first token is to be scored.
     """
     layout = build_layout(rows, share_prefixes=kind == "tree")
     if device.type == "cuda" and kind != "single":
@@ -126,6 +129,8 @@ def pack_rows(
         at = np.flatnonzero(wanted)
         if len(at) and at[0] == 0:
             raise ValueError(f"row {index}: its first token has no context to be scored in")
+        # The token before predicts it: in its row, which in the flat sequence may be far away. Rows that share a
+        # token score it once each, at one position.
         positions.append(layout.positions_of(index)[at - 1])
         labels.append(ids[at])
         row_of.append(np.full(len(at), index))
@@ -136,8 +141,8 @@ def pack_rows(
     return PackedRows(
         kind=kind,
         layout=layout,
-        input_ids=move(layout.token_ids_N)[None],
-        position_ids=move(layout.position_ids_N)[None],
+        input_ids=move(layout.token_ids_L)[None],
+        position_ids=move(layout.position_ids_L)[None],
         scored_positions=move(np.concatenate(positions)),
         labels=move(np.concatenate(labels).astype(np.int64))[None],
         row_of_S=move(np.concatenate(row_of)),
@@ -145,7 +150,7 @@ def pack_rows(
 
 
 def score(model: Any, packed: PackedRows) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (nats) [S] of the scored tokens, under the model's sampling temperature.
+    """Compute log-probabilities and entropies (nats) [S] of the scored tokens, at the model's sampling temperature.
 
     TRL's head of a reference model gives no entropies; they are NaN then.
     """

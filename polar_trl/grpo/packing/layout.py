@@ -1,9 +1,14 @@
-"""Rows of token ids -> one flat sequence without padding, in which rows may share what they begin with.
+"""Lay rows out as one flat sequence without padding, in which rows may share prefixes (a radix tree).
 
-The rows form a forest of segments: a segment is a run of tokens whose context is the segment that it continues, back
-to a root. Unshared, each row is one root; shared, a prefix that several rows begin with is there once. Segments lie in
-depth-first order, so all that continues a segment follows it directly. It refuses to drop or reorder a row's tokens:
-`Layout.positions_of` gives each row back.
+A segment is a run of tokens whose context is the segment that it continues, back to a root: the edges of a radix tree.
+Unshared, each row is one root; shared, a prefix that several rows begin with is there once. Segments lie in
+depth-first order, so that all that continues a segment follows it directly. Rows abcd, abe and ab, shared:
+
+    flat sequence         a b c d e      5 tokens of 9; the position of e in its row is 2
+    segment               0 0 1 1 2      1 and 2 continue 0; the rows are the chains (0, 1), (0, 2) and (0,)
+    end of the subtree    5 5 4 4 5      token q has token k in its context where k <= q < end of k's subtree
+
+No token of a row is dropped or reordered: `Layout.positions_of` gives each row back.
 """
 
 from collections.abc import Sequence
@@ -19,39 +24,39 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `start` to `end` (excluded) of the flat sequence."""
+    """A run of tokens: `start` to `end` (excluded) of the flat sequence."""
 
     start: int
     end: int
     parent: int | None
     """Index of the segment whose end this one continues; None at the beginning of a row."""
     depth: int
-    """Position of its first token within the rows that it is part of: what comes before it in its context."""
+    """Position of its first token within its rows, or the number of tokens in its context."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """B rows in a flat sequence of N tokens."""
+    """B rows in a flat sequence of L tokens, which is E segments."""
 
-    token_ids_N: Ids
-    position_ids_N: Ids
+    token_ids_L: Ids
+    position_ids_L: Ids
     """Position of each token within its rows, from 0."""
     segments: tuple[Segment, ...]
     """In depth-first order; they tile the flat sequence."""
     chains: tuple[tuple[int, ...], ...]
-    """Per row: the segments that it is made of, from its root."""
+    """[B]: the segments that each row is made of, from its root."""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids_N)
+        return len(self.token_ids_L)
 
     def positions_of(self, row: int) -> Ids:
-        """[T]: where the tokens of a row are in the flat sequence."""
+        """[T]: positions of a row's tokens in the flat sequence."""
         parts = [np.arange(self.segments[i].start, self.segments[i].end) for i in self.chains[row]]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def context_of(self, segment: int) -> list[Segment]:
-        """The segments before this one in its rows, from the root."""
+        """List the segments before this one in its rows, from the root."""
         context = []
         parent = self.segments[segment].parent
         while parent is not None:
@@ -60,23 +65,27 @@ class Layout:
         return context[::-1]
 
     def pad(self, multiple: int) -> "Layout":
-        """The same rows, with tokens of no row at the end so that N is a multiple of `multiple`."""
+        """Return the same rows with tokens of no row at the end, so that L is a multiple of `multiple`."""
         rest = -self.num_tokens % multiple
         if rest == 0:
             return self
         filler = Segment(start=self.num_tokens, end=self.num_tokens + rest, parent=None, depth=0)
         return Layout(
-            token_ids_N=np.pad(self.token_ids_N, (0, rest)),
-            position_ids_N=np.concatenate([self.position_ids_N, np.arange(rest)]),
+            token_ids_L=np.pad(self.token_ids_L, (0, rest)),
+            position_ids_L=np.concatenate([self.position_ids_L, np.arange(rest)]),
             segments=(*self.segments, filler),
             chains=self.chains,
         )
 
     @cached_property
-    def subtree_ends_N(self) -> Ids:
-        """[N]: for each token, the end of all that continues it: token q has token k in its context, or is it, exactly
-        where k <= q < subtree_ends_N[k]."""
+    def subtree_ends_L(self) -> Ids:
+        """[L]: the end of all that continues each token.
+
+        Token q has token k in its context, or is it, exactly where k <= q < subtree_ends_L[k]. So causal attention
+        over a tree needs this one number per token, and no mask of L x L.
+        """
         ends = [segment.end for segment in self.segments]
+        # children come after their parent, so that backwards each is complete before it is passed on
         for index in range(len(self.segments) - 1, -1, -1):
             parent = self.segments[index].parent
             if parent is not None:
@@ -105,19 +114,13 @@ def build_layout(rows: Sequence[Sequence[int] | Ids], *, share_prefixes: bool) -
     return _build(segments, chains, [array for array in arrays if len(array)])
 
 
-def count_unique_tokens(rows: Sequence[Sequence[int] | Ids]) -> int:
-    """Tokens of the forest of all rows: what is left to forward if every shared prefix is forwarded once."""
-    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-    order, common = sort_by_prefix(arrays)
-    return sum(len(arrays[row]) for row in order) - sum(common)
-
-
 def sort_by_prefix(rows: Sequence[Ids]) -> tuple[list[int], list[int]]:
-    """The rows' lexicographic order, in which those that share prefixes are neighbours.
+    """Sort rows lexicographically, so that those that share prefixes are neighbours.
 
     Returns:
         order: [B] indices of rows.
-        common: [B] how many tokens each shares with the one before it in that order; 0 for the first.
+        lcps: [B] longest common prefix (tokens) of each with the one before it in that order, 0 for the first. That
+            of two rows farther apart is the minimum of those on the way.
     """
     # big-endian bytes compare like the numbers (ids are not negative)
     keys = [row.astype(">u4").tobytes() for row in rows]
@@ -126,36 +129,38 @@ def sort_by_prefix(rows: Sequence[Ids]) -> tuple[list[int], list[int]]:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """How many tokens two rows begin with in common."""
+    """Count the tokens that two rows begin with in common."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 def _build_forest(arrays: list[Ids]) -> Layout:
-    order, common = sort_by_prefix(arrays)
+    order, lcps = sort_by_prefix(arrays)
     segments: list[Segment] = []
     parts: list[Ids] = []
     chains: list[tuple[int, ...]] = [()] * len(arrays)
-    # Runs of neighbours to place: (first, end, tokens already placed, the segments that hold those).
+    # Subtrees to place, as runs of neighbours: (first, end, tokens placed already, the segments that hold those). A
+    # stack of our own: thousands of rows may be nested, one in the other.
     todo: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())]
     while todo:
         first, end, depth, chain = todo.pop()
         if first == end:
             continue
         shortest = len(arrays[order[first]])  # sorted: where one row begins all others, it is the first
-        shared = min([shortest, *common[first + 1 : end]])
+        shared = min([shortest, *lcps[first + 1 : end]])
         if shared > depth:
             start = segments[-1].end if segments else 0
             parent = chain[-1] if chain else None
             chain = (*chain, len(segments))
             segments.append(Segment(start=start, end=start + shared - depth, parent=parent, depth=depth))
             parts.append(arrays[order[first]][depth:shared])
+        # rows that end at this fork are complete; the others fall apart where neighbours share no more than this
         while first < end and len(arrays[order[first]]) == shared:
             chains[order[first]] = chain
             first += 1
-        edges = [first, *(i for i in range(first + 1, end) if common[i] == shared), end]
-        todo.extend((a, b, shared, chain) for a, b in reversed(list(pairwise(edges))))
+        edges = [first, *(i for i in range(first + 1, end) if lcps[i] == shared), end]
+        todo.extend((a, b, shared, chain) for a, b in reversed(list(pairwise(edges))))  # the first is popped first
     return _build(segments, chains, parts)
 
 
@@ -163,8 +168,8 @@ def _build(segments: list[Segment], chains: list[tuple[int, ...]], parts: list[I
     nothing = np.empty(0, dtype=np.int64)
     positions = [np.arange(s.depth, s.depth + s.end - s.start) for s in segments]
     return Layout(
-        token_ids_N=np.concatenate(parts) if parts else nothing,
-        position_ids_N=np.concatenate(positions) if positions else nothing,
+        token_ids_L=np.concatenate(parts) if parts else nothing,
+        position_ids_L=np.concatenate(positions) if positions else nothing,
         segments=tuple(segments),
         chains=tuple(chains),
     )

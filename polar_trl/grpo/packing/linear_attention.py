@@ -1,9 +1,19 @@
-"""Gated delta nets (Qwen3.5, Qwen3-Next) over a `Layout`: each segment goes on from the state its parent ended with.
+"""Run gated delta nets (Qwen3.5, Qwen3-Next) over a `Layout`: segments go on from the state their parent ended with.
 
-Such a layer carries two states from token to token: the last inputs of a short causal convolution, and a matrix per
-head that the gated delta rule updates. `wrap_linear_attention` lets both follow the layout's segments, so that no row
-sees another and a shared prefix is computed once; gradients of all that continues a prefix add up in its state. It
-refuses a cache that has a past: rows begin at their beginning.
+Such a layer carries two states from token to token: the last X inputs of a short causal convolution, and per head a
+matrix that the gated delta rule updates (arXiv:2412.06464). Neither has a mask, so both have to follow the segments:
+no row sees another, a shared prefix is computed once, and gradients of all that continues it add up in its state. Rows
+abcd and abefg, shared, with a convolution that reaches X = 3 tokens back:
+
+    segment  tokens  parent  generation  inputs before it    delta rule
+    0        a b     -       0           - - -               begins with zeros
+    1        c d     0       1           - a b               begins with the state after b
+    2        e f g   0       1           - a b               likewise
+
+Segments of a generation do not wait for each other: the rule is called once for segment 0 and once for 1 and 2.
+
+With flash-linear-attention, a call takes segments of any lengths, one after the other; in torch, segments of like
+length are filled up to one length. A cache that has a past is refused (`ValueError`): rows begin at their beginning.
 """
 
 import inspect
@@ -35,7 +45,7 @@ def wrap_linear_attention(model: nn.Module) -> int:
     """Let every gated delta net of a model take `layout=`; without it each is as before. Safe to call again.
 
     Returns:
-        How many there are.
+        The number of gated delta nets.
     """
     nets = [module for module in model.modules() if is_gated_delta_net(module)]
     for net in nets:
@@ -47,13 +57,13 @@ def wrap_linear_attention(model: nn.Module) -> int:
 
 
 def is_gated_delta_net(module: nn.Module) -> bool:
-    """Whether `wrap_linear_attention` knows this layer."""
+    """Tell whether `wrap_linear_attention` knows this layer."""
     return type(module).__name__ in _GATED_DELTA_NETS
 
 
 @contextmanager
 def computed_in_torch(model: nn.Module) -> Iterator[None]:
-    """Forward passes without a layout call transformers' reference code, whichever kernels it has found."""
+    """Have forward passes without a layout call transformers' reference code, whichever kernels it has found."""
     modules = {sys.modules[type(module).__module__] for module in model.modules() if is_gated_delta_net(module)}
     before = [(module, name, getattr(module, name)) for module in modules for name in (_RULE, _CONVOLUTION)]
     for module, name, function in before:
@@ -80,31 +90,32 @@ def _forward(net: Any, hidden_states: Tensor, *args: Any, layout: Layout | None 
 
 
 def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
-    """The steps of transformers' `Qwen3_5GatedDeltaNet.forward`, all but two of which treat each token alone.
+    """Follow transformers' `Qwen3_5GatedDeltaNet.forward`, of whose steps all but two treat each token alone.
 
     Args:
-        hidden_states: [1, N, hidden].
+        hidden_states: [1, L, hidden].
     """
     plan = plan_layout(layout, net.conv_kernel_size - 1, hidden_states.device)
     fla = fla_kernels.find_kernels(net, hidden_states.device)
-    qkv_NC, z, b_NH, a_NH = (x[0] for x in _project(net, hidden_states))
-    beta_NH = b_NH.sigmoid()
-    decay_NH = -net.A_log.float().exp() * functional.softplus(a_NH.float() + net.dt_bias)
-    z_NHV = z.reshape(layout.num_tokens, -1, net.head_v_dim)
+    qkv_LD, z, b_LH, a_LH = (x[0] for x in _project(net, hidden_states))
+    beta_LH = b_LH.sigmoid()
+    # the logarithm of the decay, which is in float32 whatever the layer computes in: the rule sums it over a chunk
+    decay_LH = -net.A_log.float().exp() * functional.softplus(a_LH.float() + net.dt_bias)
+    z_LHV = z.reshape(layout.num_tokens, -1, net.head_v_dim)
     if fla is None:
-        qkv_NC = _convolve(net, qkv_NC, plan)
-        out_NHV = _run_delta_rule(net, qkv_NC, decay_NH, beta_NH, plan)
-        gated = net.norm(out_NHV.flatten(0, 1), z_NHV.flatten(0, 1)).view(layout.num_tokens, -1)
+        qkv_LD = _convolve(net, qkv_LD, plan)
+        out_LHV = _run_delta_rule(net, qkv_LD, decay_LH, beta_LH, plan)
+        gated = net.norm(out_LHV.flatten(0, 1), z_LHV.flatten(0, 1)).view(layout.num_tokens, -1)
     else:
-        qkv_NC = fla_kernels.convolve(fla, net, qkv_NC, plan.offsets, _gather_context(qkv_NC, plan))
-        out_NHV = _run_generations(fla, net, (qkv_NC, decay_NH, beta_NH), plan)
-        gated = fla_kernels.gate(fla, net, out_NHV, z_NHV)
+        qkv_LD = fla_kernels.convolve(fla, net, qkv_LD, plan.offsets, _gather_context(qkv_LD, plan))
+        out_LHV = _run_generations(fla, net, (qkv_LD, decay_LH, beta_LH), plan)
+        gated = fla_kernels.gate(fla, net, out_LHV, z_LHV)
     output: Tensor = net.out_proj(gated[None])
     return output
 
 
 def _project(net: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of the convolution (queries, keys, values) [1, N, C], the gate z, and b and a [1, N, H]."""
+    """Project to inputs of the convolution (queries, keys, values) [1, L, D], the gate z, and b and a [1, L, H]."""
     if hasattr(net, "in_proj_qkv"):
         projections = (net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
         qkv, z, b, a = (projection(hidden_states) for projection in projections)
@@ -117,12 +128,12 @@ def _project(net: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What a layout's S segments ask of a gated delta net whose convolution reaches R tokens back."""
+    """Indices of a layout's E segments for a gated delta net whose convolution reaches X tokens back."""
 
     lengths: list[int]
-    """[S]: tokens per segment."""
+    """[E]: tokens per segment."""
     parents: list[int | None]
-    """[S]"""
+    """[E]"""
     generations: list[list[int]]
     """Segments by the number of segments in their context: each generation needs only states of the one before."""
     offsets: Offsets
@@ -130,23 +141,23 @@ class _Plan:
     generation_offsets: list[Offsets]
     """Per generation, its segments put one after the other."""
     parent_places: list[Tensor | None]
-    """Per generation: which segments of the one before it its own go on from; None for the roots."""
+    """Per generation: places, in the one before, of the segments that its own go on from; None for the roots."""
     context: Tensor | None
-    """[S, R]: of each segment, the R tokens before it in its rows; None where there is no shared prefix."""
+    """[E, X]: of each segment, the X tokens before it in its rows; None where there is no shared prefix."""
     context_missing: Tensor
     """Bool, like `context`: there is no such token."""
     windows: Tensor
-    """[(S - 1) * 2R]: of each segment but the first, the R tokens before it in its rows and its first R."""
+    """[(E - 1) * 2X]: of each segment but the first, the X tokens before it in its rows and its first X."""
     missing: Tensor
     """Bool, like `windows`: there is no such token."""
     heads: Tensor
-    """Which tokens are among the first R of a segment but the first."""
+    """Tokens that are among the first X of a segment but the first."""
     heads_in_windows: Tensor
-    """Where in `windows` those are."""
+    """Places of those in `windows`."""
 
 
 def plan_layout(layout: Layout, reach: int, device: torch.device) -> _Plan:
-    """Kept with the layout: all layers, and the recomputation of a checkpointed one, share it."""
+    """Plan the segments of a layout once: all layers, and the recomputation of a checkpointed one, share the plan."""
     plans: dict[tuple[int, torch.device], _Plan] = layout.__dict__.setdefault("delta_net_plans", {})
     if (reach, device) not in plans:
         plans[reach, device] = _build_plan(layout, reach, device)
@@ -154,29 +165,29 @@ def plan_layout(layout: Layout, reach: int, device: torch.device) -> _Plan:
 
 
 def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
-    lengths, parents, generations, windows = [], [], list[list[int]](), list[int]()
-    contexts: list[list[int]] = []
+    parents = [segment.parent for segment in layout.segments]
+    spans = [range(segment.start, segment.end) for segment in layout.segments]
+    lengths = [len(span) for span in spans]
+    generations: list[list[int]] = []
     generation_of: list[int] = []
-    tails: list[list[int]] = []  # per segment: the last tokens, at most R, of its rows up to its end
-    for index, segment in enumerate(layout.segments):
-        parent = segment.parent
+    contexts: list[list[int]] = []
+    tails: list[list[int]] = []  # per segment: the last tokens, at most X, of its rows up to its end
+    for index, (parent, span) in enumerate(zip(parents, spans, strict=True)):
         generation = 0 if parent is None else generation_of[parent] + 1
         context = [] if parent is None else tails[parent]
-        span = range(segment.start, segment.end)
         if generation == len(generations):
             generations.append([])
         generations[generation].append(index)
         generation_of.append(generation)
-        lengths.append(len(span))
-        parents.append(parent)
-        tails.append([*context, *span[-reach:]][-reach:])
         contexts.append([-1] * (reach - len(context)) + context)
-        if index and reach:
-            head = span[:reach]
-            windows += contexts[-1] + [*head] + [-1] * (reach - len(head))
-    windows_T = torch.tensor(windows, dtype=torch.int64)
-    is_head = (torch.arange(len(windows)) % max(2 * reach, 1) >= reach) & (windows_T >= 0)
-    contexts_T = torch.tensor(contexts, dtype=torch.int64).view(len(contexts), reach)
+        # a segment may be shorter than the convolution reaches: then some of its context is its children's, too
+        tails.append([*context, *span[-reach:]][-reach:])
+    heads = [[*span[:reach], *[-1] * (reach - len(span))] for span in spans]
+    contexts_EX, heads_EX = (torch.tensor(x, dtype=torch.int64).view(len(spans), reach) for x in (contexts, heads))
+    # the first segment has no tokens before it, so that the convolution over all tokens is right for it
+    windows = torch.cat([contexts_EX, heads_EX], dim=1)[1:]
+    is_head = windows >= 0
+    is_head[:, :reach] = False
     has_context = reach > 0 and len(generations) > 1
     return _Plan(
         lengths=lengths,
@@ -185,12 +196,12 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
         offsets=Offsets.of(lengths, device),
         generation_offsets=[Offsets.of([lengths[i] for i in members], device) for members in generations],
         parent_places=[None, *(_find_places(b, a, parents, device) for a, b in pairwise(generations))],
-        context=contexts_T.clamp(min=0).to(device) if has_context else None,
-        context_missing=(contexts_T < 0).to(device),
-        windows=windows_T.clamp(min=0).to(device),
-        missing=(windows_T < 0).to(device),
-        heads=windows_T[is_head].to(device),
-        heads_in_windows=is_head.nonzero()[:, 0].to(device),
+        context=contexts_EX.clamp(min=0).to(device) if has_context else None,
+        context_missing=(contexts_EX < 0).to(device),
+        windows=windows.flatten().clamp(min=0).to(device),
+        missing=(windows < 0).flatten().to(device),
+        heads=windows[is_head].to(device),
+        heads_in_windows=is_head.flatten().nonzero()[:, 0].to(device),
     )
 
 
@@ -202,36 +213,36 @@ def _find_places(members: list[int], earlier: list[int], parents: list[int | Non
 # With the kernels of flash-linear-attention.
 
 
-def _gather_context(qkv_NC: Tensor, plan: _Plan) -> Tensor | None:
-    """[S, C, R + 1]: the inputs before each segment, after one column that the convolution does not read."""
+def _gather_context(qkv_LD: Tensor, plan: _Plan) -> Tensor | None:
+    """[E, D, X + 1]: the inputs before each segment, after one column that the convolution does not read."""
     if plan.context is None:
         return None
-    inputs_SRC = qkv_NC.index_select(0, plan.context.flatten()).unflatten(0, plan.context.shape)
-    inputs_SRC = inputs_SRC.masked_fill(plan.context_missing[:, :, None], 0.0)
-    return functional.pad(inputs_SRC, (0, 0, 1, 0)).transpose(1, 2)
+    inputs_EXD = qkv_LD.index_select(0, plan.context.flatten()).unflatten(0, plan.context.shape)
+    inputs_EXD = inputs_EXD.masked_fill(plan.context_missing[:, :, None], 0.0)
+    return functional.pad(inputs_EXD, (0, 0, 1, 0)).transpose(1, 2)
 
 
 def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan) -> Tensor:
-    """[N, H, V]: the gated delta rule, a call for each generation of segments.
+    """[L, H, V]: the gated delta rule, a call for each generation of segments.
 
     Args:
-        inputs: Queries, keys and values [N, C], decay and beta [N, H].
+        inputs: Queries, keys and values [L, D], decay and beta [L, H].
     """
     if len(plan.generations) == 1:
-        return fla_kernels.run_rule(fla, net, *inputs, plan.offsets, initial_SHKV=None, with_final=False)[0]
+        return fla_kernels.run_rule(fla, net, *inputs, plan.offsets, initial_EHKV=None, with_final=False)[0]
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
     parts = [x.split(plan.lengths) for x in inputs]
     outs: list[Tensor] = [inputs[0]] * len(plan.lengths)
-    states: Tensor | None = None
+    states: Tensor | None = None  # [segments of the generation before, H, K, V]
     for number, (members, offsets, places) in enumerate(
         zip(plan.generations, plan.generation_offsets, plan.parent_places, strict=True)
     ):
-        out_NHV, states = fla_kernels.run_rule(
+        out_LHV, states = fla_kernels.run_rule(
             *(fla, net, *(torch.cat([part[i] for i in members]) for part in parts), offsets),
-            initial_SHKV=None if places is None or states is None else states.index_select(0, places),
+            initial_EHKV=None if places is None or states is None else states.index_select(0, places),
             with_final=number + 1 < len(plan.generations),
         )
-        for index, piece in zip(members, out_NHV.split([plan.lengths[i] for i in members]), strict=True):
+        for index, piece in zip(members, out_LHV.split([plan.lengths[i] for i in members]), strict=True):
             outs[index] = piece
     return torch.cat(outs)
 
@@ -239,31 +250,35 @@ def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Te
 # With transformers' functions.
 
 
-def _convolve(net: Any, qkv_NC: Tensor, plan: _Plan) -> Tensor:
-    """The short causal convolution: over all tokens, then over each segment's first again, in their own context."""
-    out_NC = _convolve_rows(net, qkv_NC[None])[0]
+def _convolve(net: Any, qkv_LD: Tensor, plan: _Plan) -> Tensor:
+    """Convolve over all tokens, then over each segment's first again, in their own context.
+
+    Only the first X tokens of a segment see beyond it, in the flat sequence at tokens that are not before them. With
+    the example above, c d and e f g are convolved again as rows - a b c d - and - a b e f g.
+    """
+    out_LD = _convolve_rows(net, qkv_LD[None])[0]
     if len(plan.windows) == 0:
-        return out_NC
-    windows = qkv_NC.index_select(0, plan.windows).masked_fill(plan.missing[:, None], 0.0)
+        return out_LD
+    windows = qkv_LD.index_select(0, plan.windows).masked_fill(plan.missing[:, None], 0.0)
     again = _convolve_rows(net, windows.view(len(plan.lengths) - 1, -1, windows.shape[-1])).flatten(0, 1)
-    return out_NC.index_copy(0, plan.heads, again.index_select(0, plan.heads_in_windows))
+    return out_LD.index_copy(0, plan.heads, again.index_select(0, plan.heads_in_windows))
 
 
-def _convolve_rows(net: Any, rows_BTC: Tensor) -> Tensor:
-    convolve = _look_up(net, _CONVOLUTION, rows_BTC.device)
+def _convolve_rows(net: Any, rows_BTD: Tensor) -> Tensor:
+    convolve = _look_up(net, _CONVOLUTION, rows_BTD.device)
     weight = net.conv1d.weight.squeeze(1)
-    out: Tensor = convolve(rows_BTC.transpose(1, 2), weight, net.conv1d.bias, activation=net.activation)
+    out: Tensor = convolve(rows_BTD.transpose(1, 2), weight, net.conv1d.bias, activation=net.activation)
     return out.transpose(1, 2)
 
 
-def _run_delta_rule(net: Any, qkv_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor, plan: _Plan) -> Tensor:
-    """[N, H, V]: the gated delta rule, one generation of segments after the other."""
-    rule = _look_up(net, _RULE, qkv_NC.device)
+def _run_delta_rule(net: Any, qkv_LD: Tensor, decay_LH: Tensor, beta_LH: Tensor, plan: _Plan) -> Tensor:
+    """[L, H, V]: the gated delta rule in torch, one generation of segments after the other."""
+    rule = _look_up(net, _RULE, qkv_LD.device)
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
-    inputs = list(zip(*(x.split(plan.lengths) for x in (qkv_NC, decay_NH, beta_NH)), strict=True))
-    outs: list[Tensor] = [qkv_NC] * len(inputs)
+    inputs = list(zip(*(x.split(plan.lengths) for x in (qkv_LD, decay_LH, beta_LH)), strict=True))
+    outs: list[Tensor] = [qkv_LD] * len(inputs)
     states: dict[int, Tensor] = {}
-    with_children = set(plan.parents)
+    with_children = set(plan.parents)  # only their states are kept: one is H x K x V numbers
     for generation in plan.generations:
         earlier, states = states, {}
         for group in _group_by_length(generation, plan.lengths):
@@ -285,7 +300,7 @@ def _run_delta_rule(net: Any, qkv_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor,
 
 
 def _fill_up(parts: tuple[Tensor, ...], length: int) -> Tensor:
-    """[B, length, ...]: as rows, filled up with zeros.
+    """[B, length, ...]: segments stacked as rows, filled up with zeros.
 
     A token of zeros neither decays the state (the decay is a logarithm) nor adds to it (its key is zero): the state
     after a filled-up row is the state after the row.
@@ -296,11 +311,9 @@ def _fill_up(parts: tuple[Tensor, ...], length: int) -> Tensor:
 def _apply_rule(
     net: Any, rule: Callable[..., Any], qkv: Tensor, decay: Tensor, beta: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The rule on [B, T, ...]: outputs [B, T, H, V] and, if wanted, final states [B, H, K, V]."""
-    query, key, value = qkv.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
-    query, key = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (query, key))
-    value = value.unflatten(-1, (-1, net.head_v_dim))
-    repeats = net.num_v_heads // net.num_k_heads
+    """Apply the rule to [B, T, ...]: outputs [B, T, H, V] and, if wanted, final states [B, H, K, V]."""
+    query, key, value = fla_kernels.split_heads(net, qkv)
+    repeats = net.num_v_heads // net.num_k_heads  # in torch, the rule wants as many heads of each
     if repeats > 1:
         query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
     out, final = rule(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **kwargs)
@@ -308,7 +321,7 @@ def _apply_rule(
 
 
 def _group_by_length(segments: list[int], lengths: list[int]) -> list[list[int]]:
-    """Segments to run as rows of one call: those of equally many chunks, so that filling up adds no work."""
+    """Group segments to run as rows of one call: those of equally many chunks, so that filling up adds no work."""
 
     def count_chunks(index: int) -> int:
         return -(-lengths[index] // _CHUNK_SIZE)
@@ -317,9 +330,9 @@ def _group_by_length(segments: list[int], lengths: list[int]) -> list[list[int]]
 
 
 def _look_up(net: nn.Module, name: str, device: torch.device) -> Callable[..., Any]:
-    """A function by the name under which the module's own forward calls it: transformers puts the fastest there.
+    """Look up a function as the module's own forward does: transformers puts the fastest under that name.
 
-    That is a GPU's kernel wherever its package is installed: on a CPU, what it stands for.
+    That is a GPU's kernel wherever its package is installed: on a CPU, the torch code that it wraps.
     """
     function: Callable[..., Any] = getattr(sys.modules[type(net).__module__], name)
     return inspect.unwrap(function) if device.type == "cpu" else function

@@ -74,7 +74,7 @@ class Packer:
             "polar/forwarded_tokens": sum(plan.forwarded_tokens for plan in plans),
             "polar/unique_tokens": sum(plan.unique_tokens for plan in plans),
             "polar/forward_passes": sum(plan.num_micro_batches for plan in plans),
-            "polar/rank_imbalance": max(_imbalance(plan.costs_R) for plan in plans),
+            "polar/rank_imbalance": max(_imbalance(plan.costs_W) for plan in plans),
         }
 
     def _build_pass(self, members: Sequence[tuple[Row, float, int]]) -> MicroBatch:
@@ -101,7 +101,7 @@ def _build_cost_model(model: Any) -> CostModel:
     return CostModel.of(model.config, num_parameters)
 
 
-def _imbalance(costs_R: Sequence[float]) -> float:
+def _imbalance(costs_W: Sequence[float]) -> float:
     """How much longer the slowest rank takes than the mean."""
-    mean = sum(costs_R) / len(costs_R)
-    return max(costs_R) / mean - 1.0 if mean else 0.0
+    mean = sum(costs_W) / len(costs_W)
+    return max(costs_W) / mean - 1.0 if mean else 0.0

@@ -1,6 +1,6 @@
-"""A model -> what keeps its rows from being forwarded in one flat sequence, if anything does.
+"""Find what keeps a model's rows from being forwarded in one flat sequence, if anything does.
 
-It refuses to guess: a layer of an unknown kind counts as one that looks across rows.
+Nothing is guessed: a layer of an unknown kind counts as one that looks across rows.
 """
 
 import inspect
@@ -19,7 +19,7 @@ _SETTINGS = {
     "use_bidirectional_attention": "bidirectional attention",
     "alibi": "positions as attention biases (ALiBi)",
 }
-"""Settings of a model's config that, if set, change what a token attends to or how -> what they stand for."""
+"""Settings of a model's config that, if set, change which tokens attend to which or how, and their meaning."""
 _TOKENWISE = ("norm", "mlp", "feed_forward", "moe", "dropout")
 """Parts of names of a layer's modules that treat each token alone."""
 _IN_ATTENTION = ("Linear", "Norm", "Rotary", "Dropout")
@@ -27,12 +27,12 @@ _IN_ATTENTION = ("Linear", "Norm", "Rotary", "Dropout")
 
 
 def find_causal_model(model: Any) -> Any:
-    """The language model inside of PEFT's wrapper, if it is in one."""
+    """Return the language model inside of PEFT's wrapper, if it is in one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_unsupported(model: nn.Module) -> str | None:
-    """What keeps a causal language model from being forwarded over a `Layout`; None: nothing.
+    """Name the first thing that keeps a causal language model from being forwarded over a `Layout`, or None.
 
     Known are full causal attention through transformers' attention interface and gated delta nets. All else
     is named, also what might work, since a layer that sees across rows would train on wrong gradients in silence.

@@ -1,4 +1,4 @@
-"""Where a run stands <-> a checkpoint folder from which it goes on exactly, and the newest such folder of a run.
+"""Write and read checkpoint folders from which a run goes on exactly, and find the newest such folder of a run.
 
 The trainer of transformers writes a checkpoint file by file, and a kill can come between any two. What this module
 adds is written last: `polar_state.json`, by a rename, with the size of every other file. It lies there as
@@ -37,12 +37,12 @@ MASTERS_FILE = "polar_masters{}.safetensors"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _REMOVED = "removed-"
 _SAVED_TYPES = [PackedRows, Layout, Segment, type(np.dtype(np.int64))]
-"""What windows are made of, beside tensors. Nothing else is read back: unpickling may run what it is given."""
+"""Types that windows are made of, beside tensors. No other is read back: unpickling may run what it is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """What transformers and TRL do not keep: where the rollouts of a run stand after an optimizer step."""
+    """The progress of a run's rollouts after an optimizer step, which transformers and TRL do not keep."""
 
     step: int
     """Optimizer steps that the weights have seen."""
@@ -62,7 +62,7 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """What one rank has in hand between two optimizer steps."""
+    """One rank's unfinished work between two optimizer steps."""
 
     windows: Sequence[list[dict[str, Any]]] = ()
     """Forward passes of the last generation batch, by optimizer step, if any of them is still to come."""
@@ -81,18 +81,18 @@ def begin_checkpoint(folder: Path) -> None:
 
 
 def save_rank_state(folder: Path, rank: int, state: RankState) -> None:
-    """Write what one rank has in hand."""
+    """Write one rank's unfinished work."""
     windows = [[_without_caches(passed) for passed in window] for window in state.windows]
     torch.save({"windows": windows, "open_task_ids": list(state.open_task_ids)}, folder / RANK_FILE.format(rank))
 
 
 def save_masters(folder: Path, rank: int, low_halves: Mapping[str, torch.Tensor]) -> None:
-    """Write what the masters of one rank have beyond the weights that compute (`RoundedWeights.state_dict`)."""
+    """Write the remainders of one rank's masters (`RoundedWeights.state_dict`)."""
     save_file({name: low.cpu() for name, low in low_halves.items()}, folder / MASTERS_FILE.format(rank))
 
 
 def load_masters(folder: Path, rank: int) -> dict[str, torch.Tensor] | None:
-    """Read them; rank 0's where all ranks hold the same. None: the checkpoint's weights are the masters themselves."""
+    """Read remainders; rank 0's where all ranks hold the same. None: the checkpoint's weights are the masters."""
     for path in (folder / MASTERS_FILE.format(rank), folder / MASTERS_FILE.format(0)):
         if path.is_file():
             return load_file(path)
@@ -151,7 +151,7 @@ def _put_on_cpu(storage: Any, location: str) -> Any:
 
 
 def find_problem(folder: Path) -> str | None:
-    """Why the run cannot go on from a folder, to be read after its name; None if it can."""
+    """Name the reason why a run cannot go on from a folder, to be read after its name; None if it can."""
     if not folder.is_dir():
         return "is no folder"
     if not (folder / STATE_FILE).is_file():
@@ -175,7 +175,7 @@ def find_problem(folder: Path) -> str | None:
 
 
 def choose_checkpoint(output_dir: Path, wanted: str | bool | None) -> Path | None:
-    """The checkpoint that a run goes on from, by `resume_from_checkpoint`; None to begin.
+    """Choose the checkpoint that a run goes on from, by `resume_from_checkpoint`; None to begin.
 
     Args:
         wanted: "auto" or True: the newest complete one of `output_dir`, if any. A path: that one. None: begin.
@@ -208,7 +208,7 @@ def choose_checkpoint(output_dir: Path, wanted: str | bool | None) -> Path | Non
 
 
 def find_checkpoint(output_dir: Path) -> Path | None:
-    """The newest complete checkpoint; others that are newer are named in the log."""
+    """Find the newest complete checkpoint; others that are newer are named in the log."""
     for _, folder in reversed(list_checkpoints(output_dir)):
         problem = find_problem(folder)
         if problem is None:
@@ -218,7 +218,7 @@ def find_checkpoint(output_dir: Path) -> Path | None:
 
 
 def choose_start(output_dir: Path, wanted: str | bool | None) -> Path | None:
-    """`choose_checkpoint` for a script, which also refuses to begin where a run is already. Raises `ConfigError`."""
+    """Choose as `choose_checkpoint`, and refuse (`ConfigError`) to begin a run in the folder of another."""
     folder = choose_checkpoint(output_dir, wanted)
     is_own = folder is not None and folder.resolve().parent == output_dir.resolve()
     held = [path.name for _, path in list_checkpoints(output_dir)]
@@ -255,13 +255,13 @@ def rotate_checkpoints(output_dir: Path, *, limit: int | None, best: str | None 
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all that are named as checkpoints, whole or not, oldest first."""
+    """List (step, folder) of all that are named as checkpoints, whole or not, oldest first."""
     found = [(match, path) for path in output_dir.glob("checkpoint-*") if (match := _FOLDER.fullmatch(path.name))]
     return sorted((int(match[1]), path) for match, path in found if path.is_dir())
 
 
 def read_step(folder: Path) -> int:
-    """Optimizer steps behind a complete checkpoint."""
+    """Read the number of optimizer steps behind a complete checkpoint."""
     return int(json.loads((folder / STATE_FILE).read_text())["step"])
 
 
@@ -282,13 +282,13 @@ def _parse_wanted(wanted: str | bool | None) -> str | bool:
 
 
 def _without_caches(passed: dict[str, Any]) -> dict[str, Any]:
-    """A forward pass without what was computed from its layout on the way."""
+    """Copy a forward pass without the caches that its layout got on the way."""
     packed = passed["packed"]
     return {**passed, "packed": replace(packed, layout=replace(packed.layout))}
 
 
 def _remove(folder: Path) -> None:
-    """By a rename first: a folder removed in part must not look like a checkpoint."""
+    """Remove a folder, by a rename first: removed in part it must not look like a checkpoint."""
     gone = folder.with_name(_REMOVED + folder.name)
     if gone.exists():
         shutil.rmtree(gone)

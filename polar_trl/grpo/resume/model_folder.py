@@ -1,7 +1,8 @@
-"""What a user calls a checkpoint -> a model that the engine can load: a folder, a hub name, or an adapter to merge.
+"""Find the model that a name stands for, as one that the engine can load: a folder, a hub name, a merged adapter.
 
 A full model, one on the hub and a run's `checkpoint-N` are taken as they are. An adapter is merged once onto the model
-that it was trained on. It refuses, in one sentence, folders that hold no model, half of one, or one without tokenizer.
+that it was trained on. Folders that hold no model, half of one, or one without tokenizer are refused (`ConfigError`)
+in one sentence.
 """
 
 import hashlib
@@ -26,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 MERGED_FILE = "polar_merged.json"
-"""In the folder of a merged model: what it was merged from. Only a folder that has it is ever replaced."""
+"""File in a merged model's folder that names its origin. Only a folder that has it is ever replaced."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SETTINGS = (*_TOKENIZER, "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json")
-"""Of a model, besides its weights: what decides what is sampled."""
+"""Files of a model that decide what is sampled, besides its weights."""
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
 
@@ -50,7 +51,7 @@ class Checkpoint:
 
 
 def find_model(name: str | None, *, trust_remote_code: bool = False) -> Checkpoint:
-    """The checkpoint of that name. Raises `ConfigError` with what is wrong and what to do."""
+    """Find the checkpoint of a name. Raises `ConfigError` that says what is wrong and what to do."""
     name = require_name(name)
     folder = Path(name)
     if folder.is_file():
@@ -68,14 +69,14 @@ def find_model(name: str | None, *, trust_remote_code: bool = False) -> Checkpoi
 
 
 def require_name(name: str | None) -> str:
-    """The name, where one is given. Raises `ConfigError`."""
+    """Return the name. Raises `ConfigError` where none is given."""
     if not name:
         raise ConfigError("model_name_or_path is needed: a model folder, a run's checkpoint-N, or a hub name")
     return name
 
 
 def load_config(name: str | None, *, trust_remote_code: bool = False) -> Any:
-    """transformers' configuration of a folder or hub name. Raises `ConfigError`."""
+    """Load transformers' configuration of a folder or hub name. Raises `ConfigError`."""
     name = require_name(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -153,7 +154,7 @@ def _find_adapter(folder: Path, *, trust_remote_code: bool) -> Checkpoint:
 
 
 def _require_whole(folder: Path, *, trust_remote_code: bool) -> None:
-    """A full model, with every file of its weights and a tokenizer."""
+    """Require a full model, with every file of its weights and a tokenizer. Raises `ConfigError`."""
     name = f"model_name_or_path {str(folder)!r}"
     if not (folder / "config.json").exists():
         if steps := list_checkpoints(folder):
@@ -174,7 +175,7 @@ def _require_whole(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def _require_whole_file(path: Path) -> None:
-    """A file of weights that was written to its end: header and length of safetensors, the end of torch's archives."""
+    """Require a file of weights to be complete: header and length of safetensors, the end of torch's archives."""
     if path.suffix != ".safetensors":
         with path.open("rb") as file:
             start = file.read(2)
@@ -201,7 +202,7 @@ def _list_weights(folder: Path) -> list[Path]:
 
 
 def _digest(files: list[Path]) -> str:
-    """Of samples spread over the files: training changes weights everywhere, and a whole read takes minutes."""
+    """Hash samples spread over the files: training changes weights everywhere, and a whole read takes minutes."""
     state = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

@@ -20,10 +20,10 @@ from polar_trl.grpo.weights.update_ratio import UpdateRatio
 
 
 class PolicyWeights(TrainerCallback):
-    """Rounds the trained weights from the beginning of training on, and measures what pushes move.
+    """Round the trained weights from the beginning of training on, and measure how pushes move them.
 
     Args:
-        dtype: What the pass and the engine compute in; float32 is left alone.
+        dtype: The one that the pass and the engine compute in; float32 is left alone.
         seed: Of the offsets.
         dithered: False rounds to nearest.
         is_deepspeed: DeepSpeed has the masters.
@@ -42,7 +42,7 @@ class PolicyWeights(TrainerCallback):
         self.update_ratio = UpdateRatio()
 
     def resume(self, saved: dict[str, Tensor] | None) -> None:
-        """Training will begin from a checkpoint, with these lower halves of the masters, if it has any."""
+        """Have training begin from a checkpoint, with these remainders of the masters, if it has any."""
         self._saved, self._is_resumed = saved, True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ class PolicyWeights(TrainerCallback):
             self.update_ratio.note(name, merged.view(-1)[index], pushed.view(-1)[index])
 
     def measure_push(self, engine_dtype: torch.dtype, accelerator: Any) -> dict[str, float]:
-        """Metrics of a push that is over: `update_ratio` and the share of weights that changed (a collective)."""
+        """Return metrics of a push that is over: update ratio and share of weights that changed (a collective)."""
         if self._is_deepspeed and not self._num_adapted:
             return {}  # the masters are not at hand
         total = sum(parameter.numel() for parameter in self._trained.values())
@@ -94,7 +94,7 @@ class PolicyWeights(TrainerCallback):
 
 
 def find_trained_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trained parameters under the names that they have without wrappers, but for those of adapters."""
+    """Yield trained parameters, but those of adapters, under the names that they have without wrappers."""
     adapter = getattr(model, "prefix", None)  # of a PEFT model's parameters
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point() and not (adapter and adapter in name):

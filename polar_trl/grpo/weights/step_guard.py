@@ -26,15 +26,15 @@ from polar_trl.errors import StepError
 logger = logging.getLogger(__name__)
 
 MAX_FAULTS = 3
-"""So many in a row are no accident of one batch."""
+"""Faults in a row that end the run: so many are no accident of one batch."""
 LEAST_SCALE = 1.0
-"""Of the loss under float16: below it, gradients overflow that are out of range themselves."""
+"""Lowest scale of the loss under float16: below it, gradients overflow that are out of range themselves."""
 NUM_NAMED = 8
-"""Rollouts that the sentence at a run's end names; the log names all."""
+"""Most rollouts that the error at a run's end names; the log names all."""
 
 
 class StepGuard:
-    """Stands before an `AcceleratedOptimizer`. Its methods are called on all ranks alike.
+    """Judge each step of an `AcceleratedOptimizer` before it is made. Methods are called on all ranks alike.
 
     Args:
         accelerator: Of the trainer.
@@ -45,16 +45,16 @@ class StepGuard:
         self._optimizer: Any = None
         self._make_step: Any = None
         self.has_rows = False
-        """Whether any rank has a row in the coming step, as far as is known."""
+        """True where any rank has a row in the coming step, as far as is known."""
         self.fault: str | None = None
-        """Why the step that was judged last is not made; None: nothing speaks against it."""
+        """Reason why the step that was judged last is not made; None: it is."""
         self._loss = 0.0
         self._rollout_ids: set[str] = set()
         self._num_faults = 0
         self._step = 0
 
     def note(self, loss: Tensor, rollout_ids: Iterable[str]) -> None:
-        """Loss of this rank's passes, and the rollouts that they were of."""
+        """Note the loss of this rank's passes, and the rollouts that they were of."""
         self._loss += loss.item()
         self._rollout_ids.update(rollout_ids)
 
@@ -121,7 +121,7 @@ class StepGuard:
         return [count > 0 for count in self._accelerator.reduce(found, reduction="sum").tolist()]
 
     def _step_if_sound(self, *args: Any, **kwargs: Any) -> None:
-        """In the place of the optimizer's `step`."""
+        """Stand in the place of the optimizer's `step`."""
         optimizer = self._optimizer
         is_made = self.has_rows and self.fault is None
         if is_made or self._is_deepspeed:
@@ -141,7 +141,7 @@ class StepGuard:
         self._rollout_ids.clear()
 
     def _require_finite_weights(self) -> None:
-        """One read of what the optimizer holds of them."""
+        """Read the optimizer's weights once. Raises `StepError` if any is not finite."""
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         shards = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
         largest = torch.nn.utils.get_total_norm([shard for shard in shards if shard.numel()], math.inf)
@@ -154,4 +154,4 @@ class StepGuard:
 
 
 def _make_none(*args: Any, **kwargs: Any) -> None:
-    """A torch optimizer's step that is none."""
+    """Make no step, in the place of a torch optimizer's."""

@@ -17,7 +17,7 @@ NUM_SAMPLED = 1 << 22
 
 
 class UpdateRatio:
-    """Sums over a sample of the weights, from push to push."""
+    """Compare moves of a sample of the weights in the engine and in the masters, from push to push."""
 
     def __init__(self) -> None:
         self._index: dict[str, Tensor] = {}
@@ -26,7 +26,7 @@ class UpdateRatio:
         """Of the engine's moves, of the masters', of weights that changed in the engine, and of those looked at."""
 
     def choose(self, name: str, count: int, total: int, device: torch.device) -> Tensor:
-        """Positions of the weights of a parameter that are compared, always the same.
+        """Choose the positions of a parameter's weights that are compared, always the same.
 
         Args:
             count: Weights of the parameter.
@@ -41,7 +41,7 @@ class UpdateRatio:
         return self._index[name]
 
     def note(self, name: str, master: Tensor, pushed: Tensor) -> None:
-        """Values [K] of the chosen weights of a parameter: the master's, and what the engine was given."""
+        """Note a parameter's chosen weights, flat: in the master, and as the engine was given them."""
         master, pushed = master.detach().float().clone(), pushed.detach().float()
         if name in self._before:
             master_before, pushed_before = self._before[name]
@@ -51,7 +51,7 @@ class UpdateRatio:
         self._before[name] = (master, pushed)
 
     def finish(self, accelerator: Any) -> dict[str, float]:
-        """Metrics of the push, over all ranks (a collective); none where no master has moved since the last."""
+        """Return metrics of the push over all ranks (a collective); none where no master has moved since the last."""
         sums, self._sums = self._sums.to(accelerator.device), torch.zeros(4, dtype=torch.float64)
         engine, masters, changed, count = accelerator.reduce(sums, reduction="sum").tolist()
         if masters == 0:

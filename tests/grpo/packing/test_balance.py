@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_lengths import SETS, build_rows, build_sessions
 
@@ -43,13 +43,13 @@ def check_plan(plan: Plan, rows: list[Ids], *, num_ranks: int, max_tokens: int, 
     flat = [row for batches in plan.micro_batches for batch in batches for row in batch]
     assert sorted(flat) == list(range(len(rows)))
     forwarded = 0
-    for batches, rank_cost in zip(plan.micro_batches, plan.costs_R, strict=True):
+    for batches, rank_cost in zip(plan.micro_batches, plan.costs_W, strict=True):
         layouts = [build_layout([rows[row] for row in batch], share_prefixes=share) for batch in batches]
         for layout, batch in zip(layouts, batches, strict=True):
             assert layout.num_tokens <= max_tokens or len(batch) == 1
         costs = [sum(cost.cost_of(s.end - s.start, s.depth) for s in layout.segments) for layout in layouts]
         assert sum(costs) == pytest.approx(rank_cost, rel=1e-9)
-        assert all(a >= b * (1 - 1e-9) for a, b in pairwise(costs))  # the dearest first
+        assert all(a >= b * (1 - 1e-9) for a, b in pairwise(costs))  # the most expensive first
         filled = [batch != () for batch in batches]
         assert filled == sorted(filled, reverse=True)  # fillers at the end
         forwarded += sum(layout.num_tokens for layout in layouts)
@@ -59,6 +59,7 @@ def check_plan(plan: Plan, rows: list[Ids], *, num_ranks: int, max_tokens: int, 
 
 
 @given(ROWS, st.integers(1, 5), st.integers(1, 30), st.booleans())
+@settings(deadline=None)  # a plan takes as long as other jobs of the machine let it
 def test_plans_hold_every_row_once_within_the_budget(
     rows: list[Ids], num_ranks: int, max_tokens: int, share: bool
 ) -> None:
@@ -68,8 +69,8 @@ def test_plans_hold_every_row_once_within_the_budget(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_units_of_rows_that_fork_within_are_counted_right(num_ranks: int) -> None:
-    """Rows that share most of what they are fork and fork again: several units, and what these share, in one batch."""
+def test_clusters_of_rows_that_fork_within_are_counted_right(num_ranks: int) -> None:
+    """Rows that share most tokens fork and fork again: several clusters, and what these share, in one batch."""
     rng = np.random.default_rng(0)
     for _ in range(40):
         rows = [np.zeros(30, dtype=np.int64)]
@@ -83,8 +84,9 @@ def test_units_of_rows_that_fork_within_are_counted_right(num_ranks: int) -> Non
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(2, 3))
+@settings(deadline=None)
 def test_no_plan_is_worse_than_grahams_bound(lengths: list[int], num_ranks: int) -> None:
-    """The dearest first is at most 4/3 - 1/(3R) of the best split (Graham 1969), and refinement only lowers it."""
+    """LPT is at most 4/3 - 1/(3W) of the best split (Graham 1969), and local search only lowers it."""
     plan = plan_rows([np.zeros(n, dtype=np.int64) for n in lengths], num_ranks=num_ranks, max_tokens=1000)
     costs = [COST.cost_of(n) for n in lengths]
     best = min(
@@ -132,11 +134,19 @@ def test_a_giant_row_leaves_the_others_to_the_other_ranks() -> None:
     assert plan.cost == plan.lower_bound == COST.cost_of(1000)
 
 
-def test_refinement_mends_what_the_dearest_first_leaves() -> None:
-    """3 3 2 2 2 on two ranks: the dearest first ends with 7 and 5, a swap with 6 and 6."""
+def test_local_search_mends_what_longest_first_leaves() -> None:
+    """3 3 2 2 2 on two ranks: LPT ends with 7 and 5, a swap with 6 and 6."""
     tokens_only = CostModel(per_token=1.0, per_pair=0.0)
     rows = [np.arange(n) for n in (3, 3, 2, 2, 2)]
-    assert plan_rows(rows, num_ranks=2, max_tokens=100, cost=tokens_only).costs_R == (6.0, 6.0)
+    assert plan_rows(rows, num_ranks=2, max_tokens=100, cost=tokens_only).costs_W == (6.0, 6.0)
+
+
+def test_the_worked_example_keeps_prefix_clusters_together() -> None:
+    """Rows one at a time would end with 10 and 10 tokens; clusters of two end with 6 and 6."""
+    tokens_only = CostModel(per_token=1.0, per_pair=0.0)
+    rows = [np.array([*map(ord, row)]) for row in ("ssssa", "ssssb", "ttttu", "ttttv")]
+    plan = plan_rows(rows, num_ranks=2, max_tokens=100, share=True, cost=tokens_only)
+    assert (plan.micro_batches, plan.costs_W) == ((((0, 1),), ((2, 3),)), (6.0, 6.0))
 
 
 def test_a_group_stays_together_where_that_costs_no_balance() -> None:
@@ -177,7 +187,7 @@ def test_tree_steps_are_near_the_best_split(name: str, num_ranks: int) -> None:
         plan = plan_rows(rows, num_ranks=num_ranks, max_tokens=131_072, share=True, cost=QWEN3)
         check_plan(plan, rows, num_ranks=num_ranks, max_tokens=131_072, share=True, cost=QWEN3)
         assert plan.cost < (1.1 if name == "20k/40" else 1.05) * plan.lower_bound
-        assert plan.cost < 1.03 * max(np.mean(plan.costs_R), QWEN3.cost_of(max(map(len, rows))))
+        assert plan.cost < 1.03 * max(np.mean(plan.costs_W), QWEN3.cost_of(max(map(len, rows))))
         roomy = plan_rows(rows, num_ranks=num_ranks, max_tokens=10_000_000, share=True, cost=QWEN3)
         assert roomy.cost < 1.05 * roomy.lower_bound
 

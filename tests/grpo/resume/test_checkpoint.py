@@ -62,7 +62,7 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
     rows = [np.array([1, 2, 3, 4]), np.array([1, 2, 9])]
     scored = [np.array([False, True, False, True]), np.array([False, False, True])]
     packed = pack_rows(rows, scored, kind="tree", device=CPU)
-    assert packed.layout.subtree_ends_N.tolist() == [5, 5, 4, 4, 5]  # a cache, which is not written
+    assert packed.layout.subtree_ends_L.tolist() == [5, 5, 4, 4, 5]  # a cache, which is not written
     rows = [{"rollout": "train-0", "calls": [0, 1], "trained": [(3, 5)], "num_trainable": 2, "advantage": 0.1}]
     passed = {"advantages": torch.tensor([0.1, -0.3]), "packed": packed, "rows": rows}
     folder = tmp_path / "checkpoint-3"
@@ -77,7 +77,7 @@ def test_what_is_in_hand_is_read_back_to_the_bit(tmp_path: Path) -> None:
     assert nothing == []
     assert read["rows"] == passed["rows"]
     assert torch.equal(read["advantages"], passed["advantages"])
-    assert "subtree_ends_N" not in vars(read["packed"].layout)
+    assert "subtree_ends_L" not in vars(read["packed"].layout)
     assert [read["packed"].layout.positions_of(row).tolist() for row in (0, 1)] == [[0, 1, 2, 3], [0, 1, 4]]
     for name in ("input_ids", "position_ids", "scored_positions", "labels", "row_of_S"):
         assert torch.equal(getattr(read["packed"], name), getattr(packed, name)), name

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from session_lengths import SETS, build_rows, build_sessions
 
-from polar_trl.grpo.packing.layout import count_unique_tokens
+from polar_trl.grpo.packing.layout import build_layout
 
 
 def test_swe_sessions_have_polars_messages() -> None:
@@ -22,7 +22,8 @@ def test_rows_have_the_ratios_of_the_survey(name: str, merging: float, sharing: 
     merged = [row.token_ids for row in build_rows(name, sessions, merged=True, vocab_size=50_000, scale=0.1)]
     num_merged = sum(map(len, merged))
     assert abs(sum(len(row.token_ids) for row in per_request) / num_merged / merging - 1) < 0.05
-    assert abs(num_merged / count_unique_tokens(merged) / sharing - 1) < 0.05
+    num_unique = build_layout(merged, share_prefixes=True).num_tokens
+    assert abs(num_merged / num_unique / sharing - 1) < 0.05
 
 
 @pytest.mark.parametrize("name", SETS)
