@@ -1,7 +1,7 @@
-"""Agents from npm and PyPI, at exact versions, into a cache that sandboxes only read.
+"""Install agents from npm and PyPI, at exact versions, into a cache that sandboxes only read.
 
-It refuses a registry's substitute: npm installs an older release without a word where a package's `engines` do not
-match, so what was installed is read back from its own metadata.
+Refuses another version than the one asked for: npm installs an older release without a word where a package's
+`engines` do not match, so the version is read back from the installed metadata.
 
     <cache>/<name>-<version>/             one package with all that it needs
     <cache>/<name>-<version>/.installed   written last: a folder without it is an interrupted installation
@@ -47,15 +47,15 @@ class Package(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where it is installed, or would be."""
+        """Folder of its installation, there or not."""
         ...
 
     def read_version(self) -> str | None:
-        """The version that its metadata in `folder` names, whole or not; None where there is none."""
+        """Read the version from its metadata in `folder`, whole or not; None where there is none."""
         ...
 
     def find_version(self) -> str | None:
-        """The version that is installed; None where none is, or not all of it."""
+        """Return the installed version; None where the installation is missing or was interrupted."""
         ...
 
     def install(self) -> None:
@@ -168,7 +168,7 @@ UV = PyPIPackage(name="uv", version="0.13.9", binary="uv", installer="pip")
 
 
 def put_node_first() -> str:
-    """The line of an agent's command that runs it on `NODE`."""
+    """Build the line of an agent's command that puts `NODE` first on PATH."""
     return f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"'
 
 
@@ -178,7 +178,7 @@ def _find_version(package: Package) -> str | None:
 
 @contextmanager
 def _installing(package: Package) -> Iterator[Path | None]:
-    """The empty folder to install into, or None where the right version is there. One process at a time."""
+    """Yield the empty folder to install into, or None where the version is there. One process at a time."""
     if package.find_version() == package.version:
         yield None  # without the lock: a cache that was filled beforehand need not be writable
         return
