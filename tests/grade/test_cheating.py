@@ -1,4 +1,4 @@
-"""The cheating table, in containers: what an agent does to be paid without the work, each worth 0 and counted."""
+"""The reward hacking table, in containers: each cheat is worth 0 and counted."""
 
 import sys
 from collections.abc import Iterator
