@@ -7,13 +7,12 @@ without tests that must pass, a test patch or a base commit.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.names import list_patched_paths
-from polar_trl.tasks.fields import require_type
 from polar_trl.tasks.rules import (
     COLUMNS,
     READ_COLUMNS,
@@ -128,7 +127,8 @@ def parse_row(row: Mapping[str, Any], where: str) -> Task:
 def _parse_ids(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
     """Parse a list of test ids, or its JSON text as SWE-bench has it."""
     value = _parse_json(row.get(name))
-    require_type(name, value, tuple[str, ...], where)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(item, str) for item in value):
+        raise TaskError(f"{where}: {name!r} must be a list of texts, not {row.get(name)!r:.100}")
     return tuple(value)
 
 
