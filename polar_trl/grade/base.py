@@ -1,4 +1,4 @@
-"""From a finished sandbox to a reward, or to the reason why there is none."""
+"""The grader protocol: a finished sandbox gives a reward, or raises why there is none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,27 +10,27 @@ from polar_trl.types import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:
-    """What a session's work is worth."""
+    """The reward of a session's work, and named counts."""
 
     reward: float
     counters: Mapping[str, int] = field(default_factory=dict)
-    """Named counts for the rollout, such as an agent's attempts on its judge."""
+    """Named counts for the rollout, such as tampering with the grader."""
 
 
 _LARGEST = 3.4028234663852886e38
-"""The largest float32: rewards are trained in it, and count in an evaluation as they would in training."""
+"""The largest float32: rewards are trained in that type, and evaluations count the same ones."""
 
 
 def is_finite_reward(value: Any) -> bool:
-    """Whether a real number is neither NaN nor infinite, nor too large to be trained."""
+    """Return whether a real number is neither NaN nor infinite, nor too large for float32."""
     return bool(-_LARGEST <= value <= _LARGEST)
 
 
 class Grader(Protocol):
-    """Decides what a session's work is worth."""
+    """Grades a session's work."""
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward, a finite number.
+        """Return the reward, a finite number.
 
         Raises `GradeError` (or anything else) where none can be determined: the rollout then has no reward and
         enters neither a baseline nor a gradient.
@@ -43,9 +43,9 @@ class FreshSandboxGrader(Protocol):
     """A grader that looks at the work in a sandbox of its own, which can be made while the agent still works."""
 
     def order(self, task: Task) -> None:
-        """`grade` will be called for this task: have made ready what it will want."""
+        """Have a sandbox made ready: `grade` will be called for this task."""
         ...
 
     def withdraw(self, task: Task) -> None:
-        """It will not be called after all."""
+        """Take an order back: `grade` will not be called after all."""
         ...

@@ -1,6 +1,6 @@
-"""A task -> the grader that its own fields ask for: a command, hidden tests, SWE-bench's way, Harbor's verifier.
+"""Choose a task's grader by its fields: a command, hidden tests, SWE-bench's script, Harbor's verifier.
 
-It refuses, before a run starts, a task that none of them can grade.
+`check_gradable` refuses, before a run starts, a task that none of them can grade.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ Kind = Literal["command", "pytest", "swebench", "harbor"]
 
 
 class GraderByTask:
-    """Grades each task in its own way.
+    """Grades each task by the grader that its fields ask for.
 
     Args:
         backend: Makes the fresh sandboxes of hidden tests. A `WarmPool` has them ready in time.
-        command: For tasks that bring no way of their own.
-        command_reward: What the commands say; see `CommandGrader`.
+        command: For tasks that name no grader.
+        command_reward: See `CommandGrader`.
         partial: Reward the share of the failing tests that pass, as long as none of the others broke.
     """
 
@@ -45,7 +45,7 @@ class GraderByTask:
         }
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward. Raises `GradeError` where the task's grader decided nothing."""
+        """Return the reward. Raises `GradeError` where the task's grader decided nothing."""
         grader = self._find(task)
         if grader is None:
             raise GradeError(f"task {task.id}: {NOBODY}")
@@ -72,7 +72,7 @@ NOBODY = "it has no `grader` command, no tests and no Harbor verifier, and the r
 
 
 def find_kind(task: Task, *, has_command: bool = False) -> Kind | None:
-    """Who grades a task; None: nobody. A task's own command comes before its tests."""
+    """Return the kind of a task's grader, None for no grader. A task's own command comes before its tests."""
     if task.grader is not None:
         return "command"
     if task.tests is not None:
@@ -83,10 +83,10 @@ def find_kind(task: Task, *, has_command: bool = False) -> Kind | None:
 
 
 def check_gradable(tasks: Sequence[Task], backend: SandboxBackend, *, has_command: bool = False) -> None:
-    """Raises `TaskError` naming the first task that nobody can grade, and why; `ConfigError` if a package is missing.
+    """Raise `TaskError` naming the first task that nobody can grade, and why; `ConfigError` if a package is missing.
 
     Args:
-        backend: Where the tasks run.
+        backend: Of the sandboxes that the tasks run in.
         has_command: Whether the run has a grader command for tasks that bring nothing.
     """
     for task in tasks:

@@ -1,8 +1,7 @@
-"""Two tests whose outcome is known, to ride along with those that decide: one must pass, the other must fail.
+"""Canary tests: two tests of known outcome among those that decide, one that must pass and one that must fail.
 
 They are made of words of the deciding tests' own names and lie in the same folder, so that neither name, place nor
-look tells them from real ones. It refuses to say more than this: code that works out which is which, and answers
-right, is not noticed.
+look tells them from real ones. Code that works out which is which, and answers right, is not noticed.
 """
 
 import re
@@ -18,7 +17,7 @@ WORDS = ("values", "empty", "nested", "order", "types", "keys", "names", "parse"
 
 
 class Canary:
-    """Files with both tests, beside a file of those that decide where that can be.
+    """Files with both tests, beside a file of the deciding tests where possible.
 
     Args:
         ids: Of the tests that decide.
@@ -39,7 +38,7 @@ class Canary:
         ]
         secrets.SystemRandom().shuffle(tests)
         self.arguments: tuple[str, ...]
-        """What the test command is given for it."""
+        """Words for the test command that name the canary."""
         if style == "django":
             self.arguments = (folder,)
             head = f"import unittest\n\n\nclass {module.title().replace('_', '')}(unittest.TestCase):\n"
@@ -55,12 +54,12 @@ class Canary:
             self._passing, self._failing = (f"{place}::test_{name}" for name in (passing, failing))
 
     def lay(self, sandbox: Sandbox) -> None:
-        """Write the files."""
+        """Write the files of the canary into a sandbox."""
         for path, text in self.files.items():
             sandbox.put(path, text.encode())
 
     def find_fault(self, outcomes: Mapping[str, str], *, passed: str, failed: str) -> str | None:
-        """The counter of what is wrong with the two, None where nothing is."""
+        """Return the counter of a fault of the two outcomes, None where both are right."""
         seen = [_find(outcomes, name) for name in (self._passing, self._failing)]
         if seen == [passed, failed]:
             return None
@@ -68,12 +67,12 @@ class Canary:
 
 
 def _find(outcomes: Mapping[str, str], name: str) -> str | None:
-    """A test's outcome by the beginning of its id: how it goes on is for the version of the runner to say."""
+    """Find a test's outcome by the beginning of its id: the rest depends on the version of the runner."""
     return next((outcome for id_, outcome in outcomes.items() if id_.startswith(name)), None)
 
 
 def _find_place(ids: Sequence[str], paths: Sequence[str], module: str) -> tuple[str, bool] | None:
-    """A path beside a deciding file and whether pytest finds it by itself; None where it would not take the name."""
+    """Return a path beside a deciding file and whether pytest finds it by itself; None where it takes no such name."""
     for file in dict.fromkeys(PurePosixPath(name.partition("::")[0]) for name in ids):
         if file.suffix != ".py":
             continue

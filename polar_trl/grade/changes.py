@@ -1,8 +1,8 @@
-"""Two folder trees to what changed between them, and that laid over a third: an agent's work, without its sandbox.
+"""Diff two folder trees and apply the changes to a third: an agent's work, without its sandbox.
 
 Works on bytes, so binary files, new files, modes and links come through; ignores version control's own folders. Of an
-overlay and the tree below it, only what changed is read. It refuses to write outside of the folder it was given,
-whatever links the trees hold.
+overlay and the tree below it, only changed files are read. Nothing is written outside of the given folder, whatever
+links the trees hold.
 """
 
 import os
@@ -17,29 +17,29 @@ from polar_trl.errors import FileTooLargeError, GradeError, TreeUnreadableError
 
 MAX_BYTES = 512 << 20
 MAX_DEPTH = 200
-"""Folders in each other."""
+"""Nested folders."""
 IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
 UNUSABLE: Mapping[type[Exception], str] = {
     FileTooLargeError: "changes_too_large",
     TreeUnreadableError: "changes_unreadable",
 }
-"""What `find_changes` raises over a tree that an agent left -> its counter: reward 0, and the agent's own loss."""
+"""Counters of the errors of `find_changes` over a tree that an agent left: reward 0, the agent's own loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One path that is not as it was."""
+    """A file or link that was added, changed or removed."""
 
     kind: Literal["file", "link", "gone"]
     content: bytes = b""
-    """Of a file; where a link points."""
+    """Bytes of a file; target of a link."""
     is_executable: bool = False
     is_new: bool = False
-    """There was nothing at this path."""
+    """Whether nothing was at this path before."""
 
 
 def find_changes(before: Path | None, after: Path) -> dict[str, Change]:
-    """Relative path -> change, in the order of paths. FIFOs, sockets and devices are nobody's work and are left out.
+    """Return changes by relative path, in the order of paths. FIFOs, sockets and devices are left out.
 
     Args:
         before: None: an empty tree.
@@ -69,7 +69,7 @@ def find_changes(before: Path | None, after: Path) -> dict[str, Change]:
 
 
 def apply_changes(changes: Mapping[str, Change], folder: Path) -> None:
-    """Lay changes over a tree that nobody runs in. What is in the way of a changed path gives way.
+    """Apply changes to a tree that nobody runs in. Files in the way of a changed path give way.
 
     Raises `GradeError` for a path that leads outside by itself.
     """
@@ -87,10 +87,10 @@ def apply_changes(changes: Mapping[str, Change], folder: Path) -> None:
 
 
 def list_folders(root: Path, refuse: Callable[[str], object]) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-    """Every folder below a tree's root, "" itself, with what is in it; links are not followed.
+    """Yield every folder below a tree's root (itself ""), with its entries; links are not followed.
 
     Args:
-        refuse: Told of each folder that is too deep or may not be read, before the others go on.
+        refuse: Called with each folder that is too deep or may not be read.
     """
     left = [""]
     while left:
@@ -167,5 +167,5 @@ def _write(folder: Path, path: str, change: Change) -> None:
 
 
 def _is_inside(target: Path, folder: Path) -> bool:
-    """Whether no link on the way to `target` leads out of the folder."""
+    """Return whether no link on the way to `target` leads out of the folder."""
     return target.parent.resolve().is_relative_to(folder.resolve())

@@ -1,6 +1,6 @@
-"""A shell command in the finished sandbox as a grader: its exit code or the number that it prints is the reward.
+"""Grade by a shell command in the finished sandbox: its exit code, or the number that it prints, is the reward.
 
-It refuses to guess: a command that fails in any way but "1, the work is wrong" has decided nothing.
+A command that fails in any way but "1, the work is wrong" has decided nothing, and raises `GradeError`.
 """
 
 from typing import Literal
@@ -27,7 +27,7 @@ class CommandGrader:
         self._reward = reward
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward. Raises `GradeError` where the command decided nothing."""
+        """Return the reward. Raises `GradeError` where the command decided nothing."""
         command = task.grader or self._command
         # a blank one would exit with 0 and reward everything
         if command is None or not command.strip():

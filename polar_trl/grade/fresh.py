@@ -1,6 +1,6 @@
-"""A task -> a sandbox in which its work is graded: one that the agent never ran in.
+"""Open fresh sandboxes for grading, in which the agent never ran.
 
-It refuses nothing itself; a sandbox that cannot be made raises `SandboxError`, and so decides nothing.
+A sandbox that cannot be made raises `SandboxError`, and so decides no reward.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class FreshSandboxes:
-    """Makes them, or takes those that a `WarmPool` was told of in time.
+    """Makes fresh sandboxes, or takes those that a `WarmPool` has ready.
 
     Args:
         backend: Makes the sandboxes.
@@ -29,18 +29,18 @@ class FreshSandboxes:
         self._writable_root = writable_root
 
     def order(self, task: Task) -> None:
-        """One will be opened for this task."""
+        """Have a sandbox made ready: one will be opened for this task."""
         if isinstance(self._backend, WarmPool):
             self._backend.order(self._build_task(task))
 
     def withdraw(self, task: Task) -> None:
-        """It will not be opened after all."""
+        """Take an order back: no sandbox will be opened for this task after all."""
         if isinstance(self._backend, WarmPool):
             self._backend.withdraw(self._build_task(task))
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """With the task's work tree, but not its `files`: those come over with the agent's changes."""
+        """Open a sandbox with the task's work tree, but not its `files`: those come with the agent's changes."""
         sandbox = self._backend.create(self._build_task(task), f"{task.id}-grade")
         try:
             yield sandbox

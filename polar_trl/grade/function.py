@@ -1,4 +1,4 @@
-"""A Python function as a grader: its number is the reward, and anything else is no reward."""
+"""Grade by a Python function: its number is the reward, and anything else raises `GradeError`."""
 
 import numbers
 import threading
@@ -23,7 +23,7 @@ class FunctionGrader:
         self._function = function
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The function's number. Raises `GradeError` if it raises or returns anything else."""
+        """Return the function's number. Raises `GradeError` if it raises or returns anything else."""
         outcome: Future[Any] = Future()
         threading.Thread(target=self._call, args=(outcome, task, sandbox), daemon=True, name="polar-grader").start()
         try:

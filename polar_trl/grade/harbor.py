@@ -1,12 +1,12 @@
-"""Harbor's verifier, run in the agent's own sandbox after everything of the agent is dead; it writes the reward.
+"""Grade by Harbor's verifier, run in the agent's own sandbox after every process of the agent is dead.
 
-The format's way: /tests and /logs/verifier are emptied, the task's tests/ is laid, `bash /tests/test.sh` runs in the
+As in the format, /tests and /logs/verifier are emptied, the task's tests/ is laid, `bash /tests/test.sh` runs in the
 work folder and writes /logs/verifier/reward.json (a number, or named numbers, of which "reward" counts, else their
-mean) or reward.txt. As in the format, the script's exit code says nothing. Rewards are clamped to 0..1.
+mean) or reward.txt. The script's exit code says nothing. Rewards are clamped to 0..1.
 
 The sandbox is the one that the agent worked in, so a program that it replaced there is what the verifier runs: tasks
-with hidden tests of their own (tests/spec.json) are graded in a fresh one instead. It refuses to call a container that
-is gone a failure of the agent.
+with hidden tests of their own (tests/spec.json) are graded in a fresh one instead. A container that is gone raises
+`SandboxError`, and is no failure of the agent.
 """
 
 import json
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import GradeError
-from polar_trl.grade.attempts import add_total, count_planted
 from polar_trl.grade.base import Grade
 from polar_trl.grade.changes import UNUSABLE, find_changes
+from polar_trl.grade.reward_hacking import add_total, count_planted
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
@@ -33,11 +33,11 @@ class HarborGrader:
     """Grades task folders of Harbor by their own tests/test.sh. Needs sandboxes with a root of their own."""
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward. Raises `GradeError`, and `SandboxError` where the container is gone."""
+        """Return the reward. Raises `GradeError`, and `SandboxError` where the container is gone."""
         harbor = task.metadata.get("harbor")
         if not isinstance(harbor, Mapping):
             raise GradeError(f"task {task.id} is no task folder of Harbor's")
-        counts = self._count_attempts(sandbox)
+        counts = self._count_tampering(sandbox)
         with tempfile.TemporaryDirectory(prefix="polar-verifier-") as empty:
             sandbox.upload(Path(empty), VERDICT)
         sandbox.upload(Path(harbor["folder"]) / "tests", TESTS)
@@ -53,7 +53,7 @@ class HarborGrader:
             counts["verifier_rewards_clamped"] += 1
         return Grade(reward=min(max(reward or 0.0, 0.0), 1.0), counters=add_total(counts))
 
-    def _count_attempts(self, sandbox: Sandbox) -> Counter[str]:
+    def _count_tampering(self, sandbox: Sandbox) -> Counter[str]:
         try:
             changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
         except tuple(UNUSABLE):
@@ -64,7 +64,7 @@ class HarborGrader:
         return counts
 
     def _read_reward(self, sandbox: Sandbox) -> float | None:
-        """None where there is no file of the format, or no finite number in it."""
+        """Read the reward file; None where there is none, or no finite number in it."""
         for name in REWARD_FILES:
             result = sandbox.run(f"cat {VERDICT}/{name}", env={}, timeout_s=READ_TIMEOUT_S)
             if result.exit_code == 0:
@@ -73,7 +73,7 @@ class HarborGrader:
 
 
 def parse_reward(text: str) -> float | None:
-    """What a reward file says; None where that is no finite number."""
+    """Parse the text of a reward file; None where that is no finite number."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,12 +1,12 @@
-"""A row of SWE-bench or SWE-Gym and an agent's changes -> the reward, decided by the row's own script and parser.
+"""Grade a row of SWE-bench or SWE-Gym by its own evaluation script and log parser.
 
 The changes are laid over a fresh copy of the image's /testbed, none at paths that decide how tests run. Then the row's
 `eval_script` runs, or the script that `swebench` 4.1 has for its repository and version, and that package's parser
 reads the test command's output: 1 where all of FAIL_TO_PASS and PASS_TO_PASS passed. A skipped test has not passed.
 
-Two tests of known outcome ride along with pytest (tox included) and Django's runner, as in `tests.py`. Elsewhere,
-which is SymPy, what the tested code prints is believed. It refuses rows that neither have a script nor are known to
-the package, unless their tests are plain pytest files.
+Two canary tests ride along with pytest (tox included) and Django's runner, as in `tests.py`. Elsewhere,
+which is SymPy, the output of the tested code is believed. Refuses rows that neither have a script nor are known to the
+package, unless their tests are plain pytest files.
 """
 
 import re
@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
-from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
 from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary, Style
 from polar_trl.grade.changes import UNUSABLE, apply_changes, find_changes
-from polar_trl.grade.fresh import FreshSandboxes
-from polar_trl.grade.tests import NOT_STARTED, score
-from polar_trl.sandbox.base import Sandbox, SandboxBackend
+from polar_trl.grade.reward_hacking import Protection, add_total, count_planted, read_fix
+from polar_trl.grade.tests import NOT_STARTED, HiddenTestsGrader, score
+from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task, TestSpec
 
 ENVIRONMENT = "testbed"
@@ -33,7 +32,7 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_BU
 PASSED = ("PASSED", "XFAIL")
 _START = re.compile(r"^.*>>>>> Start Test Output.*\n", re.MULTILINE)
 _END = re.compile(r"^.*>>>>> End Test Output.*$", re.MULTILINE)
-# the test command -> how it is told what to run
+# by the test command: how it names its tests
 _STYLES: dict[Style, re.Pattern[str]] = {
     "pytest": re.compile(r"(?:^|[\s/])(?:pytest|py\.test)\s|^tox\s.*\s--(?:\s|$)"),
     "django": re.compile(r"(?:^|\s)\./tests/runtests\.py\s"),
@@ -42,29 +41,13 @@ _PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR) (.*\S)\s*$", re.MULTILINE)
 _UNITTEST_LINE = re.compile(r"^(\w+ \([\w.]+\)) \.\.\. (ok|FAIL|ERROR)$", re.MULTILINE)
 
 
-class SwebenchGrader:
-    """Grades tasks that have `tests` with the runner "swebench".
+class SwebenchGrader(HiddenTestsGrader):
+    """Grades tasks that have `tests` with the runner "swebench", in sandboxes of the row's image."""
 
-    Args:
-        backend: Makes the fresh sandboxes, from the row's image.
-        partial: Reward the share of the failing tests that pass, as long as none of the others broke.
-    """
-
-    def __init__(self, backend: SandboxBackend, *, partial: bool = False) -> None:
-        # install commands write into the image's environment
-        self._fresh = FreshSandboxes(backend, writable_root=True)
-        self._partial = partial
-
-    def order(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
-        self._fresh.order(task)
-
-    def withdraw(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
-        self._fresh.withdraw(task)
+    writable_root = True  # install commands write into the image's environment
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward, and under which names the agent's attempts on its judge are counted. Raises `GradeError`."""
+        """Return the reward, and counts of tampering with the grader. Raises `GradeError`."""
         spec = task.tests
         if spec is None:
             raise GradeError(f"task {task.id} has no tests")
@@ -104,12 +87,12 @@ class SwebenchGrader:
 
 
 def check_row(task: Task) -> None:
-    """Raises `TaskError` for a row that cannot be graded, `ConfigError` where `swebench` is not installed."""
+    """Raise `TaskError` for a row that cannot be graded, `ConfigError` where `swebench` is not installed."""
     build_script(task)
 
 
 def build_script(task: Task) -> str:
-    """What is run in a fresh sandbox. Raises `TaskError`, `ConfigError`."""
+    """Build the script that runs in a fresh sandbox. Raises `TaskError`, `ConfigError`."""
     row = task.metadata.get("swebench")
     if not isinstance(row, Mapping):
         raise TaskError(f"task {task.id!r}: metadata.swebench, the columns of its row, is missing")
@@ -131,7 +114,7 @@ def build_script(task: Task) -> str:
 
 
 def _build_pytest_script(task: Task, row: Mapping[str, Any], workdir: str) -> list[str]:
-    """For repositories that the package does not know, such as SWE-Gym's."""
+    """Build the script of a repository that the package does not know, such as SWE-Gym's."""
     files = [name for name in (task.tests.protected if task.tests else ()) if name.endswith(".py")]
     if not files or not all("::" in name for name in (task.tests.fail_to_pass if task.tests else ())):
         raise TaskError(
@@ -153,7 +136,7 @@ def _build_pytest_script(task: Task, row: Mapping[str, Any], workdir: str) -> li
 
 
 def cut_script(script: str) -> tuple[str, str, str]:
-    """What comes before the tests are run, what runs them, what comes after; all runs them where no mark is."""
+    """Split a script into the parts before, in and after its test run; without marks all of it is the test run."""
     start = _START.search(script)
     end = _END.search(script, start.end()) if start else None
     if start is None or end is None:
@@ -162,13 +145,13 @@ def cut_script(script: str) -> tuple[str, str, str]:
 
 
 def find_style(body: str) -> Style | None:
-    """How the last command of what runs the tests is told which; None: in no way that two more can be added by."""
+    """Return how the last command of the test run names its tests; None: none to which tests can be added."""
     command = body.rstrip().rpartition("\n")[2]
     return next((style for style, pattern in _STYLES.items() if pattern.search(command)), None)
 
 
 def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> tuple[str, str | None]:
-    """What the test command printed, and the counter of what went wrong with it. Raises `GradeError`."""
+    """Run the script; return the log of its test run and the counter of a fault, if any. Raises `GradeError`."""
     fresh.put("~/eval.sh", script.encode())
     env = {**task.env, **(OFFLINE if task.network == "none" else {})}
     result = fresh.run("bash ~/eval.sh", env=env, timeout_s=timeout_s)
@@ -184,7 +167,7 @@ def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> 
 
 
 def parse_log(task: Task, log: str) -> dict[str, str]:
-    """Test -> "PASSED", "FAILED", "ERROR", "SKIPPED" or "XFAIL", by the package's parser for the row's repository."""
+    """Parse a log to PASSED, FAILED, ERROR, SKIPPED or XFAIL by test, with the package's parser for the repository."""
     row, harness = task.metadata["swebench"], _import_harness()
     parsers = harness.log_parsers.MAP_REPO_TO_PARSER
     by_name = {parser.__name__: parser for parser in parsers.values()}
@@ -195,7 +178,7 @@ def parse_log(task: Task, log: str) -> dict[str, str]:
 
 
 def has_passed(name: str, outcomes: Mapping[str, str]) -> bool:
-    """Whether a test of a row passed. Ids with parameters may have been cut at a blank: all that begin so count."""
+    """Return whether a test of a row passed. For an id cut at a blank in its parameters, all that begin so count."""
     if name in outcomes:
         return outcomes[name] in PASSED
     is_cut = "[" in name and not name.endswith("]")
@@ -204,7 +187,7 @@ def has_passed(name: str, outcomes: Mapping[str, str]) -> bool:
 
 
 def contradicts_itself(log: str) -> bool:
-    """Whether the log says of one test that it passed and that it did not: something else wrote to it."""
+    """Return whether a test both passed and failed in the log: something else wrote to it."""
     passed, failed = set[str](), set[str]()
     for outcome, name in _PYTEST_LINE.findall(log):
         if outcome == "PASSED":

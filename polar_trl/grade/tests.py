@@ -1,13 +1,13 @@
-"""The agent's changes, laid over a fresh tree in a fresh sandbox, and the task's hidden tests: all pass is reward 1.
+"""Grade by hidden tests: the agent's changes laid over a fresh tree in a fresh sandbox; all pass is reward 1.
 
-What the agent ran in is never graded: only files come over, and none at paths that decide how tests run. Hidden tests
-are laid last. Two more tests ride along, one that must fail and one that must pass: where they do not, the tested code
-has tampered with its judge, and the reward is 0.
+The agent's own sandbox is never graded: only files come over, and none at paths that decide how tests run. Hidden
+tests are laid last. Two canary tests ride along, one that must fail and one that must pass: where they do not, the
+tested code has tampered with its grader, and the reward is 0.
 
 The tested code runs in the process that judges it, so this is no proof. Not seen, and worth 1: an object that equals
 everything; code that finds the collected tests in that process and sends a report of its own, with the right answer
-for the two as well; an exchanged part of pytest that nobody compares, or that is back in time. It refuses to take a
-sandbox's failure for the agent's: a fresh sandbox that cannot be made has decided nothing.
+for the two as well; an exchanged part of pytest that nobody compares, or that is back in time. A fresh sandbox that
+cannot be made raises `SandboxError`, and is no failure of the agent.
 """
 
 import hmac
@@ -19,11 +19,11 @@ from collections.abc import Set
 from pathlib import Path, PurePosixPath
 
 from polar_trl.errors import FileTooLargeError, GradeError
-from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
 from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary
 from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
+from polar_trl.grade.reward_hacking import Protection, add_total, count_planted, read_fix
 from polar_trl.names import list_patched_paths
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.inside.run_tests import NO_PYTEST, RUNNER, list_own, sign
@@ -31,23 +31,24 @@ from polar_trl.types import Task, TestSpec
 
 MAX_REPORT_BYTES = 64 << 20
 NOT_STARTED = (126, 127)
-"""Exit codes of a shell that cannot start the program it was told to."""
+"""Exit codes of a shell that cannot start a program."""
 # the same as where tasks are built: some tests depend on zone, locale and width
 ENV = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
 
 
-class TestsGrader:
-    """Grades tasks that have `tests` with the runner "pytest".
+class HiddenTestsGrader:
+    """Base of the graders that run a task's hidden tests in a fresh sandbox.
 
     Args:
         backend: Makes the fresh sandboxes.
         partial: Reward the share of the failing tests that pass, as long as none of the others broke.
     """
 
-    __test__ = False  # its name makes pytest look for tests in it
+    writable_root = False
+    """Whether the fresh sandboxes have a writable root, whatever the task says."""
 
     def __init__(self, backend: SandboxBackend, *, partial: bool = False) -> None:
-        self._fresh = FreshSandboxes(backend)
+        self._fresh = FreshSandboxes(backend, writable_root=self.writable_root)
         self._partial = partial
 
     def order(self, task: Task) -> None:
@@ -58,8 +59,14 @@ class TestsGrader:
         """See `FreshSandboxGrader`."""
         self._fresh.withdraw(task)
 
+
+class TestsGrader(HiddenTestsGrader):
+    """Grades tasks that have `tests` with the runner "pytest"."""
+
+    __test__ = False  # its name makes pytest look for tests in it
+
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward, and under which names the agent's attempts on its judge are counted. Raises `GradeError`."""
+        """Return the reward, and counts of tampering with the grader. Raises `GradeError`."""
         if task.tests is None:
             raise GradeError(f"task {task.id} has no tests")
         try:
@@ -69,7 +76,7 @@ class TestsGrader:
             return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
         spec, protection = task.tests, Protection(task.tests, read_fix(task))
         given = {path: text.encode() for path, text in task.files.items()}
-        # what the task itself laid, and is as it was, is nobody's change
+        # files that the task itself laid, and that are as they were, are nobody's change
         done = {path: c for path, c in changes.items() if c.kind != "file" or given.get(path) != c.content}
         kept, counts = protection.sort(done)
         counts.update(count_planted(changes, sandbox.host_home))
@@ -94,7 +101,7 @@ class TestsGrader:
 def run_hidden_tests(
     task: Task, spec: TestSpec, fresh: Sandbox, canary: Canary, own: list[str], *, timeout_s: float
 ) -> tuple[dict[str, str] | None, list[str]]:
-    """Node id -> outcome, None where the run left no report, and counters of what went wrong. Raises `GradeError`."""
+    """Return outcomes by node id, None where the run left no report, and counters of faults. Raises `GradeError`."""
     name, key = secrets.token_hex(8), secrets.token_hex(32)
     runner, request, report = f"~/run_{name}.py", f"~/request_{name}.json", f"~/report_{name}.json"
     asked = {
@@ -124,14 +131,14 @@ def run_hidden_tests(
 
 
 def list_tested(task: Task, spec: TestSpec, fresh: Sandbox) -> list[str]:
-    """Top-level names that are the task's own, whoever else has them: seen before the agent's changes are laid."""
+    """List top-level names that are the task's own, whoever else has them, before the agent's changes are laid."""
     placed = [PurePosixPath(path) for path in (*task.files, *list_patched_paths(read_fix(task)))]
     names = {part.partition(".")[0] for path in placed for part in path.parts}
     return sorted(names.union(list_own(fresh.host_workdir, list(spec.import_roots))))
 
 
 def lay_hidden_tests(spec: TestSpec, fresh: Sandbox) -> None:
-    """Take away the tests that the agent saw, and lay the hidden ones. Raises `GradeError` for a path outside."""
+    """Remove the tests that the agent saw, and lay the hidden ones. Raises `GradeError` for a path outside."""
     laid = {path: Change(kind="gone") for path in spec.removed}
     laid |= {path: Change(kind="file", content=(Path(spec.folder) / path).read_bytes()) for path in spec.files}
     # as an agent's changes are, and with the same care: its links may be in the way
@@ -139,7 +146,7 @@ def lay_hidden_tests(spec: TestSpec, fresh: Sandbox) -> None:
 
 
 def score(spec: TestSpec, passed: Set[str], *, partial: bool) -> float:
-    """1 where all that must pass did; in part, the share of those that failed before, if none of the others broke."""
+    """Return 1 where all required tests passed; with `partial`, the share of `fail_to_pass` if nothing else broke."""
     if not set(spec.pass_to_pass) <= passed:
         return 0.0
     share = sum(name in passed for name in spec.fail_to_pass) / len(spec.fail_to_pass)

@@ -1,13 +1,12 @@
 """Read the tasks that a trainer is given, and make the rows that TRL's samplers deal out."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
 
 from polar_trl.errors import TaskError
-from polar_trl.tasks.jsonl import parse_test_spec
+from polar_trl.tasks.jsonl import read_task
 from polar_trl.types import Task
 
 
@@ -43,20 +42,13 @@ def build_prompt(task: Task) -> list[dict[str, str]]:
 
 
 def _row_to_task(row: Mapping[str, Any], where: str) -> Task:
-    known = {f.name for f in dataclasses.fields(Task)}
-    fields = {key: value for key, value in row.items() if value is not None}
-    if unknown := sorted(set(fields) - known):
-        raise TaskError(f"{where}: unknown columns {unknown}; a task has {sorted(known)}")
-    for name in ("id", "instruction"):
-        if not isinstance(fields.get(name), str):
-            raise TaskError(f"{where}: {name!r} is missing or not text")
-    for name in ("files", "env"):
-        # Arrow gives every row every key that any row has, with None where the row has it not.
+    # Arrow gives every row every key that any row has, with None where the row has it not
+    fields = _drop_nones(row)
+    for name in ("files", "env", "tests"):
         if isinstance(fields.get(name), Mapping):
-            fields[name] = {key: value for key, value in fields[name].items() if value is not None}
-    if "tests" in fields:
-        spec = fields["tests"]
-        if isinstance(spec, Mapping):
-            spec = {key: value for key, value in spec.items() if value is not None}
-        fields["tests"] = parse_test_spec(spec, where)
-    return Task(**fields)
+            fields[name] = _drop_nones(fields[name])
+    return read_task(fields, where)
+
+
+def _drop_nones(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Agents. `AGENTS` is every one that is known by name."""
+"""Registry of the known agents by name, and `build_agent`."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ AGENTS: Mapping[str, type[AgentHarness]] = {
 
 
 def build_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentHarness:
-    """The agent of that name. `options` are its class's arguments. Raises `ConfigError` for what it does not know."""
+    """Build an agent by its name. `options` are its class's arguments. Raises `ConfigError` for unknown ones."""
     if name not in AGENTS:
         raise ConfigError(f"agent {name!r} is not known; known are {', '.join(AGENTS)}")
     _check_options(name, options or {})
@@ -39,7 +39,7 @@ def build_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentHar
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Values of the wrong type would be found out only in the middle of a run, or name a folder that is not ours."""
+    """Check option types before a run: a wrong one would fail in its middle, or name a folder that is not ours."""
     kinds = get_type_hints(AGENTS[name].__init__)
     for key, value in options.items():
         kind = kinds.get(key)

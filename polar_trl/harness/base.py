@@ -1,4 +1,4 @@
-"""How one agent is installed and launched. Knows command lines and settings files, no model and no tokens."""
+"""Harnesses: how a coding agent is installed and launched. They know command lines, and no model or tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 INSTRUCTION_FILE = ".polar/instruction.txt"
-"""Under HOME: where agents that read the instruction from stdin get it from, so that it may be of any length."""
+"""Path under HOME of the instruction for agents that read it from stdin, so that it may be of any length."""
 SHORT_PROMPT = """\
 You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
 Use the tools to look at files, change them and run commands. Check your work by running it.
 When the task is done, answer with a short summary and call no tool.
 """
-"""In place of an agent's own system prompt."""
+"""System prompt in place of an agent's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What to run in the sandbox for one session."""
+    """The command of one session in its sandbox, with its environment and settings files."""
 
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
@@ -30,58 +30,58 @@ class Launch:
 
 
 class Harness(Protocol):
-    """One agent."""
+    """An agent that runs once per session against an endpoint."""
 
     name: str
 
     @property
     def folders(self) -> Sequence[Path]:
-        """Folders of this machine that it needs, which sandboxes show at the same path."""
+        """Host folders that the agent needs, which sandboxes show at the same path."""
         ...
 
     def install(self) -> None:
-        """Put onto this machine what the agent needs, unless it is there. Called once, before the first session.
+        """Install the agent and what it needs, unless it is there. Called once, before the first session.
 
         Raises `ConfigError` with the reason and what to do.
         """
         ...
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Pure: the command, environment and settings files for this task and endpoint."""
+        """Build the command, environment and settings files for a task and an endpoint. Pure."""
         ...
 
     def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """Whether the agent came to its end as it should (its work is graded either way)."""
+        """Return whether the agent ended as it should (its work is graded either way)."""
         ...
 
     def classify(self, request: ChatRequest) -> Purpose:
-        """ "auxiliary" for what the agent asks beside its task: a title, a summary, a quota."""
+        """Return "auxiliary" for a request beside the task: a title, a summary, a quota probe. Else "policy"."""
         ...
 
 
 class AgentHarness(Harness, Protocol):
-    """One of the known command-line agents, whose behaviour was verified at one version."""
+    """A known command-line agent, whose behaviour was verified at one version."""
 
     verified_version: str
 
     def find_installed_version(self) -> str | None:
-        """The version that `build_launch` would run; None where it is not installed."""
+        """Return the version that `build_launch` would run; None where the agent is not installed."""
         ...
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of the agent's own tool for shell commands: what a scripted model says in `polar-trl doctor`."""
+        """Build a call of the agent's own shell tool, as a scripted model makes it in `polar-trl doctor`."""
         ...
 
     def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """Text and tool calls with which a model ends the agent's task."""
+        """Return the text and tool calls with which a model ends the agent's task."""
         ...
 
 
 class PackagedAgent:
-    """The part of `AgentHarness` that is the same for every agent from a registry.
+    """The part of `AgentHarness` that agents from a registry share; an agent overrides where it differs.
 
     Args:
-        packages: What it needs, in the order of installation; the last one is the agent itself.
+        packages: In the order of installation; the last one is the agent itself.
     """
 
     def __init__(self, *packages: Package) -> None:
@@ -98,24 +98,26 @@ class PackagedAgent:
             package.install()
 
     def find_installed_version(self) -> str | None:
-        """The agent's own version; None where it, or anything that it needs, is missing."""
+        """Return the agent's own version; None where the agent, or a package that it needs, is missing."""
         versions = [package.find_version() for package in self._packages]
         return versions[-1] if all(versions) else None
 
+    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return the text alone: a reply without tool calls ends the task."""
+        return text, ()
 
-def judge_by_answer(calls: Sequence[Call]) -> bool:
-    """Whether the policy's last reply was a whole answer: text, no tool call left to run, not cut for its length.
+    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
+        """Return whether the policy's last reply was a whole answer: text, no tool call left to run, not cut.
 
-    Exit codes of agents lie in both directions: 0 after an empty reply, 1 after a run that recovered.
-    """
-    # a budget message is the proxy's answer and not the policy's
-    answered = (call for call in reversed(calls) if call.purpose == "policy" and call.is_answered)
-    last = next(answered, None)
-    if last is None or last.completion.finish_reason == "length":
-        return False
-    return bool(last.message.text.strip()) and not last.message.tool_calls
+        Exit codes of agents lie in both directions: 0 after an empty reply, 1 after a run that recovered.
+        """
+        # a budget message is the proxy's answer and not the policy's
+        answered = (call for call in reversed(calls) if call.purpose == "policy" and call.is_answered)
+        last = next(answered, None)
+        if last is None or last.completion.finish_reason == "length":
+            return False
+        return bool(last.message.text.strip()) and not last.message.tool_calls
 
-
-def without_tools_is_auxiliary(request: ChatRequest) -> Purpose:
-    """For agents whose own turns always declare tools: titles, topics, summaries and quota probes declare none."""
-    return "policy" if request.tools else "auxiliary"
+    def classify(self, request: ChatRequest) -> Purpose:
+        """Return "policy" for requests that declare tools: titles, summaries and quota probes declare none."""
+        return "policy" if request.tools else "auxiliary"

@@ -1,18 +1,16 @@
-"""Claude Code (`@anthropic-ai/claude-code`), one native program, with the instruction on stdin and no settings file.
+"""Run Claude Code (`@anthropic-ai/claude-code`): one native program, instruction on stdin, no settings file.
 
-Verified at 2.1.332, whose package asks for Node 22 but runs without any. It refuses nothing of its own; what the agent
-asks of a web search is answered by the policy, since no other model can be reached.
+Verified at 2.1.332, whose package asks for Node 22 but runs without any. The policy answers its web searches too,
+since no other model can be reached.
 """
 
 import json
 import shlex
-from collections.abc import Sequence
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
 from polar_trl.harness.install import NpmPackage
-from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+from polar_trl.types import ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 VERIFIED_VERSION = "2.1.332"
 _MODEL_VARIABLES = (
@@ -37,11 +35,11 @@ _SWITCHES = {
 }
 _COMPACTION = "CRITICAL: Respond with TEXT ONLY"
 _BUFFER_TOKENS = 13_000
-"""What it leaves free of its window, beside an answer, before it compacts: made for windows of 200,000 tokens."""
+"""Tokens that it leaves free of its window, beside an answer, before it compacts: made for windows of 200,000."""
 
 
 class ClaudeCodeHarness(PackagedAgent):
-    """Runs `claude -p` once per session.
+    """Run `claude -p` once per session.
 
     Args:
         short_prompt: Its `--bare` mode: a prompt of 4 kB and three tools (Bash, Edit, Read), without the work
@@ -64,7 +62,7 @@ class ClaudeCodeHarness(PackagedAgent):
         super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Claude Code without questions, its events as JSON lines on stdout."""
+        """Launch Claude Code without questions, its events as JSON lines on stdout."""
         arguments = [
             "-p",
             "--dangerously-skip-permissions",
@@ -94,27 +92,22 @@ class ClaudeCodeHarness(PackagedAgent):
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of its tool `Bash`."""
+        """Build a call of its tool `Bash`."""
         arguments = {"command": command, "description": "Run a command"}
         return ToolCall(id="", name="Bash", arguments=json.dumps(arguments))
 
-    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """A text without tool calls ends the task."""
-        return text, ()
-
-    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """By the last answer."""
-        return judge_by_answer(calls)
-
     def classify(self, request: ChatRequest) -> Purpose:
-        """Summaries, told by their first words, declare the tools of the conversation; titles and the like none."""
+        """Tell summaries by their first words: they declare the conversation's tools. Titles declare none."""
         last = request.messages[-1]
         if last.role == "user" and last.text.startswith(_COMPACTION):
             return "auxiliary"
-        return without_tools_is_auxiliary(request)
+        return super().classify(request)
 
 
 def _find_window(max_model_len: int) -> int:
-    """The window to tell it of, so that it keeps at most a tenth of the true one free. With 13,000 tokens of 32,768
-    free, and 8192 for an answer, its own prompt would be too long already: it would compact until it gives up."""
+    """Return the context window to declare, so that the agent keeps at most a tenth of the true one free.
+
+    With 13,000 tokens of 32,768 free, and 8192 for an answer, its own prompt would be too long already: it would
+    compact until it gives up.
+    """
     return max_model_len + max(0, _BUFFER_TOKENS - max_model_len // 10)

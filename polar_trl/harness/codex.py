@@ -1,19 +1,19 @@
-"""Codex (`@openai/codex`), its native program without the Node launcher, with a configuration and one model in HOME.
+"""Run Codex (`@openai/codex`): its native program without the Node launcher, configuration and one model in HOME.
 
-Verified at 0.171.0. It refuses a machine for which the package brings no program.
+Verified at 0.171.0, which exits with 0 after an empty answer. Its compactions declare no tools; sub-agents do, and are
+the policy's own.
 """
 
 import json
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
 from polar_trl.harness.install import NpmPackage
-from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+from polar_trl.types import Endpoint, Task, ToolCall
 
 VERIFIED_VERSION = "0.171.0"
 # machine -> npm's name of it, and the target that the program was built for
@@ -39,7 +39,7 @@ _INSTRUCTIONS = (
 
 
 class CodexHarness(PackagedAgent):
-    """Runs `codex exec` once per session.
+    """Run `codex exec` once per session.
 
     Args:
         short_prompt: A prompt of 6 kB and not 38: the model is described to Codex in a catalogue of its own, with
@@ -48,6 +48,8 @@ class CodexHarness(PackagedAgent):
             refusal of its own. With its default prompt it takes every model for one that does, and at the 400 of a
             text model the session ends.
         version: Of the npm package.
+
+    `build_launch` raises `ConfigError` on a machine for which the package brings no program.
     """
 
     name = "codex"
@@ -60,7 +62,7 @@ class CodexHarness(PackagedAgent):
         super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Codex with the instruction on stdin, its events as JSON lines on stdout."""
+        """Launch Codex with the instruction on stdin, its events as JSON lines on stdout."""
         program = self._find_build() / "bin" / "codex"
         files = {INSTRUCTION_FILE: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
         if self._short_prompt:
@@ -76,20 +78,8 @@ class CodexHarness(PackagedAgent):
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of its tool `exec_command`."""
+        """Build a call of its tool `exec_command`."""
         return ToolCall(id="", name="exec_command", arguments=json.dumps({"cmd": command}))
-
-    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """A text without tool calls ends the task."""
-        return text, ()
-
-    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """By the last answer: Codex 0.171.0 exits with 0 after an empty one."""
-        return judge_by_answer(calls)
-
-    def classify(self, request: ChatRequest) -> Purpose:
-        """Its compactions declare no tools; sub-agents do, and are the policy's own."""
-        return without_tools_is_auxiliary(request)
 
     def _find_build(self) -> Path:
         machine = platform.machine()
@@ -131,7 +121,7 @@ class CodexHarness(PackagedAgent):
 
 
 def _describe_model(endpoint: Endpoint, *, images: bool) -> dict[str, object]:
-    """An entry of Codex's model catalogue."""
+    """Build an entry of Codex's model catalogue."""
     return {
         "slug": endpoint.model,
         "display_name": endpoint.model,
@@ -154,7 +144,7 @@ def _describe_model(endpoint: Endpoint, *, images: bool) -> dict[str, object]:
 
 
 def _write_toml(table: Mapping[str, object], path: tuple[str, ...] = ()) -> str:
-    """A TOML document: the plain values of a table, then its tables."""
+    """Write a TOML document: the plain values of a table, then its tables."""
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     lines = [f"{key} = {_write_value(value)}" for key, value in plain.items()]
     if path and lines:

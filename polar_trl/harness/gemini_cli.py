@@ -1,24 +1,16 @@
-"""Gemini CLI (`@google/gemini-cli`) on Node 22, with its settings in HOME and the instruction on stdin.
+"""Run Gemini CLI (`@google/gemini-cli`) on Node 22, with its settings in HOME and the instruction on stdin.
 
-Verified at 0.61.0. It refuses to let the agent pick a model: without -m, that is a call of its own, whose answer must
-be JSON.
+Verified at 0.61.0, which exits with 0 after an empty answer and after one that was cut. Its summaries and checks for
+loops declare no tools. The model is named by -m: without it, the agent asks the model to choose one, and the answer
+must be JSON.
 """
 
 import json
 import shlex
-from collections.abc import Sequence
 
-from polar_trl.harness.base import (
-    INSTRUCTION_FILE,
-    SHORT_PROMPT,
-    Launch,
-    PackagedAgent,
-    judge_by_answer,
-    without_tools_is_auxiliary,
-)
+from polar_trl.harness.base import INSTRUCTION_FILE, SHORT_PROMPT, Launch, PackagedAgent
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
-from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+from polar_trl.types import Endpoint, Task, ToolCall
 
 VERIFIED_VERSION = "0.61.0"
 _SYSTEM_PROMPT = ".polar/system.md"
@@ -28,7 +20,7 @@ _SHORT_PROMPT_TOOLS = [
 
 
 class GeminiCLIHarness(PackagedAgent):
-    """Runs `gemini` headless once per session.
+    """Run `gemini` headless once per session.
 
     As for anyone who types it, a file of the work folder that the instruction names as `@path` is read into it. A
     conversation that outgrows the model's window ends the session: 0.61.0 compacts only between two instructions.
@@ -47,7 +39,7 @@ class GeminiCLIHarness(PackagedAgent):
         super().__init__(NODE, self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Gemini CLI without questions, its system prompt by the option."""
+        """Launch Gemini CLI without questions, its system prompt by the option."""
         program = shlex.quote(str(self._package.program))
         env = {
             "GOOGLE_GEMINI_BASE_URL": endpoint.origin,
@@ -73,20 +65,8 @@ class GeminiCLIHarness(PackagedAgent):
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of its tool `run_shell_command`."""
+        """Build a call of its tool `run_shell_command`."""
         return ToolCall(id="", name="run_shell_command", arguments=json.dumps({"command": command}))
-
-    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """A text without tool calls ends the task."""
-        return text, ()
-
-    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """By the last answer: 0.61.0 exits with 0 after an empty one and after one that was cut."""
-        return judge_by_answer(calls)
-
-    def classify(self, request: ChatRequest) -> Purpose:
-        """Its summaries, checks for loops and choices of a model declare no tools."""
-        return without_tools_is_auxiliary(request)
 
     def _build_settings(self) -> dict[str, object]:
         settings: dict[str, object] = {

@@ -1,7 +1,7 @@
-"""Agents from npm and PyPI, at exact versions, into a cache that sandboxes only read.
+"""Install agents from npm and PyPI, at exact versions, into a cache that sandboxes only read.
 
-It refuses a registry's substitute: npm installs an older release without a word where a package's `engines` do not
-match, so what was installed is read back from its own metadata.
+Refuses another version than the one asked for: npm installs an older release without a word where a package's
+`engines` do not match, so the version is read back from the installed metadata.
 
     <cache>/<name>-<version>/             one package with all that it needs
     <cache>/<name>-<version>/.installed   written last: a folder without it is an interrupted installation
@@ -18,11 +18,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.errors import ConfigError
@@ -32,45 +33,14 @@ _MARK = ".installed"
 _WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
-class Package(Protocol):
-    """A program from a registry."""
-
-    @property
-    def name(self) -> str:
-        """As in the registry."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """Exact."""
-        ...
-
-    @property
-    def folder(self) -> Path:
-        """Where it is installed, or would be."""
-        ...
-
-    def read_version(self) -> str | None:
-        """The version that its metadata in `folder` names, whole or not; None where there is none."""
-        ...
-
-    def find_version(self) -> str | None:
-        """The version that is installed; None where none is, or not all of it."""
-        ...
-
-    def install(self) -> None:
-        """Install it unless it is there. Raises `ConfigError`."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NpmPackage:
-    """A package of the npm registry, alone in a folder of its own.
+class Package(ABC):
+    """A program from a registry, alone in a folder of its own.
 
     Args:
-        name: Such as "@openai/codex".
+        name: As in the registry, such as "@openai/codex".
         version: Exact.
-        binary: The program's name in node_modules/.bin.
+        binary: Name of the program in the package's folder of programs.
     """
 
     name: str
@@ -79,7 +49,30 @@ class NpmPackage:
 
     @property
     def folder(self) -> Path:
-        return _build_folder(self)
+        """Folder of its installation, there or not."""
+        return find_cache("agents") / f"{_slug(self.name)}-{_slug(self.version)}"
+
+    @property
+    @abstractmethod
+    def program(self) -> Path:
+        """Path of the program."""
+
+    @abstractmethod
+    def read_version(self) -> str | None:
+        """Read the version from its metadata in `folder`, whole or not; None where there is none."""
+
+    def find_version(self) -> str | None:
+        """Return the installed version; None where the installation is missing or was interrupted."""
+        return self.read_version() if (self.folder / _MARK).exists() else None
+
+    @abstractmethod
+    def install(self) -> None:
+        """Install it unless it is there. Raises `ConfigError`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NpmPackage(Package):
+    """A package of the npm registry; its programs are in node_modules/.bin."""
 
     @property
     def program(self) -> Path:
@@ -92,9 +85,6 @@ class NpmPackage:
         except (OSError, ValueError, KeyError):
             return None
 
-    def find_version(self) -> str | None:
-        return _find_version(self)
-
     def install(self) -> None:
         with _installing(self) as folder:
             if folder is not None:
@@ -106,7 +96,7 @@ class NpmPackage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PyPIPackage:
+class PyPIPackage(Package):
     """A package of PyPI, in a virtual environment of its own (made with the Python that runs this).
 
     uv installs it: pip takes minutes for the larger agents on a busy machine. uv compiles it too, since a sandbox that
@@ -114,20 +104,10 @@ class PyPIPackage:
     reads none of pip's.
 
     Args:
-        name: As on PyPI.
-        version: Exact.
-        binary: The program's name in the environment's bin.
         installer: pip installs uv itself.
     """
 
-    name: str
-    version: str
-    binary: str
     installer: Literal["uv", "pip"] = "uv"
-
-    @property
-    def folder(self) -> Path:
-        return _build_folder(self)
 
     @property
     def program(self) -> Path:
@@ -140,9 +120,6 @@ class PyPIPackage:
         for folder in self.folder.glob(f"lib/python3*/site-packages/{name}-*.dist-info"):
             return folder.name.removesuffix(".dist-info").partition("-")[2]
         return None
-
-    def find_version(self) -> str | None:
-        return _find_version(self)
 
     def install(self) -> None:
         if self.installer == "uv" and self.find_version() != self.version:
@@ -168,17 +145,13 @@ UV = PyPIPackage(name="uv", version="0.13.9", binary="uv", installer="pip")
 
 
 def put_node_first() -> str:
-    """The line of an agent's command that runs it on `NODE`."""
+    """Build the line of an agent's command that puts `NODE` first on PATH."""
     return f'export PATH={shlex.quote(str(NODE.program.parent))}:"$PATH"'
-
-
-def _find_version(package: Package) -> str | None:
-    return package.read_version() if (package.folder / _MARK).exists() else None
 
 
 @contextmanager
 def _installing(package: Package) -> Iterator[Path | None]:
-    """The empty folder to install into, or None where the right version is there. One process at a time."""
+    """Yield the empty folder to install into, or None where the version is there. One process at a time."""
     if package.find_version() == package.version:
         yield None  # without the lock: a cache that was filled beforehand need not be writable
         return
@@ -265,10 +238,6 @@ def _build_env() -> Mapping[str, str]:
     return {
         name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
     }
-
-
-def _build_folder(package: Package) -> Path:
-    return find_cache("agents") / f"{_slug(package.name)}-{_slug(package.version)}"
 
 
 def _slug(name: str) -> str:

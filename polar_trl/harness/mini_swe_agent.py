@@ -1,16 +1,16 @@
-"""mini-swe-agent (PyPI), whose `mini` reads the instruction and its settings from one file under HOME.
+"""Run mini-swe-agent (PyPI), whose `mini` reads the instruction and its settings from one file under HOME.
 
-Verified at 2.4.6. It refuses no instruction: none is an argument, so none is too long for one.
+Verified at 2.4.6, which makes no side requests. An instruction may be of any length, since none is an argument.
 """
 
 import json
 import shlex
 from collections.abc import Sequence
 
-from polar_trl.harness.base import Launch, PackagedAgent, without_tools_is_auxiliary
+from polar_trl.harness.base import Launch, PackagedAgent
 from polar_trl.harness.install import PyPIPackage
 from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+from polar_trl.types import Call, Endpoint, Task, ToolCall
 
 VERIFIED_VERSION = "2.4.6"
 SUBMIT_MARK = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -22,7 +22,7 @@ _SETTINGS = ".config/mini-swe-agent"
 
 
 class MiniSWEAgentHarness(PackagedAgent):
-    """Runs `mini --yolo` once per session.
+    """Run `mini --yolo` once per session.
 
     Args:
         step_limit: The most replies of the model that it asks for; 0: no limit.
@@ -42,7 +42,7 @@ class MiniSWEAgentHarness(PackagedAgent):
         super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """mini with its own settings first and ours laid over them."""
+        """Launch mini with its own settings first and ours laid over them."""
         folder = shlex.quote(str(self._package.folder))
         return Launch(
             command=(
@@ -57,23 +57,19 @@ class MiniSWEAgentHarness(PackagedAgent):
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of its tool `bash`."""
+        """Build a call of its tool `bash`."""
         return ToolCall(id="", name="bash", arguments=json.dumps({"command": command}))
 
     def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """A command that prints its mark ends the task; a text alone is a format error to it."""
+        """Add a command that prints its mark, which ends the task; a text alone is a format error to it."""
         return text, (self.build_shell_call(f"echo {SUBMIT_MARK}"),)
 
     def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """Whether the last reply called for the submission. 2.4.6 exits with 0 after repeated format errors, too."""
+        """Return whether the last reply submitted the work. 2.4.6 exits with 0 after repeated format errors, too."""
         last = next((call for call in reversed(calls) if call.purpose == "policy"), None)
         if last is None or result.exit_code != 0:
             return False
         return any(SUBMIT_MARK in tool_call.arguments for tool_call in last.message.tool_calls)
-
-    def classify(self, request: ChatRequest) -> Purpose:
-        """It has no side requests."""
-        return without_tools_is_auxiliary(request)
 
     def _build_config(self, task: Task, endpoint: Endpoint) -> str:
         config = {
@@ -99,5 +95,5 @@ _SWITCHES = {
 
 
 def _quote_yaml(text: str) -> str:
-    """A double-quoted YAML scalar on one line, whatever the text holds."""
+    """Write a double-quoted YAML scalar on one line, whatever the text holds."""
     return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'

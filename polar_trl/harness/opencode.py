@@ -1,26 +1,19 @@
-"""OpenCode (npm `opencode-ai`, a native binary), with its configuration in one environment variable.
+"""Run OpenCode (npm `opencode-ai`, a native binary), with its configuration in one environment variable.
 
-Verified at 1.18.33. It refuses to let a repository's own opencode.json choose the model: the variable is read after
-it, and after the user's. The instruction comes by stdin, since this version wraps an argument in double quotes.
+Verified at 1.18.33, which exits with 0 after an empty answer, and with 1 after a context overflow that it got over.
+The variable is read after a repository's own opencode.json and after the user's, so neither chooses the model. The
+instruction comes by stdin, since this version wraps an argument in double quotes. Titles and summaries declare no
+tools.
 """
 
 import json
 import shlex
-from collections.abc import Sequence
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import (
-    INSTRUCTION_FILE,
-    SHORT_PROMPT,
-    Launch,
-    PackagedAgent,
-    judge_by_answer,
-    without_tools_is_auxiliary,
-)
+from polar_trl.harness.base import INSTRUCTION_FILE, SHORT_PROMPT, Launch, PackagedAgent
 from polar_trl.harness.install import NpmPackage
-from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+from polar_trl.types import Endpoint, Task, ToolCall
 
 VERIFIED_VERSION = "1.18.33"
 OpenCodeAPI = Literal["openai", "openai-responses", "anthropic", "google"]
@@ -45,7 +38,7 @@ _NO_INSTALL = {
 
 
 class OpenCodeHarness(PackagedAgent):
-    """Runs `opencode run` once per session.
+    """Run `opencode run` once per session.
 
     Args:
         api: The provider API that it speaks to the policy.
@@ -67,7 +60,7 @@ class OpenCodeHarness(PackagedAgent):
         super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """OpenCode with the instruction on stdin."""
+        """Launch OpenCode with the instruction on stdin."""
         program = shlex.quote(str(self._package.program))
         return Launch(
             command=(
@@ -81,21 +74,9 @@ class OpenCodeHarness(PackagedAgent):
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of its tool `bash`."""
+        """Build a call of its tool `bash`."""
         arguments = {"command": command, "description": "Run a command"}
         return ToolCall(id="", name="bash", arguments=json.dumps(arguments))
-
-    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """A text without tool calls ends the task."""
-        return text, ()
-
-    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """By the last answer: 1.18.33 exits with 0 after an empty one, with 1 after an overflow that it got over."""
-        return judge_by_answer(calls)
-
-    def classify(self, request: ChatRequest) -> Purpose:
-        """Its titles and summaries declare no tools."""
-        return without_tools_is_auxiliary(request)
 
     def _build_config(self, endpoint: Endpoint) -> dict[str, object]:
         package, path = _APIS[self._api]

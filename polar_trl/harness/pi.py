@@ -1,6 +1,7 @@
-"""Pi (`@earendil-works/pi-coding-agent`) on Node 22, with its settings and one model in HOME.
+"""Run Pi (`@earendil-works/pi-coding-agent`) on Node 22, with its settings and one model in HOME.
 
-Verified at 1.6.0. It refuses an API that Pi does not speak. Pi reads the instruction from stdin, and trims it.
+Verified at 1.6.0, which exits with 0 after an empty answer, and reads the instruction from stdin, trimmed. Its
+summaries, the only side requests, declare no tools.
 """
 
 import json
@@ -9,10 +10,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
-from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+from polar_trl.types import Endpoint, Task, ToolCall
 
 VERIFIED_VERSION = "1.6.0"
 PiAPI = Literal["openai", "openai-responses", "anthropic", "google"]
@@ -43,7 +43,7 @@ _EARLIER_MS = 1_767_225_600_000
 
 
 class PiHarness(PackagedAgent):
-    """Runs `pi -p` once per session.
+    """Run `pi -p` once per session.
 
     Args:
         api: The provider API that it speaks to the policy.
@@ -79,7 +79,7 @@ class PiHarness(PackagedAgent):
         super().__init__(NODE, self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Pi with the instruction on stdin. Raises `ConfigError` where the window leaves no room for an answer."""
+        """Launch Pi with the instruction on stdin. Raises `ConfigError` for a window without room for an answer."""
         _check_window(endpoint)
         program = shlex.quote(str(self._package.program))
         files = {
@@ -105,20 +105,8 @@ class PiHarness(PackagedAgent):
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of its tool `bash`."""
+        """Build a call of its tool `bash`."""
         return ToolCall(id="", name="bash", arguments=json.dumps({"command": command}))
-
-    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """A text without tool calls ends the task."""
-        return text, ()
-
-    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """By the last answer: Pi 1.6.0 exits with 0 after an empty one."""
-        return judge_by_answer(calls)
-
-    def classify(self, request: ChatRequest) -> Purpose:
-        """Its summaries, the only side requests, declare no tools."""
-        return without_tools_is_auxiliary(request)
 
     def _build_models(self, endpoint: Endpoint) -> dict[str, object]:
         api, path = _APIS[self._api]
@@ -140,7 +128,7 @@ class PiHarness(PackagedAgent):
         return {"providers": {_PROVIDER: provider}}
 
     def _build_earlier_session(self, endpoint: Endpoint) -> str:
-        """Version 3 of Pi's own session files: a header, then messages that each name the one before."""
+        """Write a session file of Pi's (version 3): a header, then messages that each name the one before."""
         answer = {
             "role": "assistant",
             "api": _APIS[self._api][0],

@@ -1,19 +1,17 @@
-"""Qwen Code (`@qwen-code/qwen-code`) on Node 22, with its settings in HOME and in environment variables.
+"""Run Qwen Code (`@qwen-code/qwen-code`) on Node 22, with its settings in HOME and in environment variables.
 
-Verified at 0.24.4. It refuses an instruction of more than 120 kB: the instruction is an argument, and the kernel takes
-none longer than 128 kB. (Of stdin this version waits half a second for the first byte, and gives up after that.)
+Verified at 0.24.4. The instruction is an argument, of 120 kB at most: the kernel takes none longer than 128 kB. (On
+stdin this version waits half a second for the first byte, and gives up after that.)
 """
 
 import json
 import shlex
-from collections.abc import Sequence
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Launch, PackagedAgent, judge_by_answer, without_tools_is_auxiliary
+from polar_trl.harness.base import Launch, PackagedAgent
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
-from polar_trl.sandbox.base import ExecResult
-from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
+from polar_trl.types import ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 VERIFIED_VERSION = "0.24.4"
 MAX_INSTRUCTION_BYTES = 120_000
@@ -26,11 +24,11 @@ _APIS: dict[str, tuple[str, str, str, str]] = {
     "google": ("gemini", "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", ""),
 }
 _MEMORY_AGENT = "managed memory extraction subagent"
-_SUMMARISER = "component that summarizes a conversation"
+_SUMMARIZER = "component that summarizes a conversation"
 
 
 class QwenCodeHarness(PackagedAgent):
-    """Runs `qwen --yolo` once per session.
+    """Run `qwen --yolo` once per session.
 
     Args:
         api: The provider API that it speaks to the policy.
@@ -61,7 +59,7 @@ class QwenCodeHarness(PackagedAgent):
         super().__init__(NODE, self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Qwen Code with the instruction as an argument. Raises `ConfigError` for one that cannot be an argument."""
+        """Launch Qwen Code with the instruction as an argument. Raises `ConfigError` where it cannot be one."""
         _check_instruction(task)
         auth_type, url_name, key_name, path = _APIS[self._api]
         arguments = [
@@ -86,26 +84,18 @@ class QwenCodeHarness(PackagedAgent):
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
-        """A call of its tool `run_shell_command`."""
+        """Build a call of its tool `run_shell_command`."""
         arguments = {"command": command, "description": "Run a command", "is_background": False}
         return ToolCall(id="", name="run_shell_command", arguments=json.dumps(arguments))
 
-    def build_last_message(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """A text without tool calls ends the task."""
-        return text, ()
-
-    def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """By the last answer."""
-        return judge_by_answer(calls)
-
     def classify(self, request: ChatRequest) -> Purpose:
-        """Its memory agent and its summaries declare tools like the rest; their prompts tell them apart."""
+        """Tell its memory agent and its summaries by their prompts: they declare tools like the rest."""
         messages = request.messages
         if messages and messages[0].role in ("system", "developer") and _MEMORY_AGENT in messages[0].text:
             return "auxiliary"
-        if messages and messages[-1].role == "user" and _SUMMARISER in messages[-1].text:
+        if messages and messages[-1].role == "user" and _SUMMARIZER in messages[-1].text:
             return "auxiliary"
-        return without_tools_is_auxiliary(request)
+        return super().classify(request)
 
     def _build_settings(self, endpoint: Endpoint) -> dict[str, object]:
         generation: dict[str, object] = {

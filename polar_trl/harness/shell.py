@@ -1,7 +1,7 @@
-"""Any program that finds its model through environment variables, started by one shell command.
+"""Run any program that finds its model through environment variables, started by one shell command.
 
-It refuses an instruction that no process can be given (one with a NUL byte), and {instruction} inside quotes, where
-the shell would read the task's text as code.
+Refuses {instruction} inside quotes, where the shell would read the task's text as code, and an instruction with a NUL
+byte, which no process can be given.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task
 
 PLACEHOLDERS = ("instruction", "model", "base_url", "api_key")
-# What other tools call these. Left alone, the agent would be handed "{prompt}" as its task.
+# Other tools' names for these. Left alone, the agent would be handed "{prompt}" as its task.
 MISNOMERS = {
     "prompt": "instruction",
     "task": "instruction",
@@ -29,12 +29,12 @@ _WORD = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")  # ${model} is a variable of the 
 
 
 class ShellHarness:
-    """Runs `command` in the work folder, with every provider's variables pointing at the policy.
+    """Run `command` in the work folder, with every provider's variables pointing at the policy.
 
     Args:
         command: For bash. `{instruction}` is replaced, quoted as one word; `{model}`, `{base_url}` (OpenAI's, ending
             in /v1) and `{api_key}` likewise. Other braces are the shell's own: `${VAR}`, `awk '{print}'`.
-        name: What records and metrics call this agent.
+        name: Of this agent in records and metrics.
         env: Extra variables.
         files: Path relative to HOME -> text, laid before the command starts.
         folders: Of this machine, which the command needs and sandboxes show at the same path.
@@ -61,7 +61,7 @@ class ShellHarness:
         self.folders = tuple(folders)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """The command for this task, and where its agent finds the policy."""
+        """Fill in the command, and point every provider's variables at the endpoint. Raises `ConfigError`."""
         if "\0" in task.instruction:
             raise ConfigError(f"task {task.id}: the instruction holds a NUL byte, which no process can be given")
         values = {
@@ -77,19 +77,19 @@ class ShellHarness:
         return Launch(command=command, env=env, files=self._files)
 
     def install(self) -> None:
-        """Nothing: the command is the user's."""
+        """Do nothing: the command is the user's."""
 
     def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """Exit code 0."""
+        """Return whether the exit code is 0."""
         return result.exit_code == 0
 
     def classify(self, request: ChatRequest) -> Purpose:
-        """All of it is the policy's: nothing is known of this agent."""
+        """Return "policy" for every request: nothing is known of this agent."""
         return "policy"
 
 
 def build_provider_env(endpoint: Endpoint) -> dict[str, str]:
-    """The variables in which each provider's clients look for an address, a key and a model."""
+    """Build the variables in which each provider's clients look for an address, a key and a model."""
     key, model, openai_url = endpoint.api_key, endpoint.model, f"{endpoint.origin}/v1"
     return {
         "OPENAI_BASE_URL": openai_url,
@@ -126,7 +126,7 @@ def _check_placeholders(command: str) -> None:
 
 
 def _is_quoted(text: str) -> bool:
-    """Whether the shell is inside quotes after `text`. Knows quotes and backslashes, not here-documents."""
+    """Return whether the shell is inside quotes after `text`. Knows quotes and backslashes, not here-documents."""
     quote = ""
     characters = iter(text)
     for character in characters:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
-from polar_trl.grade.attempts import count_peeks
 from polar_trl.grade.base import FreshSandboxGrader, Grader, is_finite_reward
+from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
@@ -130,7 +130,7 @@ class SessionRun:
         finally:
             self._withdraw_grading()
             self._destroy_sandbox()
-        if peeks := count_peeks(self._log.calls, self.job.task):
+        if peeks := count_solution_lookups(self._log.calls, self.job.task):
             self._log.count("peeks", peeks)
             self._log.count("rollouts_that_peeked")
         rollout = Rollout(

@@ -1,4 +1,4 @@
-"""Where agents run. `build_backend` makes one of the kinds by its name."""
+"""Sandboxes that agents run in. `build_backend` makes a backend by its name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +19,15 @@ def build_backend(
     mounts: Sequence[Path] = (),
     run_id: str = "run",
 ) -> SandboxBackend:
-    """A backend by its name. Its sandboxes see this machine's Python, without packages, and what `mounts` names.
+    """Build a backend by its name. Its sandboxes see this machine's Python, without packages, and the `mounts`.
 
     Args:
         kind: "local" (folders of this user, no isolation), "bwrap" or "docker".
         image: For tasks that name none; docker only.
-        limits: Per session. Defaults that a kind cannot enforce are left out, which its `capabilities` say.
+        limits: Per session. Defaults that a kind cannot enforce are left out, see its `capabilities`.
         mounts: Folders that they see, read-only at the same path: those of the agent (`Harness.folders`) and those of
             the tests (`tasks.environment.list_environments`).
-        run_id: Label of what is made.
+        run_id: Label of the containers.
 
     Raises `ConfigError` for an unknown kind, or limits other than the defaults that it cannot enforce, and
     `SandboxError` where it cannot work on this machine.

@@ -1,4 +1,4 @@
-"""Where an agent runs: a work folder, commands with a deadline, and nothing left behind."""
+"""The sandbox protocols: a work folder, commands with a deadline, and nothing left behind."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from polar_trl.types import Task
 
 WORKDIR = "/workspace"
 HOME = "/home/agent"
-"""Where sandboxes with a root of their own show them, unless the task says otherwise."""
+"""Paths of work folder and HOME in sandboxes with a root of their own, unless the task says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecResult:
-    """How a command ended."""
+    """Exit code and output of a command, and the limits that it met."""
 
     exit_code: int | None
     """None when it was killed at its deadline or by `kill`."""
@@ -26,14 +26,14 @@ class ExecResult:
     timed_out: bool
     seconds: float
     out_of_memory: bool = False
-    """Something of it was killed at the sandbox's memory limit."""
+    """Whether a process of it was killed at the sandbox's memory limit."""
     disk_full: bool = False
-    """The sandbox's disk was full when it ended."""
+    """Whether the sandbox's disk was full when it ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What a backend can enforce. A run that needs more is refused before it starts."""
+    """The limits and isolation that a backend can enforce. A run that needs more is refused before it starts."""
 
     cuts_network: bool
     limits_memory: bool
@@ -42,7 +42,7 @@ class Capabilities:
 
 
 class Sandbox(Protocol):
-    """One session's place. Blocking methods; each is called from the session's own thread, `kill` from any."""
+    """One session's work folder and commands. Methods block; the session's own thread calls them, `kill` any."""
 
     workdir: str
     """Absolute path of the work folder as commands inside see it."""
@@ -59,7 +59,7 @@ class Sandbox(Protocol):
 
     @property
     def base_tree(self) -> Path | None:
-        """What the work folder began as, before `Task.files`, on this machine; never written to. None: empty."""
+        """Host folder with the original work tree, before `Task.files`; never written to. None: it was empty."""
         ...
 
     def run(self, command: str, *, env: Mapping[str, str], timeout_s: float) -> ExecResult:
@@ -84,21 +84,21 @@ class Sandbox(Protocol):
         ...
 
     def upload(self, source: Path, target: str) -> None:
-        """Copy a folder of this machine to an absolute path inside, replacing what is there.
+        """Copy a host folder to an absolute path inside, replacing the folder there.
 
         Raises `SandboxError` where that cannot be written.
         """
         ...
 
     def open_listener(self) -> socket.socket | None:
-        """A socket that listens inside the sandbox's own network, for the proxy to serve; the caller closes it.
+        """Open a socket inside the sandbox's own network, for the proxy to serve; the caller closes it.
 
         None where the sandbox shares the host's network and reaches the proxy at its own address.
         """
         ...
 
     def is_alive(self) -> bool:
-        """Whether a command could run in it: neither destroyed nor lost."""
+        """Return whether a command could run in it: neither destroyed nor lost."""
         ...
 
     def kill(self) -> None:
@@ -116,16 +116,16 @@ class SandboxBackend(Protocol):
     capabilities: Capabilities
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Fetch what these tasks' sandboxes are made of (images, work trees), before they are needed.
+        """Fetch the images and work trees of these tasks, before they are needed.
 
         Raises `SandboxError` naming the task.
         """
         ...
 
     def create(self, task: Task, session_id: str) -> Sandbox:
-        """A fresh sandbox with the task's files in its work folder. Raises `SandboxError`."""
+        """Make a fresh sandbox with the task's files in its work folder. Raises `SandboxError`."""
         ...
 
     def close(self) -> None:
-        """Give back what the backend itself holds. Sandboxes are their owners' to destroy."""
+        """Release the backend's own resources. Sandboxes are their owners' to destroy."""
         ...

@@ -1,7 +1,7 @@
-"""Limits of memory, CPU and processes on whatever joins a control group, on version 1 and version 2 hierarchies.
+"""Limit memory, CPU and processes with control groups, on version 1 and version 2 hierarchies.
 
-A group's name says whose it is: "NAME.OWNER", with the owner's tag (see `owner`). It refuses to guess where a group
-cannot be made. Needs root. Formats: the kernel's admin guide, "cgroup-v1/memory", "cgroup-v1/pids" and "cgroup-v2".
+A group's name carries its owner: "NAME.OWNER", with the owner's tag (see `owner`). Needs root. Formats: the kernel's
+admin guide, "cgroup-v1/memory", "cgroup-v1/pids" and "cgroup-v2".
 """
 
 import logging
@@ -22,7 +22,7 @@ PERIOD_US = 100_000
 
 
 class Cgroup:
-    """A control group of its own.
+    """A control group with limits.
 
     Args:
         name: Unique on this machine.
@@ -54,12 +54,12 @@ class Cgroup:
         return [str(folder / "cgroup.procs") for folder in self._folders]
 
     def count_oom_kills(self) -> int:
-        """Processes that were killed at the memory limit so far."""
+        """Count processes of the group that were killed at the memory limit so far."""
         name = "memory.events" if self._is_v2 else "memory.oom_control"
         return _read_oom_kills(self._folders[0] / name)
 
     def remove(self) -> None:
-        """Kill what is in it, and remove it."""
+        """Kill the processes in the group, and remove it."""
         for folder in self._folders:
             _remove(folder)
 
@@ -88,7 +88,7 @@ class Cgroup:
 
 
 def count_oom_kills(pid: int) -> int:
-    """Processes that were killed at the memory limit of the group that a process is in. Raises `OSError`."""
+    """Count processes killed at the memory limit of the group that a process is in. Raises `OSError`."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -105,7 +105,7 @@ def _read_oom_kills(file: Path) -> int:
 
 
 def can_limit() -> bool:
-    """Whether this process may make control groups with these limits."""
+    """Return whether this process may make control groups with these limits."""
     if os.geteuid() != 0:
         return False
     try:
@@ -117,7 +117,7 @@ def can_limit() -> bool:
 
 
 def reap_cgroups() -> list[str]:
-    """Kill what dead processes left running in their groups, and remove those; their names."""
+    """Kill processes in the groups of dead owners, and remove the groups; their names."""
     reaped: dict[str, None] = {}  # a group has a folder for each controller
     for folder in [*ROOT.glob(f"{PARENT}/*"), *ROOT.glob(f"*/{PARENT}/*")]:
         name, _, owner = folder.name.rpartition(".")
@@ -127,7 +127,7 @@ def reap_cgroups() -> list[str]:
 
 
 def _remove(folder: Path) -> bool:
-    """The kernel takes a moment to let go of the dead."""
+    """Kill and remove a group, retrying for five seconds: the kernel takes a moment to let go of the dead."""
     error: OSError | None = None
     for _ in range(250):
         try:

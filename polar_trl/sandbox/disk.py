@@ -1,7 +1,7 @@
-"""A session's disk: a file system of a fixed size in a sparse file, with an overlay of the task's work tree on it.
+"""Make a session's disk: a file system of a fixed size in a sparse file, with an overlay of the task's work tree.
 
-The tree below is never written. What the agent changed is the overlay's upper folder; when the disk is full, the
-agent's own writes fail, and nobody else's. Needs root.
+The tree below is never written. The agent's changes are the overlay's upper folder; when the disk is full, the agent's
+own writes fail, and nobody else's. Needs root.
 """
 
 import os
@@ -17,10 +17,10 @@ FULL_BYTES = 2 << 20
 
 
 def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
-    """Make and mount a disk in a session folder; the mount point, with work/, home/ and tmp/ in it.
+    """Make and mount a disk in a session folder; return the mount point, with work/, home/ and tmp/ in it.
 
     Args:
-        tree: What the work folder holds at first; None: nothing.
+        tree: First content of the work folder; None: nothing.
 
     Raises `SandboxError`.
     """
@@ -42,7 +42,7 @@ def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
 
 
 def make_folders(base: Path, tree: Path | None) -> None:
-    """The same three folders without a disk of their own, and so without root: a copy of the work tree, no limit."""
+    """Make the same three folders without a disk and without root: a copy of the work tree, no limit."""
     for name in SUBFOLDERS:
         (base / name).mkdir(parents=True)
     if tree is not None:
@@ -50,7 +50,7 @@ def make_folders(base: Path, tree: Path | None) -> None:
 
 
 def is_full(disk: Path) -> bool:
-    """Whether next to nothing can be written any more."""
+    """Return whether less than 2 MiB can be written."""
     state = os.statvfs(disk)
     return state.f_bavail * state.f_frsize < FULL_BYTES
 

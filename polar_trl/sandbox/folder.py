@@ -1,6 +1,6 @@
-"""A session's folder on this machine: work/, home/ and tmp/, written and read around whatever an agent planted there.
+"""Read and write a session's host folders (work/, home/ and tmp/) safely, whatever links an agent planted there.
 
-It refuses paths that lead outside, by themselves or through links.
+Refuses paths that lead outside, by themselves or through links.
 """
 
 import os
@@ -16,7 +16,7 @@ SUBFOLDERS = ("work", "home", "tmp")
 
 
 class SessionFolder:
-    """The three folders below `base`, which exists."""
+    """Files of the three folders below `base`, which exists."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -64,7 +64,7 @@ class SessionFolder:
         return content
 
     def _resolve(self, path: str, *, follow_last: bool) -> tuple[str, ...]:
-        """Names below the sandbox's own folder that lead to `path` with no link on the way."""
+        """Resolve a path to names below the sandbox's own folder, with no link on the way."""
         in_home = path.startswith("~/")
         relative = PurePosixPath(path[2:] if in_home else path)
         if (
@@ -79,6 +79,30 @@ class SessionFolder:
         if self.base not in resolved.parents:
             raise _LinkOutsideError(f"{path!r} leads outside of the sandbox, through a link")
         return resolved.relative_to(self.base).parts
+
+
+class HostFolders:
+    """The part of `Sandbox` that is the same for every sandbox whose session folder lies on this machine."""
+
+    _files: SessionFolder
+
+    @property
+    def host_workdir(self) -> Path:
+        """The work folder on this machine."""
+        return self._files.base / "work"
+
+    @property
+    def host_home(self) -> Path:
+        """HOME on this machine."""
+        return self._files.base / "home"
+
+    def put(self, path: str, content: bytes) -> None:
+        """See `SessionFolder.put`."""
+        self._files.put(path, content)
+
+    def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        """See `SessionFolder.get`."""
+        return self._files.get(path, max_bytes=max_bytes)
 
 
 class _LinkOutsideError(SandboxError):
@@ -104,7 +128,7 @@ def _open_folder(base: Path, names: Sequence[str], *, create: bool) -> Iterator[
 
 
 def encode_text(text: str, what: str) -> bytes:
-    """UTF-8 whatever the trainer's locale is. Raises `SandboxError` for what no process can be given."""
+    """Encode as UTF-8, whatever the trainer's locale. Raises `SandboxError` for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -112,6 +136,7 @@ def encode_text(text: str, what: str) -> bytes:
 
 
 def remove_tree(base: Path) -> None:
+    """Remove a folder that an agent wrote to, there or not. Raises `SandboxError`."""
     try:
         shutil.rmtree(base)
     except FileNotFoundError:

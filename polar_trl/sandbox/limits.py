@@ -1,11 +1,11 @@
-"""What one session may use of its machine."""
+"""Resource limits of one session."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Enforced by the kernel where a backend can; what it cannot enforce, it declares."""
+    """Limits that the kernel enforces, where a backend's `Capabilities` say so."""
 
     memory_mb: int = 4096
     """Swap included."""

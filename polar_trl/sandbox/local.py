@@ -1,14 +1,14 @@
-"""A task becomes a temporary folder of this machine, and commands become processes of this user in it.
+"""Local sandboxes: a temporary folder of this machine, and commands as processes of this user in it.
 
 This is no security boundary. The agent runs as the trainer's own user: it can read what the user can read, reach the
-network, and fill the disk and the process table. What it gets is a folder of its own, an environment without the
-trainer's secrets, a deadline, and an end: after each `run` nothing that it started is left, however it was detached.
+network, and fill the disk and the process table. It gets a folder of its own, an environment without the trainer's
+secrets, a deadline, and an end: after each `run` no process that it started is left, however it was detached.
 Where the kernel allows namespaces (see `supervise.py`), it can neither signal other processes nor change files outside
 of its folder and the scratch folders; without them it can do both, and one that sends SIGKILL to its own supervisor
 escapes. A fork bomb is ended at the deadline, but until then it starves the machine unless the user has a process
 limit (`ulimit -u`; it does not bind root). For agents and models that are not trusted use bubblewrap or docker.
 
-It refuses tasks that name a container image.
+Refuses tasks that name a container image.
 """
 
 import os
@@ -59,7 +59,7 @@ class LocalSandboxBackend:
             self._trees.find(task)
 
     def create(self, task: Task, session_id: str) -> "LocalSandbox":
-        """A fresh folder with the task's files. Raises `SandboxError`."""
+        """Make a fresh folder with the task's files. Raises `SandboxError`."""
         if task.image is not None:
             raise SandboxError(
                 f"task {task.id}: the local sandbox has no images, and this task names {task.image!r}; "
@@ -82,7 +82,7 @@ class LocalSandboxBackend:
         return sandbox
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: the backend holds nothing."""
 
 
 class LocalSandbox:
@@ -137,11 +137,11 @@ class LocalSandbox:
         return self._open_folder().get(path, max_bytes=max_bytes)
 
     def upload(self, source: Path, target: str) -> None:
-        """Refused: it has no root of its own. Raises `SandboxError`."""
+        """Raise `SandboxError`: the sandbox has no root of its own."""
         raise SandboxError("the local sandbox has no files of its own outside of the work folder; use docker")
 
     def open_listener(self) -> None:
-        """None: it shares the host's network."""
+        """Return None: the sandbox shares the host's network."""
 
     def is_alive(self) -> bool:
         """See `Sandbox.is_alive`."""

@@ -1,4 +1,4 @@
-"""A listening socket inside another process's network namespace, served from ours.
+"""Listen inside another process's network namespace, and serve the socket from ours.
 
 A sandbox without a network then reaches exactly one thing, the proxy, at one loopback address that is the same in all
 sandboxes; every other connection fails at once. Needs root, or a user namespace that we own.
@@ -15,13 +15,13 @@ from pathlib import Path
 from polar_trl.errors import SandboxError
 
 PROXY_ADDRESS = ("127.0.0.1", 8080)
-"""Where agents in sandboxes of their own network find the proxy."""
+"""Address of the proxy in sandboxes with a network of their own."""
 HOLDER = Path(__file__).parent / "bwrap" / "netns_holder.py"
 _CLONE_NEWNET = 0x40000000
 
 
 def open_listener(pid: int, address: tuple[str, int] = PROXY_ADDRESS) -> socket.socket:
-    """A socket that listens in the network namespace of process `pid`. Raises `SandboxError`.
+    """Open a socket that listens in the network namespace of process `pid`. Raises `SandboxError`.
 
     The namespace's loopback interface has to be up, as container engines leave it.
     """
@@ -83,7 +83,7 @@ class NetworkHolder:
         self._listener: socket.socket | None = socket.socket(fileno=fds[0])
 
     def open_listener(self) -> socket.socket:
-        """The socket that listens in it; given out once."""
+        """Return the socket that listens in the namespace; given out once."""
         listener, self._listener = self._listener, None
         if listener is None:
             raise SandboxError("the sandbox's listener was given out already")
@@ -91,18 +91,18 @@ class NetworkHolder:
 
     @property
     def pid(self) -> int:
-        """Of the process that keeps it."""
+        """Process id of the holder."""
         return self._process.pid
 
     def build_prefix(self) -> list[str]:
-        """Words that run a command in the namespace."""
+        """Build the words that run a command in the namespace."""
         pid = str(self._process.pid)
         if os.geteuid() == 0:
             return ["nsenter", f"--net=/proc/{pid}/ns/net", "--"]
         return ["nsenter", "--target", pid, "--user", "--net", "--preserve-credentials", "--"]
 
     def is_alive(self) -> bool:
-        """Whether the process that holds it is there."""
+        """Return whether the holder runs."""
         return self._process.poll() is None
 
     def close(self) -> None:

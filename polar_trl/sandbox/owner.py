@@ -1,8 +1,8 @@
-"""Whose a sandbox is: a tag that names one process, so that a later one can tell what a dead one left behind.
+"""Tag sandboxes with the process that owns them, and remove those of dead owners.
 
 A process id alone is used again by the system; together with the time that the process started, the machine's boot
-and the namespace of the id, it names one process for ever. It refuses to call a process dead that it could not see:
-one of another machine, whose engine is shared, or of another container on this one.
+and the namespace of the id, it names one process for ever. A process that cannot be seen from here is never called
+dead: one of another machine, whose engine is shared, or of another container on this one.
 """
 
 import hashlib
@@ -24,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 OWNER_FILE = "owner"
 HELPER_FILE = "helper"
-"""In a session folder: the tag of a process that was started for the session and must not outlive it."""
+"""File of a session folder with the tag of a process that must not outlive the session."""
 UNOWNED_LIFE_S = 60.0
 
 
 def build_owner_tag(pid: int | None = None) -> str:
-    """The tag of a process of this machine; None is this one."""
+    """Build the tag of a process of this machine; None is this process."""
     pid = os.getpid() if pid is None else pid
     return ":".join((_read_machine(), _read_boot_id(), _read_pid_namespace(), str(pid), _read_start_ticks(pid)))
 
 
 def is_running(tag: str) -> bool:
-    """Whether the tag's process runs here; False as well for one that cannot be seen from here."""
+    """Return whether the tag's process runs here; False as well for one that cannot be seen from here."""
     pid = tag.rsplit(":", 2)[-2] if tag.count(":") == 4 else ""
     return pid.isdigit() and tag == build_owner_tag(int(pid)) and not tag.endswith(":")
 
 
 def is_dead(tag: str) -> bool:
-    """Whether the tag's process ran here and is no more, or this machine was booted since."""
+    """Return whether the tag's process ran here and is no more, or this machine was booted since."""
     machine, _, rest = tag.partition(":")
     boot_id, _, rest = rest.partition(":")
     namespace, _, rest = rest.partition(":")
@@ -54,12 +54,12 @@ def is_dead(tag: str) -> bool:
 
 
 def find_state_folder() -> Path:
-    """Where sandboxes of this user are kept while they live."""
+    """Return the folder that holds this user's sandboxes while they live."""
     return Path(tempfile.gettempdir()) / f"polar-trl-{os.getuid()}"
 
 
 def make_session_folder(root: Path, session_id: str) -> Path:
-    """A fresh folder with this process's tag in it."""
+    """Make a fresh folder with this process's tag in it. Raises `SandboxError`."""
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60]
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     if root.stat().st_uid != os.getuid():
@@ -70,7 +70,7 @@ def make_session_folder(root: Path, session_id: str) -> Path:
 
 
 def note_helper(folder: Path, pid: int) -> None:
-    """Have a process killed by whoever reaps the session folder."""
+    """Record a process that is killed when the session folder is reaped."""
     (folder / HELPER_FILE).write_text(build_owner_tag(pid))
 
 
@@ -82,7 +82,7 @@ def remove_session_folder(folder: Path) -> None:
 
 
 def reap_session_folders(root: Path) -> list[str]:
-    """Remove the folders of dead processes, and end what they started; their names."""
+    """Remove the session folders of dead processes, and kill their helpers; the folders' names."""
     reaped = []
     for folder in sorted(root.glob("*")):
         try:
@@ -96,7 +96,7 @@ def reap_session_folders(root: Path) -> list[str]:
 
 
 def count_session_folders(root: Path) -> int:
-    """How many there are, of whomever."""
+    """Count session folders, of dead and living owners."""
     return len(list(root.glob(f"*/{OWNER_FILE}")))
 
 
@@ -116,7 +116,7 @@ def _kill_helper(folder: Path) -> None:
 
 
 def list_mounts(folder: Path) -> Sequence[str]:
-    """Mount points below a folder, outer ones first."""
+    """List mount points below a folder, outer ones first."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         # field 5 of proc(5), with blanks and backslashes written in octal

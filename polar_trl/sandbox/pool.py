@@ -1,4 +1,4 @@
-"""A backend of sandboxes -> the same, with some made before they are asked for.
+"""A warm pool: a backend that makes sandboxes ahead of time, wrapped around another backend.
 
 `order` has one made in the background, `create` takes one that was ordered for such a task or makes it then. At most
 `depth` are ready or being made at a time, however many agents run; other orders wait their turn. It never hands a
@@ -61,7 +61,7 @@ class WarmPool:
             made.add_done_callback(_destroy)
 
     def create(self, task: Task, session_id: str) -> Sandbox:
-        """A sandbox that was ordered, or a fresh one. Raises `SandboxError`."""
+        """Return a sandbox that was ordered, or a fresh one. Raises `SandboxError`."""
         key = _build_key(task)
         with self._lock:
             made = self._take(key)
@@ -76,7 +76,7 @@ class WarmPool:
         return self._backend.create(task, session_id)
 
     def close(self) -> None:
-        """Remove what nobody took, then close the backend."""
+        """Remove sandboxes that nobody took, then close the backend."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
@@ -94,7 +94,7 @@ class WarmPool:
             self._made.append((_build_key(task), future))
 
     def _take(self, key: Hashable) -> "Future[Sandbox] | None":
-        """The furthest one for such a task; it is the caller's now, and its place is free."""
+        """Take the sandbox that is furthest in the making for such a task; its slot is free then."""
         places = [place for place, (other, _) in enumerate(self._made) if other == key]
         if not places:
             return None
@@ -111,7 +111,7 @@ class WarmPool:
 
 
 def _build_key(task: Task) -> Hashable:
-    """What of a task its sandbox is made from."""
+    """Build the key of tasks whose sandboxes are alike."""
     made_from = (task.image, task.build_context, task.workspace, task.workdir, task.network, task.writable_root)
     return (*made_from, tuple(sorted(task.files.items())), tuple(sorted(task.env.items())))
 

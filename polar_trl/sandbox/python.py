@@ -1,6 +1,6 @@
-"""The Python of this machine, as sandboxes see it: its standard library, and none of the packages installed in it.
+"""Find this machine's Python for sandboxes, which see its standard library and none of its installed packages.
 
-Packages are what tasks are made of: the release that has the fix may well be installed here.
+Tasks are made of packages: the release that has the fix may well be installed here.
 """
 
 import sys
@@ -10,12 +10,12 @@ PACKAGES = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "lib64/p
 
 
 def find_python() -> list[Path]:
-    """Where the Python that runs this lies; empty where it is the system's, which an image has its own of."""
+    """Return the folder of the Python that runs this; empty where it is the system's (images have their own)."""
     return [path for path in (Path(sys.base_prefix),) if not path.is_relative_to("/usr")]
 
 
 def list_package_folders() -> list[Path]:
-    """Where packages are installed for it and for the system's: outside of every virtual environment."""
+    """List the package folders of this Python and the system's, outside of every virtual environment."""
     roots = dict.fromkeys((Path(sys.base_prefix), Path("/usr"), Path("/usr/local")))
     return [
         folder for root in roots for pattern in PACKAGES for folder in sorted(root.glob(pattern)) if folder.is_dir()

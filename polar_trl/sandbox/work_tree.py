@@ -1,9 +1,9 @@
-"""A folder of this machine -> the tree that agents get: a git repository with no future in it.
+"""Prepare work trees for agents: git repositories without the commits after HEAD, in which a fix could be looked up.
 
-A fix leaks through version control: by later commits behind other branches and tags, by reflogs, by objects that
-nothing names any more. A folder that is a repository keeps the history of its HEAD and nothing else; one that is none,
-or that shares one with other folders, becomes a repository of one commit. The result is a copy in the cache, made
-once. It refuses a repository in which anything else is left after that.
+A fix leaks through version control: by later commits behind other branches and tags, by reflogs, by unreachable
+objects. A folder that is a repository keeps the history of its HEAD and nothing else; one that is none, or that shares
+one with other folders, becomes a repository of one commit. The result is a copy in the cache, made once. Refuses a
+repository in which an object is left that HEAD, its tags and the index do not reach.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from polar_trl.types import Task
 
 GIT_TIMEOUT_S = 600
 _KEPT = frozenset({"HEAD", "config", "index", "info", "objects", "packed-refs", "refs", "shallow"})
-"""All else in .git tells of what was done: logs, ORIG_HEAD, COMMIT_EDITMSG, worktrees, ..."""
+"""Entries of .git that stay. The others tell of earlier work: logs, ORIG_HEAD, COMMIT_EDITMSG, worktrees, ..."""
 _IDENTITY = {
     f"GIT_{role}_{name}": value
     for role in ("AUTHOR", "COMMITTER")
@@ -31,14 +31,14 @@ _IDENTITY = {
 
 
 class WorkTrees:
-    """Prepared trees by the folder that they were made from; each is made once in the life of this object."""
+    """Prepared work trees by source folder; each is made once in the life of this object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._trees: dict[str, Path] = {}
 
     def find(self, task: Task) -> Path | None:
-        """The tree of a task's `workspace`; None where it has none. Raises `SandboxError` naming the task."""
+        """Prepare the tree of a task's `workspace`; None where it has none. Raises `SandboxError` naming the task."""
         if not task.workspace:
             return None
         with self._lock:
@@ -51,14 +51,14 @@ class WorkTrees:
 
 
 def prepare_work_tree(source: Path) -> Path:
-    """A copy of the folder without a future, in the cache. Raises `SandboxError`."""
+    """Copy a folder into the cache, without commits after HEAD. Raises `SandboxError`."""
     if not source.is_dir():
         raise SandboxError(f"the work tree {source} is no folder")
     return make_once(f"{source.name[:40]}-{_digest_listing(source)}", lambda target: _copy(source, target))
 
 
 def make_once(name: str, fill: Callable[[Path], None]) -> Path:
-    """The cache's tree of that name; where it is not there, `fill` is given an empty folder to make it in."""
+    """Return the cache's tree of that name; where it is missing, `fill` is called with an empty folder for it."""
     folder = find_cache("trees") / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{name}.lock", "w") as lock:
@@ -68,64 +68,77 @@ def make_once(name: str, fill: Callable[[Path], None]) -> Path:
                 made = Path(scratch) / "tree"
                 made.mkdir()
                 fill(made)
-                cut_future(made)
+                drop_commits_after_head(made)
                 os.rename(made, folder)
     return folder
 
 
-def cut_future(tree: Path) -> None:
-    """Leave of a repository's history what leads to its HEAD; make a repository of a folder that is none."""
+def drop_commits_after_head(tree: Path) -> None:
+    """Remove refs and objects that HEAD does not reach; make a repository of one commit of a folder that is none."""
     for nested in tree.glob("*/**/.git"):
-        shutil.rmtree(nested) if nested.is_dir() and not nested.is_symlink() else nested.unlink()
+        _remove(nested)
     folder = tree / ".git"
     if not _is_whole(folder) or _git(tree, "rev-parse", "--quiet", "--verify", "HEAD^{commit}", check=False) is None:
         _start_over(tree)
         return
-    branch = _git(tree, "symbolic-ref", "--quiet", "HEAD", check=False)
-    past = set((_git(tree, "for-each-ref", "--merged", "HEAD", "--format=%(refname)", "refs/tags") or "").split())
-    for name in (_git(tree, "for-each-ref", "--format=%(refname)") or "").split():
-        if name != branch and name not in past:
-            _git(tree, "update-ref", "--no-deref", "-d", name)
-    for remote in (_git(tree, "remote") or "").split():
-        _git(tree, "remote", "remove", remote)
-    leftovers = [path for path in folder.iterdir() if path.name not in _KEPT]
-    for leftover in [*leftovers, *(folder / "objects" / "pack").glob("*.keep")]:
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+    _drop_refs(tree)
+    for leftover in [path for path in folder.iterdir() if path.name not in _KEPT]:
+        _remove(leftover)
+    for keep in (folder / "objects" / "pack").glob("*.keep"):
+        keep.unlink()
     _git(tree, "repack", "-a", "-d", "-q")
     (folder / "objects" / "info" / "alternates").unlink(missing_ok=True)
     _git(tree, "gc", "--quiet", "--prune=now")
     (folder / "gc.log").unlink(missing_ok=True)
-    _refuse_future(tree)
+    _require_only_head(tree)
+
+
+def _drop_refs(tree: Path) -> None:
+    """Delete remotes, and all refs but the branch that is checked out and tags that it reaches."""
+    kept = set(_list_words(tree, "for-each-ref", "--merged", "HEAD", "--format=%(refname)", "refs/tags"))
+    kept.add(_git(tree, "symbolic-ref", "--quiet", "HEAD", check=False) or "")
+    for name in _list_words(tree, "for-each-ref", "--format=%(refname)"):
+        if name not in kept:
+            _git(tree, "update-ref", "--no-deref", "-d", name)
+    for remote in _list_words(tree, "remote"):
+        _git(tree, "remote", "remove", remote)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a repository lies in this folder altogether: what it links to, or shares, is somebody else's."""
+    """Return whether a repository lies in this folder altogether, without links and parts shared with others."""
     if folder.is_symlink() or not folder.is_dir() or (folder / "commondir").exists():
         return False
     return not any(path.is_symlink() for path in folder.rglob("*"))
 
 
-def _refuse_future(tree: Path) -> None:
-    """Whatever is stored must lead to HEAD, to an earlier tag, or stand in the index."""
-    known = (
-        _git(tree, "rev-list", "--objects", "--indexed-objects", "--no-object-names", "HEAD", "--tags") or ""
-    ).split()
-    stored = (_git(tree, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)") or "").split()
+def _require_only_head(tree: Path) -> None:
+    """Raise `SandboxError` unless every stored object is reached from HEAD, an earlier tag or the index."""
+    known = _list_words(tree, "rev-list", "--objects", "--indexed-objects", "--no-object-names", "HEAD", "--tags")
+    stored = _list_words(tree, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)")
     if left := set(stored) - set(known):
         raise SandboxError(f"{len(left)} objects of the repository in {tree} lead nowhere and could not be removed")
 
 
 def _start_over(tree: Path) -> None:
     folder = tree / ".git"
-    shutil.rmtree(folder) if folder.is_dir() and not folder.is_symlink() else folder.unlink(missing_ok=True)
+    _remove(folder)
     _git(tree, "init", "--quiet", "--initial-branch=main")
     shutil.rmtree(folder / "hooks", ignore_errors=True)
     _git(tree, "add", "--all")
     _git(tree, "commit", "--quiet", "--allow-empty", "--no-verify", "--message=start")
 
 
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link, there or not."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def _list_words(tree: Path, *words: str) -> list[str]:
+    return (_git(tree, *words) or "").split()
+
+
 def _git(tree: Path, *words: str, check: bool = True) -> str | None:
-    """What git prints; None if it failed and that is an answer. Raises `SandboxError`."""
+    """Run git and return its output. Where it fails: None without `check`, else `SandboxError`."""
     settings = ("safe.directory=*", "core.hooksPath=/dev/null", "core.fsmonitor=false", "core.autocrlf=false")
     command = ["git", *(word for setting in settings for word in ("-c", setting)), *words]
     env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "LC_ALL": "C", **_IDENTITY}
@@ -153,7 +166,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _digest_listing(source: Path) -> str:
-    """Of every file's name, kind, size and time: a tree that was changed gets a copy of its own."""
+    """Hash every file's name, kind, size and time: a tree that was changed gets a copy of its own."""
     digest = hashlib.sha256(str(source.resolve()).encode())
     for folder, names, files in os.walk(source):
         names.sort()

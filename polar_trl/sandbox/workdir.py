@@ -1,7 +1,4 @@
-"""Where a task wants its work folder -> whether it can be there.
-
-It refuses places at which the folder would hide the system, or what else a sandbox shows.
-"""
+"""Check the path of a task's work folder: it must not hide the system, nor other folders that a sandbox shows."""
 
 from pathlib import PurePosixPath
 
@@ -14,7 +11,7 @@ _KERNEL = (("proc",), ("sys",), ("dev",))
 
 
 def find_workdir_fault(path: str) -> str | None:
-    """Why the work folder cannot be at this path; None where it can."""
+    """Return why the work folder cannot be at this path; None where it can."""
     pure = PurePosixPath(path)
     is_taken = any(pure == other or pure in other.parents for other in _TAKEN) or pure.parts[1:2] in _KERNEL
     if pure.is_absolute() and ".." not in pure.parts and "\0" not in path and not is_taken:

@@ -1,8 +1,8 @@
-"""Tasks whose tests need packages -> the same tasks, with a Python that has them, for graders and agents alike.
+"""Install the packages that tasks' tests need, and refuse environments that hold a task's answer.
 
 An image that was built for a task has its packages already; every other sandbox sees an environment of this machine,
-at the same path. It refuses what holds the answer where a sandbox sees it: a release of the package under repair in
-which the defect is not, in an environment of tests or in the agent's own folder.
+at the same path. A release of the package under repair without the defect is the answer: in an environment of tests,
+or in the agent's own folder, it raises `ConfigError`.
 """
 
 import os
@@ -24,22 +24,22 @@ _PINNED = re.compile(r"^\s*(?P<name>[\w.-]+)==(?P<version>[\w.]+)", re.MULTILINE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Installed:
-    """A release that lies in a folder."""
+    """A release of a package that is installed in a folder."""
 
     name: str
-    """Normalised."""
+    """Normalized."""
     version: str
     path: Path
-    """Its metadata, or the file that names what a package carries along."""
+    """Its metadata, or the file that lists a package's vendored ones."""
 
 
 def provide_python(tasks: Sequence[Task], *, sandbox: str = "local", image: str | None = None) -> list[Task]:
-    """Install what the tests of these tasks require, once for each requirements file, and have the tasks use it.
+    """Install the requirements of these tasks' tests, once for each file; return the tasks with that Python.
 
     Args:
         sandbox: The kind of the run's sandboxes.
-        image: Of all of them. Docker without one makes a task's image from its own `build_context`, which then has
-            the packages.
+        image: Of all sandboxes. Without one, Docker builds a task's image from its own `build_context`, with the
+            packages.
 
     Raises `ConfigError` where it cannot be installed, or holds a task's answer.
     """
@@ -71,17 +71,17 @@ def provide_python(tasks: Sequence[Task], *, sandbox: str = "local", image: str 
 
 
 def list_environments(tasks: Sequence[Task]) -> list[Path]:
-    """Folders of this machine that the tests of these tasks run from: what their sandboxes have to see."""
+    """List the host folders that the tests of these tasks run from, which their sandboxes have to show."""
     cache = find_cache("environments")
     pythons = (Path(task.tests.python) for task in tasks if task.tests is not None)
     return list(dict.fromkeys(python.parent.parent for python in pythons if python.is_relative_to(cache)))
 
 
 def refuse_answers(tasks: Sequence[Task], folders: Sequence[Path]) -> None:
-    """Raises `ConfigError` where one of the folders, which every sandbox shows, holds the answer of a task.
+    """Raise `ConfigError` where one of the folders, which every sandbox shows, holds the answer of a task.
 
     Args:
-        folders: Of the agent and of all tests: what answers one task may be what another one's tests need.
+        folders: Of the agent and of all tests: the answer of one task may be a requirement of another one's tests.
     """
     releases = [release for folder in dict.fromkeys(folders) for release in list_releases(folder)]
     found = [(task, answer) for task in tasks if (answer := find_answer(task, releases))]
@@ -96,12 +96,12 @@ def refuse_answers(tasks: Sequence[Task], folders: Sequence[Path]) -> None:
 
 
 def list_releases(folder: Path) -> list[Installed]:
-    """What is installed below a folder, and what packages there carry along."""
+    """List the releases that are installed below a folder, vendored ones included."""
     return sorted(_walk_releases(folder), key=lambda release: release.path)
 
 
 def find_answer(task: Task, releases: Sequence[Installed]) -> Installed | None:
-    """The one of these that has the code which a rebuilt task asks for."""
+    """Find a release that has the code which a rebuilt task asks for."""
     facts = task.metadata.get("harbor", {}).get("metadata", {})
     package, fixed = facts.get("package"), facts.get("fixed_version")
     if package is None:
@@ -126,7 +126,7 @@ def _walk_releases(folder: Path) -> Iterator[Installed]:
 
 
 def _order(version: str) -> list[int]:
-    """Good enough to compare releases."""
+    """Return the numbers of a version: good enough to compare releases."""
     return [int(number) for number in re.findall(r"\d+", version)]
 
 

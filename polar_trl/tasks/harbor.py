@@ -1,8 +1,8 @@
-"""Harbor task folders (task.toml, instruction.md, environment/, tests/, solution/) -> tasks.
+"""Load Harbor task folders (task.toml, instruction.md, environment/, tests/, solution/).
 
 The format is Harbor's of schema 1.4 and before (package `harbor` 0.25). Keys of task.toml that nothing here reads are
-tolerated and listed in `metadata["harbor"]["unread"]`. It refuses tasks that would be another task without what they
-ask for: several steps or containers, Windows, accelerators, MCP servers, a verifier in a container of its own.
+tolerated and listed in `metadata["harbor"]["unread"]`. Refuses tasks that need an unsupported part: several steps or
+containers, Windows, accelerators, MCP servers, a verifier in a container of its own.
 
 A folder that scripts/build_pypi_tasks.py wrote also has environment/workspace, which becomes the work folder,
 environment/requirements.txt, and tests/spec.json with the ids of the tests that decide. Where a task says nothing of
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polar_trl.errors import TaskError
-from polar_trl.tasks.jsonl import parse_test_spec
+from polar_trl.tasks.jsonl import read_test_spec
 from polar_trl.tasks.rules import check_task, render_json, require_limit
 from polar_trl.types import Task, TestSpec
 
@@ -33,13 +33,13 @@ READ = {
     *("environment.network_mode", "environment.allowed_hosts", "environment.allow_internet"),
     "environment.mcp_servers",
 }
-"""Keys of task.toml that have a meaning here."""
+"""Keys of task.toml that are read here."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])")
 
 
 def load_harbor(path: Path, *, limit: int | None = None) -> list[Task]:
-    """The task in a folder, or the tasks in a folder's folders, the first `limit` by name. Raises `TaskError`."""
+    """Load the task in a folder, or the first `limit` tasks in its folders, by name. Raises `TaskError`."""
     require_limit(limit)
     if (path / "task.toml").is_file():
         return [parse_folder(path)]
@@ -50,18 +50,10 @@ def load_harbor(path: Path, *, limit: int | None = None) -> list[Task]:
 
 
 def parse_folder(folder: Path) -> Task:
-    """One task, named for its folder. Raises `TaskError` with its id and the file or key."""
+    """Parse one task, named for its folder. Raises `TaskError` with its id and the file or key."""
     folder = folder.resolve()
     where = f"task {folder.name!r}"
-    try:
-        table = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise TaskError(f"{where}: {Path(error.filename).name} is missing") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise TaskError(f"{where}: task.toml or instruction.md cannot be read: {error}") from error
-    if not instruction.strip():
-        raise TaskError(f"{where}: instruction.md is empty")
+    table, instruction = _read_files(folder, where)
     config = _Config(table, where)
     config.refuse_unsupported()
     image = config.text("environment.docker_image")
@@ -107,6 +99,20 @@ def parse_folder(folder: Path) -> Task:
     return task
 
 
+def _read_files(folder: Path, where: str) -> tuple[dict[str, Any], str]:
+    """Read task.toml and the instruction."""
+    try:
+        table = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise TaskError(f"{where}: {Path(error.filename).name} is missing") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TaskError(f"{where}: task.toml or instruction.md cannot be read: {error}") from error
+    if not instruction.strip():
+        raise TaskError(f"{where}: instruction.md is empty")
+    return table, instruction
+
+
 def _parse_tests(folder: Path, where: str) -> TestSpec | None:
     path = folder / "tests" / "spec.json"
     if not path.is_file():
@@ -122,7 +128,7 @@ def _parse_tests(folder: Path, where: str) -> TestSpec | None:
     spec |= {"folder": str(hidden) if spec.get("files") else "", "python": "python"}
     spec["gold_patch"] = str(gold) if gold.is_file() else None
     spec["requirements"] = str(requirements) if requirements.is_file() else None
-    return parse_test_spec(spec, where)
+    return read_test_spec(spec, where)
 
 
 class _Config:
@@ -174,7 +180,7 @@ class _Config:
         return default if value is None else float(value)
 
     def megabytes(self, name: str) -> int | float | None:
-        """`name`_mb, or the older form, such as "2G"."""
+        """Read the key `name`_mb, or the older form, such as "2G"."""
         key = f"environment.{name}"
         old = self.get(key)
         if old is None:
@@ -196,7 +202,7 @@ class _Config:
         return "public" if mode == "public" else "none"
 
     def environment(self, key: str) -> dict[str, str]:
-        """Variables; "${NAME}" and "${NAME:-default}" in them stand for variables of this process."""
+        """Read variables; "${NAME}" and "${NAME:-default}" in them stand for variables of this process."""
         value = self.get(key) or {}
         if not isinstance(value, Mapping) or not all(isinstance(item, str) for item in value.values()):
             raise self.error(key, f"must be a table of texts, not {value!r}")
@@ -210,7 +216,7 @@ class _Config:
         return {name: _VARIABLE.sub(substitute, text) for name, text in value.items()}
 
     def list_unread(self) -> Iterator[str]:
-        """Keys that nothing here reads."""
+        """Yield the keys that nothing here reads."""
         for name, value in self._table.items():
             if name in READ:
                 continue

@@ -1,7 +1,6 @@
-"""Where a run's tasks are -> the tasks, whatever form they have there.
+"""Load tasks from a source of any form: JSON lines, Harbor folders, SWE-bench rows in files or on the hub.
 
-Four forms, told apart by what is there and not by an option: our own JSON lines, Harbor folders, rows of SWE-bench and
-its like in files, and data sets of such rows on the hub. It refuses a source that is none of them.
+The form is recognized by the source's content, not by an option. Refuses a source of no such form.
 """
 
 import json
@@ -21,7 +20,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_task_set(source: str | Path, *, split: str | None = None, limit: int | None = None) -> list[Task]:
-    """The tasks, the first `limit` of them if that is given.
+    """Load the tasks of a source, at most the first `limit`.
 
     Args:
         source: A JSONL file of tasks; a folder with a task.toml or with folders that have one; a .parquet, .json or
@@ -53,7 +52,7 @@ def load_task_set(source: str | Path, *, split: str | None = None, limit: int | 
 
 
 def _holds_swebench_rows(path: Path) -> bool:
-    """Whether the first row has the columns by which SWE-bench and SkyRL name a task."""
+    """Return whether the first row has the columns by which SWE-bench and SkyRL name a task."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             row: Any = json.loads(next((line for line in file if line.strip()), "null"))

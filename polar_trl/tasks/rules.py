@@ -1,8 +1,7 @@
-"""A task of any form -> nothing, or the sentence that says which of its fields cannot be as it is.
+"""Validate tasks of any form when they are loaded: paths, variables, host files, the columns that graders read.
 
-Whatever a run would stumble over later is looked at when the task is loaded: paths, names of variables, files of this
-machine, the columns that graders read. It refuses paths that lead out of the work folder: a task file is somebody
-else's, and what is laid or removed there for grading is laid and removed by this process.
+Refuses paths that lead out of the work folder: a task file is somebody else's, and this process itself lays and
+removes the files that it names.
 """
 
 import datetime
@@ -14,21 +13,22 @@ from polar_trl.errors import ConfigError, TaskError
 from polar_trl.sandbox.base import Capabilities
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.workdir import find_workdir_fault
+from polar_trl.tasks.fields import require_type
 from polar_trl.types import Task, TestSpec
 
 RUNNERS = ("pytest", "swebench")
 COLUMNS = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
-"""Of a row of SWE-bench: texts that it must have."""
+"""Columns that a row of SWE-bench must have, with text in them."""
 READ_COLUMNS = ("version", "eval_script", "log_parser")
-"""Texts that graders read where a row has them."""
+"""Columns of text that graders read where a row has them."""
 FACTS = ("package", "fixed_version")
-"""What a rebuilt task says of the package that it is about."""
-WISHES = {"memory_mb": "memory_mb", "cpus": "cpus", "storage_mb": "disk_mb"}
-"""What Harbor's tasks ask for -> the name of that limit."""
+"""Metadata of a rebuilt task about its package."""
+RESOURCES = {"memory_mb": "memory_mb", "cpus": "cpus", "storage_mb": "disk_mb"}
+"""Names of resources that Harbor's tasks ask for, and of the limit of each."""
 
 
 def check_task(task: Task, where: str) -> None:
-    """Raises `TaskError`, which begins with `where` and names the field."""
+    """Validate a task. Raises `TaskError`, which begins with `where` and names the field."""
     check_paths("files", task.files, where)
     check_variables("env", task.env, where)
     if task.workdir is not None and (fault := find_workdir_fault(task.workdir)):
@@ -43,8 +43,18 @@ def check_task(task: Task, where: str) -> None:
         check_columns(task.metadata["swebench"], f"{where}: metadata.swebench")
 
 
+def check_spec(spec: TestSpec, where: str) -> None:
+    """Validate a spec apart from its task. Raises `TaskError`, which begins with `where` and names the field."""
+    if spec.runner not in RUNNERS:
+        raise TaskError(f"{where}: 'tests.runner' must be one of {', '.join(RUNNERS)}, not {spec.runner!r}")
+    for name in ("files", "removed"):
+        check_paths(f"tests.{name}", getattr(spec, name), where)
+    for name in ("paths", "import_roots"):
+        check_paths(f"tests.{name}", getattr(spec, name), where, is_folder=True)
+
+
 def check_paths(name: str, paths: Sequence[str] | Mapping[str, str], where: str, *, is_folder: bool = False) -> None:
-    """Each must lead to something in the work folder; with `is_folder` it may be the work folder itself."""
+    """Raise `TaskError` for a path that is not below the work folder; with `is_folder` it may be that folder."""
     for path in paths:
         pure = PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts or "\0" in path or not (pure.parts or (is_folder and path)):
@@ -52,47 +62,46 @@ def check_paths(name: str, paths: Sequence[str] | Mapping[str, str], where: str,
 
 
 def check_variables(name: str, variables: Mapping[str, str], where: str) -> None:
-    """Each must be one that a process can be given."""
+    """Raise `TaskError` for an environment variable that no process can be given."""
     for variable, value in variables.items():
         if not variable or "=" in variable or "\0" in variable + value:
             raise TaskError(f"{where}: '{name}': no process can be given the variable {variable!r}: {value!r:.100}")
 
 
 def check_columns(row: Any, where: str) -> None:
-    """What graders read of a row of SWE-bench."""
+    """Raise `TaskError` for a row of SWE-bench whose columns graders cannot read."""
     if not isinstance(row, Mapping):
         raise TaskError(f"{where}: a row must be an object, not {row!r:.100}")
     for name in COLUMNS:
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise TaskError(f"{where}: {name!r} must be text, not {row.get(name)!r:.100}")
     for name in READ_COLUMNS:
-        if not isinstance(row.get(name, ""), str | None):
-            raise TaskError(f"{where}: {name!r} must be text, not {row[name]!r:.100}")
+        require_type(name, row.get(name), str | None, where)
 
 
 def check_limits(tasks: Sequence[Task], limits: Limits, capabilities: Capabilities) -> None:
-    """Raises `ConfigError` where a task asks for more than its sandbox would have, naming the setting to raise."""
+    """Raise `ConfigError` where a task asks for more than its sandbox would have, naming the setting to raise."""
     enforced = {
         "memory_mb": capabilities.limits_memory,
         "cpus": capabilities.limits_memory,  # the same control groups
         "storage_mb": capabilities.limits_disk,
     }
-    for wish, name in WISHES.items():
-        wishes = {task.id: task.metadata.get("harbor", {}).get(wish) or 0 for task in tasks}
-        greedy = [task_id for task_id, wanted in wishes.items() if wanted > getattr(limits, name)]
-        if greedy and enforced[wish]:
+    for resource, name in RESOURCES.items():
+        asked = {task.id: task.metadata.get("harbor", {}).get(resource) or 0 for task in tasks}
+        over = [task_id for task_id, amount in asked.items() if amount > getattr(limits, name)]
+        if over and enforced[resource]:
             raise ConfigError(
-                f"task {greedy[0]!r} asks for {wish} {wishes[greedy[0]]:g}, and a sandbox has "
-                f"{getattr(limits, name):g}: set sandbox_{name} to {max(wishes.values()):g}, the most that any of "
-                f"{len(tasks)} tasks asks for, or take the {len(greedy)} that ask for so much out"
+                f"task {over[0]!r} asks for {resource} {asked[over[0]]:g}, and a sandbox has "
+                f"{getattr(limits, name):g}: set sandbox_{name} to {max(asked.values()):g}, the most that any of "
+                f"{len(tasks)} tasks asks for, or take the {len(over)} that ask for so much out"
             )
 
 
 def collect_tasks(rows: Iterable[tuple[str, Task]], limit: int | None) -> list[Task]:
-    """The first `limit` tasks, or all. Raises `TaskError` where an id comes twice.
+    """Collect the first `limit` tasks, or all. Raises `TaskError` where an id comes twice.
 
     Args:
-        rows: Where each task stands, as an error says it, and the task.
+        rows: The place of each task, as an error names it, and the task.
     """
     tasks: dict[str, Task] = {}
     for where, task in rows:
@@ -105,13 +114,13 @@ def collect_tasks(rows: Iterable[tuple[str, Task]], limit: int | None) -> list[T
 
 
 def require_limit(limit: int | None) -> None:
-    """Of how many tasks are wanted. Raises `ConfigError`."""
+    """Raise `ConfigError` for a number of tasks below 1."""
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; it must be at least 1")
 
 
 def render_json(value: Any) -> Any:
-    """TOML and Parquet have dates and times, JSON has not."""
+    """Render dates and times, which TOML and Parquet have and JSON has not, as ISO texts."""
     if isinstance(value, Mapping):
         return {key: render_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -150,17 +159,13 @@ def _check_harbor(task: Task, harbor: Any, where: str) -> None:
     if task.tests is None and task.grader is None and not Path(harbor["folder"], "tests", "test.sh").is_file():
         raise TaskError(f"{where}: 'folder': tests/test.sh is missing")
     variables, facts = harbor.get("verifier_env", {}), harbor.get("metadata", {})
-    if not isinstance(variables, Mapping) or not all(isinstance(value, str) for value in variables.values()):
-        raise TaskError(f"{where}: 'verifier_env' must be an object of texts, not {variables!r:.100}")
+    require_type("verifier_env", variables, Mapping[str, str], where)
     check_variables("verifier_env", variables, where)
-    if not isinstance(facts, Mapping):
-        raise TaskError(f"{where}: 'metadata' must be an object, not {facts!r:.100}")
+    require_type("metadata", facts, Mapping[str, Any], where)
     for name in FACTS:
-        if not isinstance(facts.get(name, ""), str):
-            raise TaskError(f"{where}: 'metadata.{name}' must be text, not {facts[name]!r:.100}")
-    for name in WISHES:
-        if not isinstance(harbor.get(name) or 0, int | float):
-            raise TaskError(f"{where}: {name!r} must be a number, not {harbor[name]!r:.100}")
+        require_type(f"metadata.{name}", facts.get(name, ""), str, where)
+    for name in RESOURCES:
+        require_type(name, harbor.get(name) or 0, int | float, where)
 
 
 def _check_host_path(name: str, path: str | None, where: str, *, is_folder: bool) -> None:

@@ -1,8 +1,8 @@
-"""Small shell tasks with exact answers, for models that can barely use a shell, and the grader that goes with them.
+"""Generate small shell tasks with exact answers, for models that can barely use a shell, and grade them.
 
     python -m polar_trl.tasks.shell_ladder --kinds copy_command,copy_file --num 96 --seed 0 --output tasks.jsonl
 
-The grader reads files and runs nothing. It refuses credit beyond 0.4 for anything but the exact result.
+The grader reads files and runs nothing. Anything but the exact result earns at most 0.4.
 """
 
 import argparse
@@ -80,11 +80,11 @@ KINDS: Mapping[str, tuple[int, Callable[[random.Random], dict[str, Any]]]] = {
     "copy_file": (1, _copy_file),
     "count_lines": (2, _count_lines),
 }
-"""Kind -> its level, easiest first, and what makes one."""
+"""Kinds with their levels, easiest first, and their generators."""
 
 
 def build_tasks(kinds: Sequence[str], num_tasks: int, seed: int) -> list[Task]:
-    """`num_tasks` tasks, the kinds in turn. `metadata` holds kind, level, the expected files and a solving command."""
+    """Generate tasks, the kinds in turn. `metadata` holds kind, level, the expected files and a solving command."""
     if not kinds:
         raise ConfigError(f"no task kinds given; there are {', '.join(KINDS)}")
     for kind in kinds:
@@ -109,10 +109,10 @@ def build_tasks(kinds: Sequence[str], num_tasks: int, seed: int) -> list[Task]:
 
 
 def grade(task: Task, sandbox: Sandbox) -> float:
-    """1.0 where every expected file is exact and the inputs are as they were; at most 0.4 otherwise.
+    """Return 1.0 where every expected file is exact and the inputs are as they were; at most 0.4 otherwise.
 
-    Shaped, so that a group of failures can still differ: 0.1 for each expected file that is there, and up to 0.3 for
-    how much its text resembles the expected one, averaged over files.
+    The reward is shaped, so that a group of failures can still differ: 0.1 for each expected file that is there, and
+    up to 0.3 for the similarity of its text to the expected one, averaged over files.
     """
     expected: Mapping[str, str] = task.metadata["expected"]
     texts = {path: _read(sandbox, path) for path in expected}

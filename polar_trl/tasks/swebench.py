@@ -1,8 +1,8 @@
-"""Rows of SWE-bench Verified, SWE-Gym and SkyRL-v0-293 -> tasks, from a file, a folder or the datasets hub.
+"""Load rows of SWE-bench Verified, SWE-Gym and SkyRL-v0-293 from a file, a folder or the datasets hub.
 
-A task keeps its row's columns in `metadata["swebench"]` for the grader, the gold patch included; the agent is told
-the problem statement and gets the row's image, with the repository at /testbed. It refuses rows that a grader could
-not decide: without tests that must pass, a test patch or a base commit.
+A task keeps its row's columns in `metadata["swebench"]` for the grader, the gold patch included; the agent gets the
+problem statement and the row's image, with the repository at /testbed. Refuses rows that a grader could not decide:
+without tests that must pass, a test patch or a base commit.
 """
 
 import json
@@ -29,10 +29,10 @@ DATASETS = {
     "swe-gym": ("SWE-Gym/SWE-Gym", "train"),
     "skyrl-v0-293": ("NovaSky-AI/SkyRL-v0-293-data", "train"),
 }
-"""Name -> data set on the hub and the split that is taken."""
+"""Data sets on the hub by name, with the split that is taken."""
 SWEBENCH_IMAGE = ("swebench/sweb.eval.x86_64.{id}:latest", "_1776_")
 SWE_GYM_IMAGE = ("xingyaoww/sweb.eval.x86_64.{id}:latest", "_s_")
-"""Image name, and what stands for the "__" of an instance id in it."""
+"""Image name, and the text in place of the "__" of an instance id in it."""
 WORKDIR = "/testbed"
 KEPT = (
     *COLUMNS,
@@ -45,7 +45,7 @@ KEPT = (
 def load_swebench(
     source: str | Path, *, split: str | None = None, limit: int | None = None, endpoint: str | None = None
 ) -> list[Task]:
-    """The tasks of a data set. Raises `TaskError`, and `ConfigError` where the source cannot be read.
+    """Load the tasks of a data set. Raises `TaskError`, and `ConfigError` where the source cannot be read.
 
     Args:
         source: A .parquet, .jsonl or .json file, a folder of them, a name from `DATASETS`, or "owner/name" on the hub.
@@ -73,7 +73,7 @@ def load_swebench(
 
 
 def build_swebench_tasks(rows: Iterable[Mapping[str, Any]], *, limit: int | None = None) -> list[Task]:
-    """Tasks of rows, such as a loaded `datasets.Dataset`. Raises `TaskError`."""
+    """Build tasks from rows, such as a loaded `datasets.Dataset`. Raises `TaskError`."""
     numbered = ((f"row {index}", row) for index, row in enumerate(rows))
     tasks = collect_tasks(((where, parse_row(row, where)) for where, row in numbered), limit)
     if not tasks:
@@ -82,7 +82,7 @@ def build_swebench_tasks(rows: Iterable[Mapping[str, Any]], *, limit: int | None
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Task:
-    """One task. Raises `TaskError` with the row's id and the column."""
+    """Build the task of one row. Raises `TaskError` with the row's id and the column."""
     if not isinstance(row, Mapping):
         raise TaskError(f"{where}: a row is an object, not {type(row).__name__}")
     if "instance" in row:  # SkyRL puts the row of SWE-Gym into a column
@@ -125,7 +125,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Task:
 
 
 def _parse_ids(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
-    """A list, or its JSON text as SWE-bench has it."""
+    """Parse a list of test ids, or its JSON text as SWE-bench has it."""
     value = _parse_json(row.get(name))
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(item, str) for item in value):
         raise TaskError(f"{where}: {name!r} must be a list of texts, not {row.get(name)!r:.100}")
@@ -144,7 +144,7 @@ def _find_image(row: Mapping[str, Any], where: str) -> str:
 
 
 def _fetch(source: str, split: str | None, endpoint: str | None) -> list[Path]:
-    """Files of a data set on the hub, downloaded into the hub's own cache."""
+    """Download the files of a data set on the hub into the hub's own cache."""
     repo, own_split = DATASETS.get(source.lower(), (source, "train"))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(
@@ -169,7 +169,7 @@ def _fetch(source: str, split: str | None, endpoint: str | None) -> list[Path]:
 
 
 def _is_of_split(name: str, split: str) -> bool:
-    """ "train.parquet" and "train-00000-of-00001.parquet" are files of the split "train"."""
+    """Return whether a file is of a split: "train.parquet" and "train-00000-of-00001.parquet" are of "train"."""
     return re.match(rf"{re.escape(split)}[-.]", name) is not None
 
 

@@ -31,7 +31,6 @@ from polar_trl.grpo.advantage import compute_advantages
 from polar_trl.grpo.logs.metrics import build_rollout_metrics, count_rollout
 from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout, describe_row
 from polar_trl.grpo.rows import Row, build_rows
-from polar_trl.harness.base import without_tools_is_auxiliary
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
@@ -89,7 +88,7 @@ class DemoHarness(ShellHarness):
 
     def classify(self, request: ChatRequest) -> Purpose:
         """Titles declare no tools."""
-        return without_tools_is_auxiliary(request)
+        return "policy" if request.tools else "auxiliary"
 
 
 class ScriptedModel:

@@ -1,4 +1,4 @@
-"""Claude Code as npm ships it: what it does with answers that are late, empty, cut, wrong, refused or too long."""
+"""Claude Code as npm ships it, with answers that are late, empty, cut, wrong, refused or too long."""
 
 import asyncio
 import re
@@ -108,7 +108,7 @@ def test_sub_agents_are_the_policys_own_and_have_trajectories_of_their_own() -> 
 
 
 def last_words(rollout: Rollout, index: int) -> str:
-    """The last message of a user in that call's request."""
+    """Return the last user message in that call's request."""
     return [message.text for message in rollout.calls[index].request.messages if message.role == "user"][-1]
 
 
@@ -140,7 +140,7 @@ def test_images_and_documents_are_left_out_for_a_model_that_reads_text() -> None
 
 
 def answer_until(last_step: int, num_lines: Callable[[int], int]) -> Callable[[TokenIds], TokenIds]:
-    """Commands with output of so many lines, step by step; a summary when it is asked for."""
+    """Answer with commands that print so many lines, step by step, and with a summary when it is asked for."""
 
     def answer(prompt_ids: TokenIds) -> TokenIds:
         text = read_text(prompt_ids)

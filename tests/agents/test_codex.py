@@ -101,7 +101,7 @@ def test_a_sub_agents_calls_are_the_policys_own() -> None:
 
 
 def _delegate(prompt_ids: TokenIds) -> TokenIds:
-    """A model that has a sub-agent write sub.txt, and that sub-agent."""
+    """Script a model that has a sub-agent write sub.txt, and that sub-agent."""
     text = bytes(token_id for token_id in prompt_ids if token_id < 256).decode()
     work = [say("", HARNESS.build_shell_call("printf sub > sub.txt")), say("It is written.")]
     spawned = re.findall(r'"agent_id":"([^"]+)"', text)
@@ -135,7 +135,7 @@ def test_a_compaction_of_openais_own_kind() -> None:
 
 
 def _pose_as_openai(launch: Launch) -> Launch:
-    """The settings of somebody who only gives Codex another address for OpenAI: it tries a WebSocket first."""
+    """Configure Codex as for OpenAI at another address: it tries a WebSocket first."""
     path = ".codex/config.toml"
     config = tomllib.loads(launch.files[path])
     address = config["model_providers"]["polar"]["base_url"]

@@ -1,4 +1,4 @@
-"""Gemini CLI as npm ships it: what it does with answers that are late, empty, cut, wrong, refused or too long."""
+"""Gemini CLI as npm ships it, with answers that are late, empty, cut, wrong, refused or too long."""
 
 import pytest
 from sessions import BusyEngine, call_tool, results, run_session, say

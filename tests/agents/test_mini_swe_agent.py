@@ -1,5 +1,4 @@
-"""mini-swe-agent as PyPI ships it: what it does with replies without a usable call, and with refused, late or too long
-ones."""
+"""mini-swe-agent as PyPI ships it, with replies without a usable call, and refused, late or too long ones."""
 
 from dataclasses import replace
 
@@ -28,7 +27,7 @@ def installed() -> None:
 
 
 def in_order(*replies: Message, max_model_len: int = 1 << 20) -> ScriptedEngine:
-    """A script for sessions whose history loses replies."""
+    """Script replies in order, for sessions whose history loses some."""
     return ScriptedEngine(answer_in_order(replies), max_model_len=max_model_len)
 
 

@@ -174,7 +174,7 @@ def test_an_api_that_it_does_not_speak_is_refused() -> None:
 
 
 def set_request_timeout(launch: Launch) -> Launch:
-    """A limit of one second on requests, where there is none by default."""
+    """Limit requests to one second; there is no limit by default."""
     model = json.loads(launch.files[SETTINGS])["model"]
     model["generationConfig"]["timeout"] = 1000
     return change_env(QWEN_CODE_API_TIMEOUT_MS="1000")(change_settings(SETTINGS, model=model)(launch))

@@ -70,7 +70,7 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Any]:
-    """vLLM's engine thread, made once for all agents."""
+    """Start vLLM's engine thread, once for all agents."""
     set_environment(cpu=True)
     from polar_trl.engine import vllm_cpu
 
@@ -229,7 +229,7 @@ def check_completion(call: Call, renderer: FamilyRenderer) -> None:
 
 
 def check_continuations(calls: list[Call]) -> None:
-    """Where an agent sends back what it was answered, the prompt goes on from the very tokens."""
+    """Check that a prompt continues the very tokens where an agent sends back its answer."""
     by_index = {call.index: call for call in calls}
     for call in calls:
         if call.parent is not None:
@@ -245,7 +245,7 @@ def goes_on(earlier: Call, later: Call) -> bool:
 
 
 def sends_back(earlier: Call, later: Call) -> bool:
-    """Whether the later request has the earlier reply, by its words and tool names, where it should stand."""
+    """Return whether the later request has the earlier reply, by its words and tool names, where it should stand."""
     position = len(earlier.request.messages)
     if len(later.request.messages) <= position + 1:
         return False
@@ -258,7 +258,7 @@ def sends_back(earlier: Call, later: Call) -> bool:
 
 
 def describe(finished: RolloutResult, seconds: float) -> str:
-    """A line for the log of a failed test."""
+    """Describe a session in a line, for the log of a failed test."""
     calls = finished.rollout.calls
     prompts = [len(call.prompt_ids) for call in calls]
     sampled = [len(call.completion.token_ids) for call in calls]

@@ -1,4 +1,4 @@
-"""Who grades a task, and what is refused before a run starts."""
+"""The grader of each task, and tasks that are refused before a run starts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where the two tests of known outcome lie, and that pytest finds them there."""
+"""The canary tests lie among the deciding ones, and pytest finds them there."""
 
 from collections.abc import Sequence
 from pathlib import Path

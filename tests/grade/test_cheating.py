@@ -1,4 +1,4 @@
-"""The cheating table, in containers: what an agent does to be paid without the work, each worth 0 and counted."""
+"""The reward hacking table, in containers: each cheat is worth 0 and counted."""
 
 import sys
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polar_trl.grade.attempts import count_peeks
 from polar_trl.grade.by_task import GraderByTask
+from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.types import Call, ChatRequest, Completion, Message, Task, TestSpec, ToolCall
@@ -245,4 +245,4 @@ def test_git_log_all_finds_no_fix_and_is_counted(task: Task, backend: DockerSand
         completion=Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="tool_calls"),
         message=Message(role="assistant", tool_calls=(tool,)),
     )
-    assert count_peeks([call]) == 1
+    assert count_solution_lookups([call]) == 1

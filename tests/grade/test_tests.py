@@ -1,4 +1,4 @@
-"""Hidden tests in a fresh tree: what solves the task, and what only pretends to."""
+"""Hidden tests in a fresh tree: solutions are paid, and pretended ones are not."""
 
 import os
 import shutil

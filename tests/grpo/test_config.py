@@ -104,7 +104,10 @@ def test_a_plain_dataset_is_read_by_its_columns() -> None:
     ("rows", "message"),
     [
         ([{"id": "a"}], "'instruction' is missing"),
-        ([{"id": "a", "instruction": "x", "promt": "y"}], r"unknown columns \['promt'\]"),
+        (
+            [{"id": "a", "instruction": "x", "promt": "y"}],
+            "row 0: unknown field 'promt'; the fields are id, instr",
+        ),
         ([{"id": "a", "instruction": "x"}, {"id": "a", "instruction": "y"}], "'a' is there twice"),
     ],
 )

@@ -38,7 +38,7 @@ esac
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the programs note what they were called with; the cache is empty."""
+    """Return the file in which the programs note their calls; the cache is empty."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
@@ -52,7 +52,7 @@ def put_npm(log: Path, version: str = "1.2.3", then: str = "") -> None:
 
 
 def put_uv(log: Path) -> None:
-    """uv, as its own installation leaves it."""
+    """Put a uv, as its own installation leaves it."""
     for folder in ("bin", "lib/python3.99/site-packages/uv-" + UV.version + ".dist-info"):
         (UV.folder / folder).mkdir(parents=True)
     (UV.folder / "bin" / "python").symlink_to(sys.executable)

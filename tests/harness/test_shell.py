@@ -1,4 +1,4 @@
-"""The shell harness: what reaches the agent, byte for byte, through a real sandbox."""
+"""The shell harness hands the agent its task byte for byte, through a real sandbox."""
 
 import json
 from pathlib import Path

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.eval.sample_tasks import SampleResult
-from polar_trl.harness.base import without_tools_is_auxiliary
+from polar_trl.harness.base import PackagedAgent
 from polar_trl.reconstruct import build_prefix_merged
 from polar_trl.recording.log import SessionLog, read_session
 from polar_trl.tokens.load import load_renderer
@@ -94,7 +94,7 @@ class Recorder:
         log = SessionLog(session_id=name, task_id=task, group_id=name, path=path)
         renderer = load_renderer(self.tokenizer, str(self.model))
         with serve(engine, renderer) as proxy:
-            endpoint = proxy.open_session(log, classify=without_tools_is_auxiliary)
+            endpoint = proxy.open_session(log, classify=PackagedAgent().classify)
             if script:
                 session(client(endpoint), task)
             proxy.close_session(endpoint.api_key)

@@ -1,4 +1,4 @@
-"""What bubblewrap and Docker sandboxes have in common: one network address, limits, and an end.
+"""Bubblewrap and Docker sandboxes alike: one network address, limits, and an end.
 
 Needs root and a container engine: `scripts/test.sh` starts one of its own.
 """
@@ -186,7 +186,7 @@ def test_a_destroyed_sandbox_says_so(backend: SandboxBackend) -> None:
 
 
 def count_processes(box: Sandbox) -> int:
-    """Processes of the sandbox's own that are left: neither its first one, nor those of this very command."""
+    """Count the sandbox's own processes that are left, without its first one and those of this very command."""
     names = run(box, "cat /proc/[0-9]*/comm 2>/dev/null").stdout.split()
     ours = {"cat", "bash", "sh", "sleep", "docker-init", "tini", "bwrap"}
     return sum(name not in ours or names.count("sleep") > 1 for name in names)

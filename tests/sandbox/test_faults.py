@@ -1,4 +1,4 @@
-"""The fault table of docs/reliability.md, a row a test: what the rollout says, what others notice, what is left.
+"""The fault table of docs/reliability.md, a row a test: the rollout's error, effects on others, leftovers.
 
 Needs root and a container engine: `scripts/test.sh` starts one. Tests that stop or freeze an engine start their own.
 """
@@ -35,7 +35,7 @@ def engine() -> docker.DockerClient:
 
 @pytest.fixture
 def sessions(tmp_path: Path, engine: docker.DockerClient) -> Iterator[Sessions]:
-    """Whatever happens to them, nothing may be left."""
+    """Yield sessions of which nothing may be left."""
     with Sessions(tmp_path / "state") as sessions:
         yield sessions
     require_nothing_left(Leftovers(sessions.root, sessions.token, engine))
@@ -53,7 +53,7 @@ def own_engine() -> Iterator[OwnEngine]:
 
 
 def require_nothing_left(leftovers: Leftovers) -> None:
-    """The kernel takes a moment to let go of disks and processes, and a frozen engine to do what it was asked."""
+    """Wait until nothing is left: kernel and engine take a moment to let go of disks, processes and containers."""
     for _ in range(100):
         if not leftovers.find():
             return
@@ -62,7 +62,7 @@ def require_nothing_left(leftovers: Leftovers) -> None:
 
 
 def read_name(pid: str) -> str:
-    """Of a process; "" where it has ended."""
+    """Return the name of a process; "" where it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -74,7 +74,7 @@ def read_result(task: Task, box: Sandbox) -> bool:
 
 
 def require_trained(finished: RolloutResult) -> None:
-    """What the model sampled is there to be trained on, whatever became of the agent."""
+    """Require that the sampled tokens can be trained on, however the agent ended."""
     assert sum(sum(row.trainable) for row in finished.reconstruction.trajectories) == len(REPLY)
 
 

@@ -29,7 +29,7 @@ def run(sandbox: LocalSandbox, command: str, timeout_s: float = 20.0) -> object:
 
 
 def is_running(mark: str) -> bool:
-    """Whether any process has `mark` on its command line."""
+    """Return whether any process has `mark` on its command line."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:

@@ -1,4 +1,4 @@
-"""The local sandbox against agents that mean it no good: what they see, leave behind, flood, link and lock."""
+"""The local sandbox against hostile agents: /proc, leftovers, floods, links and locked folders."""
 
 import os
 import stat
@@ -35,7 +35,7 @@ def run(sandbox: LocalSandbox, command: str, timeout_s: float = 60.0, **env: str
 
 
 def find_processes(sandbox_folder: str) -> list[int]:
-    """Processes whose current folder is inside a sandbox."""
+    """Find processes whose current folder is inside a sandbox."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -49,7 +49,7 @@ def find_processes(sandbox_folder: str) -> list[int]:
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
-    """Fails by pytest's own timeout."""
+    """Wait for a condition; without it, pytest's own timeout fails the test."""
     while not is_true():
         time.sleep(0.01)
 
@@ -192,7 +192,7 @@ def test_a_model_that_removes_everything_removes_its_own_files(tmp_path: Path) -
 
 @pytest.fixture
 def plain_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalSandbox]:
-    """As on a machine that forbids namespaces."""
+    """Make a sandbox as on a machine that forbids namespaces."""
     entry = 'if __name__ == "__main__":'
     source = local.SUPERVISOR.read_text().replace(entry, f"start_enclosed = lambda *_: None\n{entry}")
     (tmp_path / "plain.py").write_text(source)

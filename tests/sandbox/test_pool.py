@@ -1,4 +1,4 @@
-"""Sandboxes made before they are asked for: how many, for whom, and what becomes of those nobody takes."""
+"""The warm pool: how many sandboxes are made ahead, for which tasks, and the removal of those nobody takes."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Sandboxes without root: the same sandbox, without limits of memory and disk, which it says.
+"""Sandboxes without root: the same but for limits of memory and disk, which `capabilities` says.
 
 Needs root to become an ordinary user, and a container engine: `scripts/test.sh` starts one.
 """
@@ -82,7 +82,7 @@ def engine() -> Path:
 
 @pytest.fixture
 def bare_image() -> Iterator[str]:
-    """The tests' image without Python."""
+    """Build the tests' image without Python."""
     client, name = docker.from_env(), "polar-trl-test:bare"
     container = client.containers.run(IMAGE, ["rm", "/usr/bin/python3"], network_mode="none", detach=True)
     try:

@@ -1,4 +1,4 @@
-"""Work trees: what of a repository's history an agent gets to see, and that the source is left alone."""
+"""Work trees hold no commit after HEAD, and the source is left alone."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def commit(repo: Path, text: str) -> str:
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """Two commits, and the fix everywhere history can hide: branches, tags, notes, stash, reflog, a remote."""
+    """Make two commits, and hide the fix everywhere in history: branches, tags, notes, stash, reflog, a remote."""
     repo, upstream = tmp_path / "repo", tmp_path / "upstream"
     for folder in (repo, upstream):
         folder.mkdir()
@@ -63,13 +63,13 @@ def repo(tmp_path: Path) -> Path:
 
 
 def read_everything(tree: Path) -> str:
-    """All that the repository's objects and files say."""
+    """Read all objects and files of a repository."""
     objects = git(tree, "cat-file", "--batch-all-objects", "--batch", "--buffer", "--unordered")
     files = [path.read_bytes().decode("latin-1") for path in sorted((tree / ".git").rglob("*")) if path.is_file()]
     return "\n".join([objects, *files])
 
 
-def test_nothing_of_the_future_is_left(repo: Path) -> None:
+def test_no_commit_after_head_is_left(repo: Path) -> None:
     before = git(repo, "for-each-ref")
     assert SECRET in read_everything(repo)
     tree = prepare_work_tree(repo)

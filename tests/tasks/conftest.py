@@ -1,4 +1,4 @@
-"""A cache of the test's own, and this Python in the place of an environment of pinned packages."""
+"""A cache of the test's own, and this Python in place of an environment of pinned packages."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The Python that tasks' tests get: who gets one, what is in it, and that no task's answer is."""
+"""The Python of tasks' tests: which tasks get one, its packages, and that none is a task's answer."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def make_task(requirements: Path | None) -> Task:
 
 
 def make_wheel(folder: Path, name: str, version: str) -> Path:
-    """A package of one module."""
+    """Make a wheel of one module."""
     folder.mkdir(exist_ok=True)
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:

@@ -1,4 +1,4 @@
-"""Harbor folders: what is read, what is refused, what is only listed."""
+"""Harbor folders: keys that are read, refused, or only listed."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ colour = "red"
 
 
 def make(folder: Path, toml: str = "", **files: str) -> Path:
-    """A task folder with a Dockerfile and a test script, unless told otherwise."""
+    """Make a task folder with a Dockerfile and a test script, unless told otherwise."""
     texts = {
         "task.toml": toml,
         "instruction.md": "Do it.\n",

@@ -1,4 +1,4 @@
-"""What a source of tasks is, is seen from what is there; what is no source of tasks is refused."""
+"""The form of a source of tasks is recognized by its content; any other source is refused."""
 
 import json
 from pathlib import Path

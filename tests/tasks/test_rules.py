@@ -1,4 +1,4 @@
-"""What a task may say: what cannot be is named with its id and field, and no path leads out of the work folder."""
+"""Tasks that are not valid are refused with id and field, and no path leads out of the work folder."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ LIMITED = Capabilities(cuts_network=True, limits_memory=True, limits_disk=True, 
 
 @pytest.fixture
 def row(tmp_path: Path) -> dict[str, Any]:
-    """A task in our own form that a run can use."""
+    """Build a row of our own form that a run can use."""
     tree, hidden = tmp_path / "tree", tmp_path / "hidden"
     tree.mkdir()
     (tree / "m.py").write_text("def f():\n    return 1\n")

@@ -148,7 +148,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the datasets hub as a download asks for."""
+    """The part of the datasets hub that a download asks for."""
 
     files: dict[str, bytes]
 
@@ -179,7 +179,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

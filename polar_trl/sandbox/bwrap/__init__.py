@@ -1,4 +1,4 @@
-"""Sandboxes that bubblewrap makes: no engine, no images."""
+"""Sandboxes of bubblewrap, without an engine and without images."""
 
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 

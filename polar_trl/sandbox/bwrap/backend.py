@@ -1,11 +1,11 @@
-"""A task becomes a bubblewrap sandbox: the host's programs read-only, folders of its own, and one loopback address.
+"""Bubblewrap sandboxes: the host's programs read-only, folders of their own, and one loopback address.
 
 Each command is a bubblewrap process with process ids of its own, so nothing that it started outlives it. All commands
 of a session share a network namespace in which only the proxy listens. As root, memory, CPU, processes and disk are
 limited. Without root they are not, which `capabilities` says: only a process' own memory, a file's size and the number
 of processes have an end.
 
-It refuses tasks that name a container image, ask for a network, or for files of the system that can be changed.
+Refuses tasks that name a container image, ask for a network, or for files of the system that can be changed.
 """
 
 import os
@@ -22,7 +22,7 @@ from polar_trl.sandbox.base import HOME, WORKDIR, Capabilities, ExecResult
 from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
-from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
+from polar_trl.sandbox.folder import SUBFOLDERS, HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.sandbox.owner import (
@@ -81,7 +81,7 @@ class BwrapSandboxBackend:
             self._trees.find(task)
 
     def create(self, task: Task, session_id: str) -> "BwrapSandbox":
-        """Folders with the task's files, a network namespace, and limits. Raises `SandboxError`."""
+        """Make a sandbox: folders with the task's files, a network namespace, limits. Raises `SandboxError`."""
         _refuse_impossible(task)
         folder = make_session_folder(self._root, session_id)
         sandbox = None
@@ -107,10 +107,10 @@ class BwrapSandboxBackend:
         return sandbox
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: the backend holds nothing."""
 
     def _try_out(self) -> None:
-        """Raises `SandboxError` where the system lets this user make no such sandbox."""
+        """Raise `SandboxError` where the system lets this user make no such sandbox."""
         sandbox = self.create(Task(id="trial", instruction=""), "trial")
         try:
             result = sandbox.run("true", env={}, timeout_s=TRIAL_TIMEOUT_S)
@@ -120,7 +120,7 @@ class BwrapSandboxBackend:
             raise SandboxError(f"bubblewrap cannot run a command here: {result.stderr.strip()[-300:]}")
 
 
-class BwrapSandbox:
+class BwrapSandbox(HostFolders):
     """One session's folders, network namespace and control group."""
 
     def __init__(
@@ -181,30 +181,12 @@ class BwrapSandbox:
             disk_full=self._cgroup is not None and is_full(self._files.base),
         )
 
-    @property
-    def host_workdir(self) -> Path:
-        """The work folder on this machine."""
-        return self._files.base / "work"
-
-    @property
-    def host_home(self) -> Path:
-        """HOME on this machine."""
-        return self._files.base / "home"
-
-    def put(self, path: str, content: bytes) -> None:
-        """See `SessionFolder.put`."""
-        self._files.put(path, content)
-
-    def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
-        """See `SessionFolder.get`."""
-        return self._files.get(path, max_bytes=max_bytes)
-
     def upload(self, source: Path, target: str) -> None:
-        """Refused: it has no root of its own. Raises `SandboxError`."""
+        """Raise `SandboxError`: the sandbox has no root of its own."""
         raise SandboxError("a bubblewrap sandbox has no files of its own outside of the work folder; use docker")
 
     def open_listener(self) -> socket.socket:
-        """On the sandbox's own loopback."""
+        """Return the socket that listens on the sandbox's own loopback."""
         return self._network.open_listener()
 
     def is_alive(self) -> bool:
@@ -229,7 +211,7 @@ class BwrapSandbox:
         remove_session_folder(self._folder)
 
     def _start(self, command: str, env: Mapping[str, str]) -> tuple[BwrapCommand, int]:
-        """The running command, and how many processes had been killed for their memory before it."""
+        """Start a command; return it, and the number of earlier kills at the memory limit."""
         text = encode_text(command, "the command").decode()
         with self._lock:
             if self._is_destroyed:
@@ -243,7 +225,7 @@ class BwrapSandbox:
             return self._command, oom_kills
 
     def _build_prefix(self) -> list[str]:
-        """Join the limits, then the network."""
+        """Build the words that join the limits, then the network."""
         prefix = self._network.build_prefix()
         if self._cgroup is None:
             # counted for each user namespace, and so for each sandbox, unless this is root
@@ -281,7 +263,7 @@ class BwrapSandbox:
 
 
 def _refuse_impossible(task: Task) -> None:
-    """Raises `SandboxError` naming the task."""
+    """Raise `SandboxError` naming the task, where bubblewrap cannot give what it asks for."""
     if task.image is not None:
         reason = f"bubblewrap has no images, and this task names {task.image!r}"
     elif task.network != "none":

@@ -1,8 +1,8 @@
-"""A bubblewrap command line becomes a running command, and then an exit code or the reason why there is none.
+"""Run a command in bubblewrap, drain its output and read its exit code.
 
 When `end` returns, no process of the sandbox is left, however it was detached: the first process of its namespace is
-dead, which the kernel reports only after all others. It refuses to take what a command prints for bubblewrap's own
-words: that the command ran is read from a pipe which the sandbox does not have.
+dead, which the kernel reports only after all others. Bubblewrap's own messages come by a pipe which the sandbox does
+not have, so a command cannot print them.
 """
 
 import json
@@ -30,7 +30,7 @@ class Tail:
         os.set_blocking(fd, False)
 
     def read(self) -> bool:
-        """Take in one block. False where there is none, for now or for ever."""
+        """Read one block. False where there is none, for now or for ever."""
         try:
             block = os.read(self.fd, TAIL_BYTES)
         except BlockingIOError:
@@ -47,7 +47,7 @@ class BwrapCommand:
         prefix: Words before "bwrap", which end by running what follows them in their own place.
         options: Words of bubblewrap. They go by a file: what is on a command line, or in the environment, of the
             sandbox's first process can be read in it.
-        command: What to run.
+        command: Words of the command.
 
     Raises `OSError` or `ValueError` if it cannot be started.
     """
@@ -93,7 +93,7 @@ class BwrapCommand:
 
     @property
     def exit_code(self) -> int | None:
-        """After `end`: the command's own, 128 + n where signal n ended it; None where it did not come to its end."""
+        """The command's own after `end`, 128 + n where signal n ended it; None where it did not come to its end."""
         codes = [document["exit-code"] for document in self._read_status() if "exit-code" in document]
         return int(codes[-1]) if codes else None
 
@@ -126,7 +126,7 @@ class BwrapCommand:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill whatever is left of it and take in the rest of its output. Raises `SandboxError` if it will not die."""
+        """Kill its remaining processes and read the rest of its output. Raises `SandboxError` if one will not die."""
         self.kill()
         with self._lock:
             self._has_ended = True

@@ -1,4 +1,4 @@
-"""A process that only holds a network namespace of its own, in which it listened for somebody else.
+"""Hold a network namespace open from a process of its own, and hand out a socket that listens in it.
 
 Run as a script: `python -I -S netns_holder.py HOST PORT SOCKET_FD`. It sends the listening socket through SOCKET_FD
 and lives until the other end of that is closed. Standard library only. Without root it makes a user namespace first,
@@ -18,7 +18,7 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 
 def unshare(flags: int) -> None:
-    """unshare(2). Raises `OSError`."""
+    """Call unshare(2). Raises `OSError`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags) != 0:
         code = ctypes.get_errno()
@@ -26,7 +26,7 @@ def unshare(flags: int) -> None:
 
 
 def enter_namespaces() -> None:
-    """Be in a network namespace of our own, with its loopback interface up."""
+    """Enter a network namespace of our own, with its loopback interface up."""
     uid, gid = os.getuid(), os.getgid()
     if uid != 0:
         unshare(CLONE_NEWUSER)

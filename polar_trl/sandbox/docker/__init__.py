@@ -1,4 +1,4 @@
-"""Sandboxes that are containers of a Docker engine."""
+"""Sandboxes as containers of a Docker engine."""
 
 from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 

@@ -1,13 +1,13 @@
-"""A task becomes a container of any engine that speaks Docker's API; its work folder lives on the host.
+"""Docker sandboxes: containers of any engine that speaks Docker's API, with the work folder on the host.
 
 A session is one container whose first process only sleeps; commands are execs in it. It reaches the proxy and nothing
 else (see `network`) unless the task asks for more, has no capabilities, and limits on memory, CPU, processes and disk.
-The work folder is an overlay on the host, so its upper folder is what the agent changed, and outlives the container.
+The work folder is an overlay on the host, whose upper folder holds the agent's changes and outlives the container.
 
 Without root (the user may talk to the engine's socket) the work folder is a plain copy with no limit, commands run as
 that user, and the first process is a relay to the proxy (see `relay_folder`).
 
-It refuses engines on another machine: the work folder and the proxy's socket are this machine's.
+Refuses engines on another machine: the work folder and the proxy's socket are this machine's.
 """
 
 import os
@@ -53,7 +53,7 @@ LABEL = "polar-trl.run"
 OWNER_LABEL = "polar-trl.owner"
 MAX_LIFE_S = 24 * 3600
 ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
-"""What package managers and verifiers need where the whole container is the task; over its own files only."""
+"""Capabilities for package managers and verifiers, where the root is writable; over the container's files only."""
 KEEPER = "65534:65534"
 
 
@@ -101,13 +101,13 @@ class DockerSandboxBackend:
         reap_session_folders(self._root)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Pull, build and unpack what is not here. Raises `SandboxError` naming the task."""
+        """Pull, build and unpack missing images and trees. Raises `SandboxError` naming the task."""
         for task in tasks:
             self._refuse_impossible(task)
         self._images.prepare(tasks)
 
     def create(self, task: Task, session_id: str) -> DockerSandbox:
-        """A running container with the task's files in its work folder.
+        """Start a container with the task's files in its work folder.
 
         Raises `SandboxError`, within `task.prepare_timeout_s` where the task was prepared before.
         """
@@ -134,7 +134,7 @@ class DockerSandboxBackend:
         )
 
     def close(self) -> None:
-        """Remove what the engine made too late."""
+        """Remove containers that the engine made too late."""
         self._removals.close()
         self._client.close()
 
@@ -171,7 +171,7 @@ class DockerSandboxBackend:
             self._starting.release()
 
     def _start(self, task: Task, base: Base, disk: Path, relay: RelayFolder | None) -> Any:
-        """One try."""
+        """Try once to create and start a container."""
         name = f"polar-{secrets.token_hex(8)}"
         try:
             with self._removals.expect(name):
@@ -191,7 +191,7 @@ class DockerSandboxBackend:
         return container
 
     def _build_options(self, task: Task, base: Base, disk: Path, relay: RelayFolder | None) -> dict[str, Any]:
-        """Of `docker.models.containers.ContainerCollection.create`."""
+        """Build the options of `docker.models.containers.ContainerCollection.create`."""
         limits = self._limits
         binds = self._list_binds(base, disk)
         if relay is not None:
@@ -228,7 +228,7 @@ class DockerSandboxBackend:
         }
 
     def _list_binds(self, base: Base, disk: Path) -> list[tuple[str, str, bool]]:
-        """Folder of this machine, place in the container, and whether it is read-only."""
+        """List bind mounts: host folder, path in the container, whether it is read-only."""
         binds = [(str(path), str(path), True) for path in self._mounts if path.exists()]
         return binds + [
             (str(disk / name), place, False) for name, place in zip(SUBFOLDERS, _list_places(base), strict=True)
@@ -243,7 +243,7 @@ class DockerSandboxBackend:
 
 
 def _list_places(base: Base) -> tuple[str, str, str]:
-    """Where the session's own folders are in its container."""
+    """Return the paths of the session's own folders (`SUBFOLDERS`) in its container."""
     return base.workdir, HOME, "/tmp"
 
 

@@ -1,9 +1,9 @@
-"""The address of a container engine -> a client on which every call ends, and whose leftovers are tried again.
+"""Connect to a container engine with a deadline on every call, and remove containers with retries.
 
 docker-py waits for ever for an image, and for its own limit otherwise, however little time the caller has. Here each
-call ends after a silence, or at the deadline that its thread was given (`limit_calls`).
+call ends after a silence, or at its thread's deadline (`limit_calls`).
 
-It refuses engines that are not on this machine, and Podman.
+Refuses engines that are not on this machine, and Podman.
 """
 
 import logging
@@ -31,10 +31,10 @@ DEFAULT_HOST = "unix:///var/run/docker.sock"
 API_TIMEOUT_S = 60.0
 PAUSES_S = (2.0, 4.0)
 LATE_S = 600.0
-"""How long a container may still appear that was asked for and given up."""
+"""Time in which a container may still appear that was asked for and given up."""
 CLOSE_WAIT_S = 5.0
 ENGINE_ERRORS = (DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
-"""What a call to the engine raises. The last kind comes from streams, which docker-py reads past `requests`."""
+"""Errors of calls to the engine. The last kind comes from streams, which docker-py reads past `requests`."""
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 _silence_s: ContextVar[float | None] = ContextVar("silence_s", default=None)
@@ -42,7 +42,7 @@ _silence_s: ContextVar[float | None] = ContextVar("silence_s", default=None)
 
 @contextmanager
 def limit_calls(deadline: float) -> Iterator[None]:
-    """No call of this thread's lasts beyond `deadline` (monotonic seconds)."""
+    """End every call of this thread at `deadline` (monotonic seconds)."""
     token = _deadline.set(min(deadline, _deadline.get()))
     try:
         yield
@@ -52,7 +52,7 @@ def limit_calls(deadline: float) -> Iterator[None]:
 
 @contextmanager
 def allow_silence(seconds: float) -> Iterator[None]:
-    """Calls of this thread's wait that long for the next word of the engine, instead of the client's own limit."""
+    """Let calls of this thread wait that long for the engine's next bytes, instead of the client's own limit."""
     token = _silence_s.set(seconds)
     try:
         yield
@@ -61,7 +61,7 @@ def allow_silence(seconds: float) -> Iterator[None]:
 
 
 class _BoundedAdapter(UnixHTTPAdapter):  # type: ignore[misc]
-    """Gives every request a limit: that of its caller, or else the client's own."""
+    """Give every request a time limit: its caller's, or else the client's own."""
 
     def send(self, request: Any, stream: bool = False, timeout: float | None = None, **options: Any) -> Any:
         left = _deadline.get() - time.monotonic()
@@ -72,7 +72,7 @@ class _BoundedAdapter(UnixHTTPAdapter):  # type: ignore[misc]
 
 
 def connect(host: str | None, *, timeout_s: float = API_TIMEOUT_S) -> Any:
-    """A `docker.DockerClient`. Raises `SandboxError` where there is none that containers can be made with.
+    """Return a `docker.DockerClient`. Raises `SandboxError` where no usable engine answers.
 
     Args:
         host: None takes $DOCKER_HOST or the system's socket.
@@ -127,14 +127,14 @@ def retry(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the engine said no, and would again: neither a conflict with what it is doing, nor a rate limit."""
+    """Return whether the engine refused for good: a client error, but no timeout, conflict or rate limit."""
     return isinstance(error, APIError) and error.is_client_error() and error.status_code not in (408, 409, 429)
 
 
 class Removals:
-    """Removes containers by their names, and remembers those that could not be, or that may yet be made.
+    """Removes containers by their names, and remembers those that could not be removed, or that may yet be made.
 
-    An engine that hung makes what it was asked for once it goes on, when nobody waits for it any more.
+    An engine that hung makes the container once it goes on, when nobody waits for it any more.
     """
 
     def __init__(self, client: Any) -> None:
@@ -144,7 +144,7 @@ class Removals:
 
     @contextmanager
     def expect(self, name: str) -> Iterator[None]:
-        """Around the call that makes it: if that ends without an answer, a later `sweep` removes what comes of it."""
+        """Wrap the call that makes a container: if no answer comes, a later `sweep` removes the container."""
         try:
             yield
         except BaseException as error:
@@ -154,12 +154,12 @@ class Removals:
             raise
 
     def remove(self, name: str) -> None:
-        """Remove it now, or else at a later `sweep`."""
+        """Remove a container now, or else at a later `sweep`."""
         if not self._try(name, late_until=0.0):
             logger.warning("container %s could not be removed; it will be tried again", name)
 
     def sweep(self) -> int:
-        """Try what is remembered once more; how many are left."""
+        """Try to remove the remembered containers once more; return how many are left."""
         with self._lock:
             todo, self._late_until = self._late_until, {}
         is_silent = False
@@ -182,7 +182,7 @@ class Removals:
             logger.info("%d containers may still be made; the next start would remove them", left)
 
     def _try(self, name: str, late_until: float) -> bool:
-        """Whether the engine answered. What it does not have yet stays remembered for its time."""
+        """Try to remove; return whether the engine answered. A container not made yet stays remembered."""
         is_answered = True
         try:
             self._client.api.remove_container(name, force=True, v=True)

@@ -1,7 +1,7 @@
-"""One session's container: commands with a deadline, files, and an end. `docker` makes it.
+"""One session's container: commands with a deadline, files, and its removal.
 
-Docker cannot kill a command that it runs in a container, and what a command detaches outlives it: the container is
-killed and started again then. It refuses to take a container that is gone for a command that failed.
+Docker cannot kill a command that it runs in a container, and processes that a command detached outlive it: the
+container is killed and started again then. A container that is gone raises `SandboxError`; it is no failed command.
 """
 
 import os
@@ -24,7 +24,7 @@ from polar_trl.sandbox.docker.client import ENGINE_ERRORS, Removals
 from polar_trl.sandbox.docker.exec_stream import ExecStream
 from polar_trl.sandbox.docker.images import Base
 from polar_trl.sandbox.docker.relay_folder import RelayFolder
-from polar_trl.sandbox.folder import SessionFolder, encode_text
+from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.network import open_listener
 from polar_trl.sandbox.owner import remove_session_folder
 
@@ -33,7 +33,7 @@ _PF_EXITING = 0x4
 SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 
 
-class DockerSandbox:
+class DockerSandbox(HostFolders):
     """One session's container."""
 
     def __init__(
@@ -94,26 +94,8 @@ class DockerSandbox:
             disk_full=self._relay is None and is_full(self._files.base),
         )
 
-    @property
-    def host_workdir(self) -> Path:
-        """The work folder on this machine."""
-        return self._files.base / "work"
-
-    @property
-    def host_home(self) -> Path:
-        """HOME on this machine."""
-        return self._files.base / "home"
-
-    def put(self, path: str, content: bytes) -> None:
-        """See `SessionFolder.put`."""
-        self._files.put(path, content)
-
-    def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
-        """See `SessionFolder.get`."""
-        return self._files.get(path, max_bytes=max_bytes)
-
     def upload(self, source: Path, target: str) -> None:
-        """Copy a folder of this machine to an absolute path inside, replacing what is there; its files are root's.
+        """Copy a host folder to an absolute path inside, replacing the folder there; its files are root's.
 
         Raises `SandboxError`, also where the task has no writable root.
         """
@@ -133,7 +115,7 @@ class DockerSandbox:
             raise SandboxError(f"cannot upload {source} to {target}: {error}") from error
 
     def open_listener(self) -> socket.socket:
-        """On the container's own loopback, or what the relay there leads to."""
+        """Listen on the container's own loopback, or on the socket that the relay there leads to."""
         if self._relay is not None:
             return self._relay.open_listener()
         try:
@@ -182,7 +164,7 @@ class DockerSandbox:
             raise SandboxError(f"the container could not be restarted: {error}") from error
 
     def _has_company(self) -> bool:
-        """Whether anything runs besides the first process (an init) and its sleep or relay."""
+        """Return whether anything runs besides the first process (an init) and its sleep or relay."""
         deadline = time.monotonic() + 0.3
         while len(self._container.top()["Processes"] or ()) > 2:
             if time.monotonic() > deadline:
@@ -191,8 +173,11 @@ class DockerSandbox:
         return False
 
     def _count_oom_kills(self) -> int:
-        """In the container's present life. Docker's own flag stays false while the container runs, and its events
-        are forgotten after the next 256 of any container's."""
+        """Count kills at the memory limit since the container's last start.
+
+        Docker's own flag stays false while the container runs, and its events are forgotten after the next 256 of any
+        container's.
+        """
         try:
             return count_oom_kills(self._container.attrs["State"]["Pid"])
         except OSError:
@@ -202,7 +187,7 @@ class DockerSandbox:
 
 
 def start_container(container: Any, relay: RelayFolder | None) -> None:
-    """Raises `SandboxError` if the relay does not start."""
+    """Start a container, and its relay if it has one. Raises `SandboxError` if the relay does not start."""
     if relay is not None:
         relay.expect()
     container.start()
@@ -217,12 +202,12 @@ def _is_running(container: Any) -> bool:
 
 
 def build_user() -> str:
-    """Whoever owns the work folder: root without capabilities could not write another's."""
+    """Return the user that owns the work folder: root without capabilities could not write another's."""
     return f"{os.geteuid()}:{os.getegid()}"
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process is dead or dying. A container's first one is, before the engine says that any other died."""
+    """Return whether a process is dead or dying. A container's first one is so before the engine reports others."""
     try:
         # state and flags: fields 3 and 9 of proc(5)
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -232,7 +217,7 @@ def _is_ending(pid: int) -> bool:
 
 
 def _write_archive(source: Path, name: str, archive: Any) -> None:
-    """A tar archive of a folder, to be unpacked at the root."""
+    """Write a tar archive of a folder, to be unpacked at the root."""
 
     def own(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = 0

@@ -1,4 +1,4 @@
-"""The output of a command in a container, read up to a deadline. Docker's own reader waits for ever."""
+"""Read the output of a command in a container, up to a deadline. Docker's own reader waits for ever."""
 
 import os
 import select
@@ -11,10 +11,10 @@ from typing import Any, Self
 TAIL_BYTES = 64 << 10
 POLL_S = 0.25
 LOOK_S = 1.0
-"""How often the engine is asked at least, however much a background process prints."""
+"""The longest time between two questions to the engine, however much a background process prints."""
 DRAIN_S = 2.0
 _HEADER = struct.Struct(">BxxxL")
-"""Stream (1 stdout, 2 stderr) and length of what follows (Docker Engine API, "Attach to a container")."""
+"""Stream (1 stdout, 2 stderr) and length of the frame (Docker Engine API, "Attach to a container")."""
 
 
 class ExecStream:
@@ -45,7 +45,7 @@ class ExecStream:
         return bytes(self._tails[2])
 
     def read_until(self, deadline: float) -> int | None:
-        """Read until the command has ended; its exit code. None at the deadline, or if the container is gone.
+        """Read until the command has ended; return its exit code, None at the deadline or if the container is gone.
 
         A background process can hold the output open for ever, so the end of the command is what counts.
         """
@@ -74,8 +74,10 @@ class ExecStream:
         self._response.close()
 
     def _drain(self, is_open: bool) -> None:
-        """Read the last words, which may come after the engine says that the command has ended, up to the end of the
-        stream: for a while only, since a background process can keep that from coming."""
+        """Read the rest of the stream, which may come after the engine says that the command has ended.
+
+        For `DRAIN_S` only: a background process can hold the stream open.
+        """
         limit = time.monotonic() + DRAIN_S
         while is_open and (left := limit - time.monotonic()) > 0 and self._wait_for_output(left):
             is_open = self._read()
@@ -84,7 +86,7 @@ class ExecStream:
         return bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def _read(self) -> bool:
-        """Take in what is there. False at the end of the stream."""
+        """Read the available bytes. False at the end of the stream."""
         try:
             block = os.read(self._fd, 1 << 16)
         except ConnectionResetError:  # whether the command ended as well is asked of the engine
@@ -105,7 +107,7 @@ class ExecStream:
 
 
 def _read_ahead(stream: Any) -> bytes:
-    """Output that came along with the head of the engine's reply. docker-py read it into a buffer that it leaves."""
+    """Return output that came with the head of the engine's reply, which docker-py read into a buffer and left."""
     if not isinstance(stream, socket.SocketIO):
         return b""
     buffer, connection = stream._response.raw._fp.fp, stream._sock  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""A task -> what its containers are made from: an image of the engine, and a tree that the work folder begins as.
+"""Fetch the images and work trees that tasks' containers are made from.
 
 Images that are missing are pulled, or built from the task's Dockerfile; trees are copied from folders of this machine,
 or taken out of the image, once. Several at a time, before they are needed.
 
-It refuses a task without an image, and a work folder that the image does not have.
+Refuses a task without an image, and a work folder that the image does not have.
 """
 
 import hashlib
@@ -42,27 +42,27 @@ TAG = "polar-trl-task"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """What a task's containers are made from."""
+    """Image and work tree that a task's containers are made from."""
 
     image: str
-    """As people name it."""
+    """Name of the image."""
     image_id: str
-    """As the engine does: a name may come to mean another image while a run goes on."""
+    """The engine's id: a name may come to mean another image while a run goes on."""
     workdir: str
     """Absolute path of the work folder in the container."""
     tree: Path | None
-    """What the work folder begins as, on this machine; None: empty."""
+    """Host folder with the first content of the work folder; None: empty."""
 
 
 class Images:
-    """Finds and makes them.
+    """Finds the base of each task, and makes it where it is missing.
 
     Args:
-        client: From `container_engine.connect`.
+        client: From `client.connect`.
         removals: Of the same client.
         default: The image of tasks that have none of their own; tasks are built only where there is no such image.
         labels: Of the containers that trees are taken out of.
-        silence_s: After which a pull that says nothing is given up.
+        silence_s: After which a pull without progress is given up.
         pauses_s: Between tries to pull or build one image.
     """
 
@@ -84,13 +84,13 @@ class Images:
         self._pauses_s = tuple(pauses_s)
         self._trees = WorkTrees()
         self._bases: dict[Hashable, Base] = {}
-        self._places = threading.BoundedSemaphore(MAX_FETCHES)
+        self._fetch_slots = threading.BoundedSemaphore(MAX_FETCHES)
         self._lock = threading.Lock()
         self._source_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._is_stopped = threading.Event()
 
     def prepare(self, tasks: Iterable[Task]) -> None:
-        """Make whatever is missing, a few at a time. Raises the first `SandboxError`, which names its task."""
+        """Make missing bases, a few at a time. Raises the first `SandboxError`, which names its task."""
         missing = {key: task for task in tasks if (key := self._build_key(task)) not in self._bases}
         bar = tqdm(total=len(missing), desc="images", unit="image", leave=False, disable=len(missing) < 2)
         with bar, ThreadPoolExecutor(max_workers=MAX_FETCHES, thread_name_prefix="polar-images") as threads:
@@ -105,7 +105,7 @@ class Images:
                 raise
 
     def find(self, task: Task) -> Base:
-        """Made now if it was not before. Waits for nothing that other tasks need. Raises `SandboxError`."""
+        """Return the base of a task, made now if it was not before. Raises `SandboxError`."""
         key = self._build_key(task)
         base = self._bases.get(key)
         if base is None:
@@ -113,11 +113,11 @@ class Images:
         return base
 
     def knows(self, task: Task) -> bool:
-        """Whether `find` has it at hand."""
+        """Return whether `find` has the task's base already."""
         return self._build_key(task) in self._bases
 
     def forget(self, task: Task) -> None:
-        """Its image is gone from the engine: the next `find` makes it again."""
+        """Forget a base whose image is gone from the engine: the next `find` makes it again."""
         self._bases.pop(self._build_key(task), None)
 
     def _build_key(self, task: Task) -> Hashable:
@@ -134,14 +134,20 @@ class Images:
                 name, attrs = self._require_built(task)
             else:
                 attrs = self._require_pulled(task, name)
-        is_own = task.image is not None or self._default is None
-        # what containers of the image would start in, as far as the task's author chose it
-        chosen = task.workdir or (attrs["Config"].get("WorkingDir") if is_own and task.workspace is None else None)
-        workdir = WORKDIR if chosen in (None, "", "/") and task.workdir is None else _check_workdir(task, str(chosen))
+        workdir = self._find_workdir(task, attrs)
         tree = self._trees.find(task)
-        if tree is None and chosen not in (None, "", "/"):
+        if tree is None and workdir is not None:
             tree = self._take_tree(task, name, attrs["Id"], workdir)
-        return Base(image=name, image_id=attrs["Id"], workdir=workdir, tree=tree)
+        return Base(image=name, image_id=attrs["Id"], workdir=workdir or WORKDIR, tree=tree)
+
+    def _find_workdir(self, task: Task, attrs: Mapping[str, Any]) -> str | None:
+        """Return the work folder that the task names, or its own image for its containers to start in."""
+        if task.workdir is not None:
+            return _check_workdir(task, task.workdir)
+        if task.workspace is not None or (task.image is None and self._default is not None):
+            return None
+        named = attrs["Config"].get("WorkingDir")
+        return None if named in (None, "", "/") else _check_workdir(task, named)
 
     def _inspect(self, task: Task, name: str) -> dict[str, Any] | None:
         try:
@@ -189,7 +195,7 @@ class Images:
         return name, self._require(task, name)
 
     def _fetch(self, action: Callable[[], None], failure: str) -> None:
-        with self._places:
+        with self._fetch_slots:
             try:
                 retry(action, failure, pauses_s=self._pauses_s, pause=self._is_stopped.wait)
             except (_StepFailedError, _StoppedError) as error:
@@ -202,7 +208,7 @@ class Images:
         return attrs
 
     def _follow(self, words: Iterable[Mapping[str, Any]]) -> None:
-        """Read what the engine says until it is done (Docker Engine API, "Create an image", "Build an image")."""
+        """Read the engine's progress to its end (Docker Engine API, "Create an image", "Build an image")."""
         log: list[str] = []
         for word in words:
             if self._is_stopped.is_set():
@@ -217,7 +223,7 @@ class Images:
                 )
 
     def _take_tree(self, task: Task, image: str, image_id: str, path: str) -> Path:
-        """What the image has in a folder, in the cache, its modes kept."""
+        """Extract a folder of the image into the cache, its modes kept."""
         digest = hashlib.sha256(f"{image_id} {path}".encode()).hexdigest()[:16]
         failure = f"task {task.id}: {path} cannot be taken out of the image {image}"
 
@@ -265,7 +271,7 @@ class _NoFolderError(Exception):
 
 
 def digest_context(folder: Path) -> str:
-    """Of the names, kinds, modes and contents of all that is in a build context."""
+    """Hash the names, kinds, modes and contents of a build context."""
     digest = hashlib.sha256()
     for parent, names, files in os.walk(folder):
         names.sort()
@@ -282,16 +288,16 @@ def digest_context(folder: Path) -> str:
 
 
 def _keep_modes(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
-    """The checks of the standard filter, that nothing leads outside; it would also take write bits away.
+    """Filter a tar member: refuse paths that lead outside, as the standard filter does, but keep write bits.
 
-    All is this user's, which is whom containers run as: without capabilities, root cannot write the files of others.
+    All is this user's, as whom containers run: without capabilities, root cannot write the files of others.
     """
     checked = tarfile.tar_filter(member, target)
     return checked.replace(mode=member.mode & 0o7777, uid=os.geteuid(), gid=os.getegid(), deep=False)
 
 
 def _check_workdir(task: Task, path: str) -> str:
-    """Raises `SandboxError` for a path that no work folder can be mounted at."""
+    """Raise `SandboxError` for a path that no work folder can be mounted at."""
     if fault := find_workdir_fault(path):
         raise SandboxError(f"task {task.id}: {fault}")
     return str(PurePosixPath(path))

@@ -1,7 +1,7 @@
-"""A folder that is mounted into a container -> the proxy at the container's own loopback address, without root.
+"""Relay the proxy into a container's loopback address without root, through a folder mounted into it.
 
-In it are a unix socket, which the proxy serves, a relay to it, which is the container's first process, and a list of
-users with this one in it. It refuses images in which neither of the relay's two programs runs.
+The folder holds a unix socket, which the proxy serves, a relay to it, which is the container's first process, and a
+list of users with this one in it. Refuses images in which neither of the relay's two programs runs.
 """
 
 import os
@@ -19,7 +19,7 @@ from polar_trl.sandbox.base import HOME
 from polar_trl.sandbox.network import PROXY_ADDRESS
 
 PLACE = "/run/polar-trl"
-"""Where the folder is mounted."""
+"""Mount point of the folder in the container."""
 SOCKET, READY = "proxy.sock", "ready"
 SCRIPTS = tuple(Path(__file__).parents[1] / "inside" / name for name in ("relay.py", "relay.js"))
 PASSWD = "passwd"
@@ -44,7 +44,7 @@ class RelayFolder:
         (folder / PASSWD).write_text("\n".join([*lines, ""]))
 
     def open_listener(self) -> socket.socket:
-        """The unix socket. Raises `SandboxError`."""
+        """Listen on the unix socket. Raises `SandboxError`."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -60,15 +60,15 @@ class RelayFolder:
         return listener
 
     def expect(self) -> None:
-        """Before the container starts: forget a relay that was there before."""
+        """Forget an earlier relay; call before the container starts."""
         (self.folder / READY).unlink(missing_ok=True)
 
     def wait(self, is_running: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Until the relay listens. Raises `SandboxError`.
+        """Wait until the relay listens. Raises `SandboxError`.
 
         Args:
-            is_running: Whether the container runs.
-            describe: What it printed.
+            is_running: Returns whether the container runs.
+            describe: Returns the end of its log.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         ready, looks = self.folder / READY, 0
@@ -81,7 +81,7 @@ class RelayFolder:
 
 
 def build_command(max_life_s: int) -> list[str]:
-    """The container's first process, under an init: the relay, run by the first program that works there."""
+    """Build the command of the container's first process: the relay, run by the first program that works there."""
     python = shlex.quote(str(Path(sys.base_prefix, "bin", "python3")))
     nodes = f"{shlex.quote(str(find_cache('agents')))}/node-*/node_modules/.bin/node"
     arguments = shlex.join([*map(str, PROXY_ADDRESS), f"{PLACE}/{SOCKET}", f"{PLACE}/{READY}", str(max_life_s)])

@@ -1,7 +1,7 @@
-"""Connections to a loopback address inside a container -> connections to a unix socket that was mounted into it.
+"""Relay connections from a loopback address inside a container to a unix socket that was mounted into it.
 
-Run as a script: `python3 -I -S relay.py HOST PORT SOCKET READY MAX_LIFE_S`. READY is written once it listens. Standard
-library of Python 3.7 only: it runs on the image's Python. It refuses to outlive MAX_LIFE_S. `relay.js` is the same for
+Run as a script: `python3 -I -S relay.py HOST PORT SOCKET READY MAX_LIFE_S`. READY is written once it listens; after
+MAX_LIFE_S it ends. Standard library of Python 3.7 only: it runs on the image's Python. `relay.js` is the same for
 images without Python.
 """
 

@@ -1,21 +1,21 @@
-"""Run as a script: pytest over paths of a tree -> the outcome of every test, by node id.
+"""Run pytest over paths of a tree and report the outcome of every test by node id. Runs as a script.
 
     python run_tests.py --request REQUEST.json
     python run_tests.py --root TREE --spec SPEC.json [--report FILE] [--reward FILE]
 
 The report is {"outcomes": {node id: outcome}, "messages": {node id: text}, "patched": name or null}; a run that dies
 leaves none. The first form is for a grader, in the tree: the request, {"paths", "import_roots", "own", "report",
-"key"}, is removed when it was read, and the report begins with a line that proves the key. The second form is for a
-task folder: it removes the tests that the agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs
-them, and rewards 1 where every test that decides passed, else 0.
+"key"}, is removed when it was read, and the report begins with a signature by the key. The second form is for a task
+folder: it removes the tests that the agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them,
+and rewards 1 where every test that decides passed, else 0.
 
 Tests run in a process of their own, which hands its outcomes over once, at its end, through a pipe. The key, the
 report's place and the reward stay in this one, so nothing that the tested code leaves running can write them later.
 
 A copy of this file lies in every task folder and in every sandbox that grades, so it needs the standard library and
-pytest, nothing else. It refuses to read what a run prints: outcomes come from pytest's own reports. (JUnit files would
-not do: they name the file in which an inherited test is defined, and ids of mixin classes come out wrong.) Tested code
-that exchanges a part of pytest is noticed in the ways that `Guard` knows; a lock against it there is none.
+pytest, nothing else. Outcomes come from pytest's own reports, never from output. (JUnit files would not do: they name
+the file in which an inherited test is defined, and ids of mixin classes come out wrong.) Tested code that exchanges a
+part of pytest is noticed in the ways that `Guard` knows; there is no lock against it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ NO_PYTEST = 96
 """Exit code where this Python has no pytest."""
 PR_SET_DUMPABLE = 4  # prctl(2)
 TEST_LIMIT_S = 30.0
-"""Of one test: where a defect makes a test wait for ever, the others are still wanted."""
+"""Time limit of one test: where a defect makes a test wait for ever, the others are still wanted."""
 JUDGES = (
     *("_pytest.reports", "_pytest.runner", "_pytest.python", "_pytest.nodes", "_pytest.skipping", "_pytest.main"),
     *("pluggy._callers", "pluggy._hooks", "pluggy._manager", "pluggy._result"),
@@ -64,7 +64,7 @@ JUDGING_HOOKS = (
     *("pytest_pyfunc_call", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_report_teststatus"),
 )
 ADDED_LATER = frozenset({"fspath", "startdir"})
-"""What pytest's own plugin `legacypath` adds to its classes when it is configured."""
+"""Names that pytest's own plugin `legacypath` adds to its classes when it is configured."""
 AUTOLOAD_OFF = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _PROGRAM = """\
 #!{python}
@@ -107,7 +107,7 @@ class Collector:
 class Plugins:
     """A pytest plugin that registers those of the environment by their names, as pytest itself would.
 
-    Pytest's own search goes by every folder of packages on the path, and so takes in what a work tree claims to be.
+    Pytest's own search goes by every folder of packages on the path, and so takes in a work tree's own metadata.
     """
 
     def __init__(self, found: "list[tuple[str, Any]]", arguments: list[str]) -> None:
@@ -124,10 +124,10 @@ class Plugins:
 
 
 class Guard:
-    """A pytest plugin that keeps what decides about tests, and notices when it is not the same any more.
+    """A pytest plugin that notices when functions, classes or hooks that decide about tests were exchanged.
 
     Made before anything of the tree was imported. Looks when tests were collected, after each test, and at the end:
-    what tested code exchanges and puts back in between is not seen.
+    a part that tested code exchanges and puts back in between is not seen.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Guard:
         self.look(session)
 
     def look(self, session: "pytest.Session") -> None:
-        """Note the first thing that is not as it was."""
+        """Note the first part that was exchanged."""
         if self.patched is None:
             self.patched = next(self._find_patched(session), None)
 
@@ -171,7 +171,7 @@ class Guard:
 
 
 def _list_judges() -> "Iterator[tuple[Any, str, object, object]]":
-    """Module or class, name, and the function or class that it has by this name, with the function's code."""
+    """Yield module or class, name, and the function or class that it has by this name, with the function's code."""
     for holder in [*(sys.modules[name] for name in JUDGES if name in sys.modules), *_list_classes()]:
         for name, value in vars(holder).items():
             if isinstance(value, (types.FunctionType, classmethod, staticmethod, property, type)):
@@ -185,7 +185,7 @@ def _list_classes() -> list[type]:
 
 
 def _list_names(holder: type) -> set[str]:
-    """Python and pytest add names that begin with an underscore as they go; of those, only one counts here."""
+    """List the names of a class that count: public ones and `__getattribute__`, as Python adds others as it goes."""
     names = {name for name in vars(holder) if not name.startswith("_") or name == "__getattribute__"}
     return names - ADDED_LATER
 
@@ -212,7 +212,7 @@ def enter_tree(root: Path, import_roots: list[str]) -> None:
 
 
 def write_programs(roots: list[Path], target: Path) -> None:
-    """The command line programs that installing the package would make: some tests start them by name."""
+    """Write the command line programs that installing the package would make: some tests start them by name."""
     for file in (file for root in roots for file in root.glob("*.egg-info/entry_points.txt")):
         parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
         parser.read_string(file.read_text(encoding="utf-8"))
@@ -225,16 +225,16 @@ def write_programs(roots: list[Path], target: Path) -> None:
 
 
 def list_own(root: Path, import_roots: list[str]) -> list[str]:
-    """Top-level names that can be imported from a tree."""
+    """List top-level names that can be imported from a tree."""
     folders = [root / folder for folder in import_roots]
     return sorted({name.partition(".")[0] for folder in folders if folder.is_dir() for name in os.listdir(folder)})
 
 
 def run_apart(root: Path, paths: list[str], import_roots: list[str], own: list[str]) -> dict[str, Any] | None:
-    """Run pytest in a process of its own; what it found, None where it died.
+    """Run pytest in a process of its own; return its outcomes, messages and `patched`, None where it died.
 
     Args:
-        own: Top-level names of what is tested. Where pytest needs one of them, the tree's is taken, else never.
+        own: Top-level names of the tested code. Where pytest needs one of them, the tree's is taken, else never.
     """
     read_end, write_end = os.pipe()
     child = subprocess.Popen(build_command(write_end), stdin=subprocess.PIPE, pass_fds=[write_end], cwd=root)
@@ -266,12 +266,12 @@ def run_apart(root: Path, paths: list[str], import_roots: list[str], own: list[s
 
 
 def build_command(pipe: int) -> list[str]:
-    """What starts this file as the process in which tests run."""
+    """Build the command that starts this file as the process in which tests run."""
     return [sys.executable, *(["-B"] if sys.flags.dont_write_bytecode else []), __file__, "--child", str(pipe)]
 
 
 def run_child(pipe: int) -> None:
-    """What `run_apart` starts. Leaves no name of this file's in reach of an `import __main__`."""
+    """Run tests in the process of `run_apart`. Leaves no name of this file in reach of an `import __main__`."""
     request = json.loads(sys.stdin.read())
     plugins = import_pytest(request, pipe)
     os.set_inheritable(pipe, False)
@@ -291,10 +291,10 @@ def run_child(pipe: int) -> None:
 
 
 def import_pytest(request: dict[str, Any], pipe: int) -> "list[tuple[str, Any]]":
-    """Import pytest and its plugins from the environment, and only then enter the tree; the plugins by name.
+    """Import pytest and its plugins from the environment, and only then enter the tree; return plugins with names.
 
-    A file of the tree that has the name of something that pytest imports is so never loaded by it. Where it is what is
-    tested (pluggy, say), this process starts again and takes the tree's.
+    So pytest never loads a file of the tree that has the name of a module that it imports. Where that module is the
+    tested code (pluggy, say), this process starts again and takes the tree's.
     """
     root, import_roots = Path(request["root"]), request["import_roots"]
     found = list(importlib.metadata.entry_points(group="pytest11"))
@@ -330,7 +330,7 @@ def run_tests(
 
 
 def run_request(file: Path) -> None:
-    """The form for graders."""
+    """Run the tests that a grader asks for, and write the signed report."""
     request = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
     report = file.parent.resolve() / request["report"]
@@ -344,7 +344,7 @@ def run_request(file: Path) -> None:
 
 
 def sign(key: str, text: str) -> str:
-    """What proves that a report was written by someone who has the key."""
+    """Sign a report: proof that its writer had the key."""
     return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -360,7 +360,7 @@ def lay_tests(root: Path, spec: dict[str, list[str]], hidden: Path) -> None:
 
 
 def find_place(root: Path, path: str) -> Path:
-    """Where a path of a spec is. Raises `ValueError` where it leads out of `root`, by itself or through a link."""
+    """Resolve a path of a spec. Raises `ValueError` where it leads out of `root`, by itself or through a link."""
     place = root / path
     if ".." in Path(path).parts or not place.parent.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{path!r} leads out of {root}")

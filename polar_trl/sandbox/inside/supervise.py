@@ -1,4 +1,4 @@
-"""Run as a script: a shell command on stdin becomes one report on stdout, and every process it started is gone.
+"""Supervise one shell command: run it under a deadline, kill every process that it started, report its output.
 
     python -I -S supervise.py PARENT_PID TIMEOUT_S FOLDER < command > report
 
@@ -16,7 +16,7 @@ The report is a line "KIND CODE STDOUT_BYTES STDERR_BYTES", then the tails of bo
 "killed", "failed" (the shell could not be started; CODE is the errno) or "stuck" (something would not die). Output is
 drained here, so a flood costs the trainer neither memory nor its interpreter lock.
 
-It refuses to grow: no import beyond what 12 ms of CPU buy, since a training step starts dozens of these.
+Runs as a script. It imports no more than 12 ms of CPU buy, since a training step starts dozens of these.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class Tail:
         os.set_blocking(fd, False)
 
     def drain(self, max_reads: int = 16) -> None:
-        """Read what is there, at most `max_reads` blocks, so that one stream cannot starve the rest."""
+        """Read the available bytes, at most `max_reads` blocks, so that one stream cannot starve the rest."""
         for _ in range(max_reads):
             try:
                 block = os.read(self.fd, TAIL_BYTES)
@@ -66,14 +66,14 @@ class Tail:
 
 
 class Command:
-    """The shell that runs the command, and how it ended. Raises `OSError` if the shell cannot be started."""
+    """The shell that runs the command, and its exit code. Raises `OSError` if the shell cannot be started."""
 
     def __init__(self, text: bytes, stdout: int, stderr: int) -> None:
         self.exit_code: int | None = None
         self.pid = start_enclosed(text, stdout, stderr) or start_plain(text, stdout, stderr)
 
     def reap(self) -> bool:
-        """Collect every child that has ended, adopted ones too; whether any is left."""
+        """Collect every child that has ended, adopted ones too; return whether any is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -86,7 +86,7 @@ class Command:
 
 
 def start_plain(text: bytes, stdout: int, stderr: int) -> int:
-    """The shell, as one of the user's processes; its process id."""
+    """Start the shell as one of the user's processes; return its process id."""
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, stdout, 1),
@@ -103,9 +103,9 @@ def start_plain(text: bytes, stdout: int, stderr: int) -> int:
 
 
 def start_enclosed(text: bytes, stdout: int, stderr: int) -> int | None:
-    """The shell in a process namespace of its own; None where the kernel allows none.
+    """Start the shell in a process namespace of its own; None where the kernel allows none.
 
-    Three processes: one that is to be waited for, whose exit code is the shell's; the namespace's init; the shell.
+    Three processes: one to wait for, whose exit code is the shell's; the namespace's init; the shell.
 
     Returns:
         Process id of the first.
@@ -155,7 +155,7 @@ def run_outside(text: bytes, stdout: int, stderr: int, ready: int) -> None:
 
 
 def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
-    """The first process of the namespace: a /proc of its own, the shell, and the end of all when the shell ends."""
+    """Be the namespace's init: mount a /proc of its own, run the shell, and end all when the shell ends."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0 or not protect_files(os.fsencode(sys.argv[3])):
         return
@@ -207,13 +207,13 @@ def set_read_only(path: bytes, flags: int, *, is_on: bool) -> bool:
 
 
 def to_exit_code(status: int) -> int:
-    """Of a wait status; 128 + n after signal n, as shells have it."""
+    """Convert a wait status to an exit code; 128 + n after signal n, as shells have it."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def list_descendants() -> set[int]:
-    """Process ids of everything below this process, from /proc."""
+    """List the process ids of all descendants of this process, from /proc."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -249,7 +249,7 @@ def raise_priority() -> None:
 
 
 def kill_descendants(command: Command) -> bool:
-    """Kill everything below this process; False if something is still there after `KILL_LIMIT_S`."""
+    """Kill all descendants of this process; False if one is still there after `KILL_LIMIT_S`."""
     limit = time.monotonic() + KILL_LIMIT_S
     if command.reap():
         raise_priority()
@@ -268,7 +268,7 @@ def kill_descendants(command: Command) -> bool:
 
 
 def watch(command: Command, tails: list[Tail], wake: int, deadline: float) -> str:
-    """Drain output until the command ends, is to be killed, or is late; says which."""
+    """Drain output until the command ends ("exit"), SIGTERM comes ("killed") or the deadline ("timeout")."""
     poll = select.poll()
     for fd in (wake, *(tail.fd for tail in tails)):
         poll.register(fd, select.POLLIN)

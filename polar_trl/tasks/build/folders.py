@@ -1,11 +1,11 @@
-"""A broken tree, a repaired one and hidden tests -> a Harbor task folder whose tests have been seen to decide.
+"""Write a Harbor task folder from a broken tree, a repaired one and hidden tests.
 
     task.toml  instruction.md
     environment/  Dockerfile  requirements.txt  workspace/
     tests/        test.sh  run_tests.py  spec.json  hidden/
     solution/     solve.sh  gold.patch
 
-It refuses a task whose listed tests do not fail on the broken tree and pass on the repaired one, and a folder is there
+Refuses a task whose listed tests do not fail on the broken tree and pass on the repaired one. A folder is written
 whole or not at all.
 """
 
@@ -43,7 +43,7 @@ class Draft:
     tests: Path
     """A tree with the hidden tests in it."""
     paths: tuple[str, ...]
-    """What the test runner is given."""
+    """Arguments of the test runner."""
     fail_to_pass: tuple[str, ...]
     """Ids that must fail before and pass after; empty takes all that do."""
     metadata: Fields
@@ -53,7 +53,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
-    """What building needs of this machine."""
+    """Python and requirements of the environment that tests run in."""
 
     python: Path
     """Of the environment that tests run in."""
@@ -62,7 +62,7 @@ class Tools:
 
 
 def write_task(draft: Draft, folder: Path, tools: Tools, *, max_fail_to_pass: int | None = None) -> SuiteRun:
-    """Write the task to `folder`; the run on the broken tree. Raises `TaskError`.
+    """Write the task to `folder`; return the run on the broken tree. Raises `TaskError`.
 
     Args:
         max_fail_to_pass: Refuse a task with more tests that fail before and pass after.
@@ -87,7 +87,7 @@ def write_task(draft: Draft, folder: Path, tools: Tools, *, max_fail_to_pass: in
 
 
 def diff_trees(before: Path, after: Path) -> bytes:
-    """A patch for `git apply`, binary files included."""
+    """Make a patch for `git apply`, binary files included."""
     with tempfile.TemporaryDirectory(prefix="polar-diff-") as scratch:
         # the names of the two folders become the prefixes of the patch
         for name, tree in (("a", before), ("b", after)):
@@ -117,7 +117,7 @@ def _run_git(command: list[str], folder: Path) -> "subprocess.CompletedProcess[b
 
 
 def _lay_out_tests(draft: Draft, folder: Path) -> dict[str, list[str]]:
-    """Copy the hidden tests and the runner; the spec without the ids that pass."""
+    """Copy the hidden tests and the runner; return the spec, without the ids that pass."""
     files = list_tests(draft.tests)
     for path in files:
         target = folder / "hidden" / path
@@ -137,7 +137,7 @@ def _lay_out_tests(draft: Draft, folder: Path) -> dict[str, list[str]]:
 
 
 def _compare(draft: Draft, repaired: Sequence[SuiteRun], broken: SuiteRun) -> tuple[list[str], list[str]]:
-    """The ids that decide: those that pass on every run of the repaired tree, split by the broken tree."""
+    """Return the ids that decide, those that pass on every run of the repaired tree, split by the broken tree."""
     where = f"task {draft.id!r}"
     for run, name in ((repaired[0], "repaired"), (repaired[1], "repaired"), (broken, "broken")):
         if not run.outcomes:
@@ -159,7 +159,7 @@ def _compare(draft: Draft, repaired: Sequence[SuiteRun], broken: SuiteRun) -> tu
 
 
 def _write_rest(draft: Draft, made: Path, tools: Tools) -> None:
-    """The parts of a task folder that say how the rest is used."""
+    """Write instruction, Dockerfile, scripts and task.toml."""
     (made / "instruction.md").write_text(draft.instruction.strip() + "\n", encoding="utf-8")
     shutil.copy2(tools.requirements, made / "environment" / "requirements.txt")
     roots = [root for root in find_import_roots(draft.broken) if root != "."]
@@ -186,7 +186,7 @@ def _write_rest(draft: Draft, made: Path, tools: Tools) -> None:
 
 
 def render_toml(head: str, tables: Mapping[str, Fields]) -> str:
-    """TOML of flat tables; texts, numbers and lists of texts are written the same in JSON and TOML."""
+    """Render flat tables as TOML; texts, numbers and lists of texts are written the same in JSON and TOML."""
     lines = [head]
     for name, table in tables.items():
         lines.append(f"[{name}]")
@@ -196,7 +196,7 @@ def render_toml(head: str, tables: Mapping[str, Fields]) -> str:
 
 
 def _run_cached(tools: Tools, tree: Path, spec: Path, hash_seed: int) -> SuiteRun:
-    """`run_suite` on a copy of the tree. Many tasks share one repaired tree, whose outcomes are kept in the cache."""
+    """Run `run_suite` on a copy of the tree, with cached outcomes: many tasks share one repaired tree."""
     key = hashlib.sha256(f"{tools.python}\n{hash_seed}\n{RUNNER.read_text()}".encode())
     wanted = json.loads(spec.read_text(encoding="utf-8"))
     key.update(json.dumps([wanted["paths"], wanted["import_roots"]]).encode())

@@ -1,15 +1,15 @@
-"""Run as a script: edits of a package's functions -> those that its own tests notice, as JSON lines on stdout.
+"""Judge mutants: find the edits of a package's functions that its own tests notice. Runs as a script.
 
     python judge_mutants.py
 
-Its input is a line with the request, then an empty line whenever another edit is wanted: it does not work ahead.
+Input is a line with the request, then an empty line whenever another edit is wanted; output is JSON lines on stdout.
 
 Pytest collects once. A forked child then runs every test and notes which functions it calls; after that each edit
 costs one more fork, which exchanges the function's code and runs only the tests that call it, under limits of its own.
 A line is {"edit": index, "failed": [node ids], "message": text}, the first is {"passed": number of tests}.
 
-It needs the standard library and pytest, nothing else. It refuses to be the last word: code that a decorator or an
-import has copied elsewhere stays as it was, so whoever builds a task runs the whole suite on the edited file again.
+It needs the standard library and pytest, nothing else. Its verdict is provisional: code that a decorator or an import
+has copied elsewhere stays as it was, so building a task runs the whole suite on the edited file again.
 """
 
 import gc
@@ -43,7 +43,7 @@ Functions = dict[tuple[str, int], list[types.FunctionType]]
 
 
 def run_forked(work: Callable[[], dict[str, Any]], *, cpu_s: int, wall_s: float) -> dict[str, Any] | None:
-    """What `work` returns in a forked child; None where it died or was too slow."""
+    """Run `work` in a forked child and return its result; None where it died or was too slow."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -77,7 +77,7 @@ def run_forked(work: Callable[[], dict[str, Any]], *, cpu_s: int, wall_s: float)
 
 
 def find_code(code: types.CodeType, name: str, line: int) -> types.CodeType | None:
-    """The code of the function that begins at a line, however deep in classes it is."""
+    """Find the code of the function that begins at a line, however deep in classes it is."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             is_function = constant.co_flags & FUNCTION_FLAGS
@@ -115,6 +115,25 @@ class CallRecorder:
             self._seen.add(frame.f_code)
 
 
+def list_callers(calls: dict[str, list[tuple[str, int]]], names: list[str]) -> dict[tuple[str, int], list[str]]:
+    """List the tests that call a function, by its file and first line."""
+    callers: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        for filename, line in calls[name]:
+            callers.setdefault((filename, line), []).append(name)
+    return callers
+
+
+def list_functions(root: str) -> Functions:
+    """List the function objects below a folder that are alive, by file and first line."""
+    functions: Functions = {}
+    for found in gc.get_objects():
+        if isinstance(found, types.FunctionType) and found.__code__.co_filename.startswith(root):
+            key = (found.__code__.co_filename, found.__code__.co_firstlineno)
+            functions.setdefault(key, []).append(found)
+    return functions
+
+
 class Judge:
     """A pytest plugin whose test loop tries edits instead of running tests."""
 
@@ -134,15 +153,8 @@ class Judge:
             return True
         passed = {name for name, outcome in baseline["outcomes"].items() if outcome == "passed"}
         self._say({"passed": len(passed)})
-        callers: dict[tuple[str, int], list[str]] = {}
-        for name in sorted(passed & items.keys()):
-            for filename, line in baseline["calls"][name]:
-                callers.setdefault((filename, line), []).append(name)
-        functions: Functions = {}
-        for found in gc.get_objects():
-            if isinstance(found, types.FunctionType) and found.__code__.co_filename.startswith(self._root):
-                key = (found.__code__.co_filename, found.__code__.co_firstlineno)
-                functions.setdefault(key, []).append(found)
+        callers = list_callers(baseline["calls"], sorted(passed & items.keys()))
+        functions = list_functions(self._root)
         used: dict[str, int] = {}
         for index, edit in enumerate(self._request["edits"]):
             place = f"{edit['file']}:{edit['function']}"
@@ -151,12 +163,12 @@ class Judge:
             key = (os.path.join(self._root, edit["file"]), edit["outer_line"])
             tests = [items[name] for name in callers.get(key, [])]
             code = self._compile(edit, key[0])
+            if not tests or code is None:
+                continue
             exchangeable = [
-                function
-                for function in functions.get(key, [])
-                if code is not None and function.__code__.co_freevars == code.co_freevars
+                function for function in functions.get(key, []) if function.__code__.co_freevars == code.co_freevars
             ]
-            if not tests or code is None or not exchangeable:
+            if not exchangeable:
                 continue
             if (verdict := self._try(tests, exchangeable, code, baseline["seconds"])) is not None:
                 used[place] = used.get(place, 0) + 1
@@ -172,7 +184,7 @@ class Judge:
         code: types.CodeType,
         seconds: dict[str, float],
     ) -> dict[str, Any] | None:
-        """Which tests fail with the code exchanged; None where none or too many do, or the run was killed."""
+        """Return the tests that fail with the code exchanged; None for none, too many or a run that was killed."""
         limit = self._request["max_failed"]
         expected_s = sum(seconds[test.nodeid] for test in tests)
 

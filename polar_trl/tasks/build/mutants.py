@@ -1,7 +1,7 @@
-"""A release of a package and a seed -> repair tasks, each one small edit of its code that its own tests notice.
+"""Build repair tasks by mutation testing: small edits of a package's code that its own tests notice.
 
 The judge (judge_mutants.py) proposes edits cheaply; each task is then confirmed by whole runs of the tests on the
-edited and on the untouched tree. It refuses edits that no test or too many tests notice. Same release, seed and
+edited and on the untouched tree. Edits that no test or too many tests notice are left out. Same release, seed and
 environment give the same tasks.
 """
 
@@ -37,8 +37,8 @@ from polar_trl.tasks.build.suite import build_env
 
 JUDGE = Path(__file__).with_name("judge_mutants.py")
 HINTS = ("line", "function", "symptom")
-"""What the instruction tells, easiest first: the place and kind of edit; the function and a failing test's message;
-the message alone."""
+"""Hints of the instruction, easiest first: line and kind of the edit; function and a failing test's message; the
+message alone."""
 MAX_FAILED = 15
 MAX_PER_FUNCTION = 3
 MIN_PASSED = 5
@@ -55,7 +55,7 @@ class Candidate:
 def build_mutants(
     release: Release, out: Path, tools: Tools, pip: Path, *, count: int, seed: int, hint: str = "function"
 ) -> Iterator[tuple[Path, bool]]:
-    """Up to `count` task folders in `out`, each with whether it is new: those that are there already are kept.
+    """Build up to `count` task folders in `out`, each with whether it is new: existing ones are kept.
 
     Raises `TaskError` where the package's own tests cannot judge.
     """
@@ -86,7 +86,7 @@ def build_mutants(
 
 
 def order_candidates(tree: Path, seed: int) -> list[Candidate]:
-    """All edits of the tree's sources, shuffled, the operators in turn so that frequent ones do not crowd out rare."""
+    """List all edits of the tree's sources, shuffled, the operators in turn so that rare ones come early too."""
     by_operator: dict[str, list[Candidate]] = {}
     for file in list_sources(tree):
         try:
@@ -110,7 +110,7 @@ def order_candidates(tree: Path, seed: int) -> list[Candidate]:
 def _judge(
     release: Release, tree: Path, candidates: list[Candidate], python: Path, scratch: Path
 ) -> Iterator[dict[str, Any]]:
-    """The judge's verdicts as they come; it is killed when the caller has enough."""
+    """Yield the judge's verdicts as they come; it is killed when the caller has enough."""
     root = scratch / "judged"
     shutil.copytree(tree, root, symlinks=True)
     request = {

@@ -1,6 +1,6 @@
-"""The text of a Python file -> every small edit of its functions that changes what they do, as a defect might.
+"""List mutations of a Python file: small edits of its functions that change their behaviour, as a defect might.
 
-Edits keep the rest of the text byte for byte. It refuses to touch what runs at import only: code outside functions,
+Edits keep the rest of the text byte for byte. Code that runs at import only is left alone: code outside functions,
 decorators, default values and annotations.
 """
 
@@ -81,12 +81,12 @@ class Edit:
 
 
 def list_edits(source: bytes) -> list[Edit]:
-    """All edits of a file, in the order of its nodes; a few do not compile. Raises `SyntaxError`, `ValueError`."""
+    """List all edits of a file, in node order; a few do not compile. Raises `SyntaxError`, `ValueError`."""
     return _Finder(source, ast.parse(source.decode("utf-8"))).edits
 
 
 class _Finder(ast.NodeVisitor):
-    """Walks functions and notes what every operator makes of each node."""
+    """Walk functions and record the edits of every operator at each node."""
 
     def __init__(self, source: bytes, tree: ast.Module) -> None:
         self.edits: list[Edit] = []
@@ -98,7 +98,7 @@ class _Finder(ast.NodeVisitor):
         self._functions: list[Function] = []
         self.visit(tree)
 
-    # what surrounds a node
+    # the functions around a node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._names.append(node.name)
@@ -125,7 +125,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Nothing: positions in f-strings are wrong before Python 3.12."""
+        """Skip f-strings: positions in them are wrong before Python 3.12."""
 
     def generic_visit(self, node: ast.AST) -> None:
         if self._functions:
@@ -154,7 +154,7 @@ class _Finder(ast.NodeVisitor):
             )
         )
 
-    # where a node is
+    # the positions of a node
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
@@ -168,16 +168,16 @@ class _Finder(ast.NodeVisitor):
         return self._source[start:end].decode()
 
     def length(self, start: int, pattern: bytes) -> int:
-        """Of what matches at a place."""
+        """Return the length of a pattern's match at a position, 0 without a match."""
         match = re.compile(pattern).match(self._source, start)
         return 0 if match is None else len(match[0])
 
     def gap(self, left: ast.expr, right: ast.expr) -> str:
-        """What is between two nodes."""
+        """Return the text between two nodes."""
         return self._source[self.span(left)[1] : self.span(right)[0]].decode()
 
     def between(self, left: ast.expr, right: ast.expr, token: str) -> tuple[int, int] | None:
-        """Where the operator between two operands is: parentheses and comments may be there as well."""
+        """Find the operator between two operands, among parentheses and comments; None where it is not unique."""
         start, end = self.span(left)[1], self.span(right)[0]
         gap = re.sub(rb"#[^\n]*", lambda match: b" " * len(match[0]), self._source[start:end])
         words = rb"\s+".join(re.escape(word.encode()) for word in token.split())
@@ -342,4 +342,4 @@ OPERATORS: dict[str, Operator] = {
     "dropped bound": _dropped_bound,
     "dropped default": _dropped_default,
 }
-"""Name -> what finds the places it edits. Each looks like a slip that people make."""
+"""Mutation operators by name. Each looks like a slip that people make."""

@@ -1,10 +1,10 @@
-"""Specs of real bug fixes -> task folders, rebuilt from the source archives of PyPI packages.
+"""Rebuild real bug fixes as task drafts, from specs and the source archives of PyPI packages.
 
 A spec holds facts only: a package, two releases with the hashes of their archives, and the ids of the tests that tell
 them apart. "release_pair": the agent gets the older release. "partial revert" (`revert`): it gets the newer one, in
-which one changed region is put back to what it was, and so a defect that its maintainers have repaired.
+which one changed region is reverted, and so a defect that its maintainers have repaired.
 
-It refuses to show the solution: changelogs come from the older release, and the tests that fail are not in the tree.
+The solution is not shown: changelogs come from the older release, and the tests that fail are not in the tree.
 """
 
 import json
@@ -31,7 +31,7 @@ Block = tuple[int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Revert:
-    """A region of the newer release that is put back."""
+    """A region of the newer release that is reverted."""
 
     file: str
     blocks: tuple[Block, ...]
@@ -73,7 +73,7 @@ _LISTS = ("test_paths", "fail_to_pass")
 
 
 def load_specs(path: Path) -> list[Spec]:
-    """The specs of a JSON file, easiest first. Raises `TaskError`."""
+    """Load the specs of a JSON file, easiest first. Raises `TaskError`."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -90,7 +90,7 @@ def load_specs(path: Path) -> list[Spec]:
 
 
 def parse_spec(row: object, where: str) -> Spec:
-    """One spec. Raises `TaskError` with its id and the field."""
+    """Parse one spec. Raises `TaskError` with its id and the field."""
     if not isinstance(row, Mapping):
         raise TaskError(f"{where} must be an object, not {type(row).__name__}")
     if isinstance(row.get("id"), str):
@@ -133,7 +133,7 @@ def _parse_revert(value: Any, where: str) -> Revert:
 
 
 def build_draft(spec: Spec, scratch: Path, pip: Path) -> Draft:
-    """The task's trees under `scratch`, from downloaded archives. Raises `TaskError`."""
+    """Build the task's trees under `scratch`, from downloaded archives. Raises `TaskError`."""
     base, fixed = scratch / "base", scratch / "fixed"
     for release, tree in ((spec.base, base), (spec.fixed, fixed)):
         unpack_release(fetch_release(release, pip), tree)
@@ -171,7 +171,7 @@ def build_draft(spec: Spec, scratch: Path, pip: Path) -> Draft:
 
 
 def _put_back(spec: Spec, revert: Revert, base: Path, broken: Path) -> None:
-    """Put the region back, and hide what tells of it: the tests that fail, and what the changelog says."""
+    """Revert the region, and hide its traces: the tests that fail, and the changelog's entries."""
     try:
         old, new = ((tree / revert.file).read_bytes().decode().splitlines(keepends=True) for tree in (base, broken))
     except OSError as error:
@@ -210,7 +210,7 @@ def _is_source(path: str) -> bool:
 
 
 def _has_tests(path: Path) -> bool:
-    """Some archives have the data of their tests, and not the tests."""
+    """Return whether a path has Python tests: some archives have only the data of their tests."""
     return path.is_file() or any(is_test(file.name) for file in path.rglob("*.py"))
 
 

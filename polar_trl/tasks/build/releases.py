@@ -1,7 +1,7 @@
-"""A release of a PyPI package -> its source tree, and what in such a tree is a test.
+"""Fetch and unpack releases of PyPI packages, and tell their tests from their sources.
 
-Archives are fetched with pip, so indexes and mirrors that the user has set are used, and kept in the cache. It refuses
-an archive whose SHA-256 is not the one that was recorded.
+Archives are fetched with pip, so the user's own indexes and mirrors are used, and kept in the cache. Refuses an
+archive whose SHA-256 is not the recorded one.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class Release:
 
 
 def fetch_release(release: Release, pip: Path) -> Path:
-    """The release's source archive, downloaded unless the cache has it. Raises `TaskError`.
+    """Return the release's source archive, downloaded unless the cache has it. Raises `TaskError`.
 
     Args:
         pip: Python of an environment that has the build backends: pip asks a source archive for its metadata.
@@ -67,7 +67,7 @@ def hash_file(path: Path) -> str:
 
 
 def unpack_release(archive: Path, target: Path) -> None:
-    """The archive's single folder becomes `target`. Raises `TaskError` for a broken archive."""
+    """Unpack an archive's single folder as `target`. Raises `TaskError` for a broken archive."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         try:
@@ -86,18 +86,18 @@ def unpack_release(archive: Path, target: Path) -> None:
 
 
 def is_test(path: str) -> bool:
-    """Whether a path relative to the tree belongs to its tests, data files of tests included."""
+    """Return whether a path relative to the tree belongs to its tests, data files of tests included."""
     *folders, name = path.split("/")
     return any(_TEST_FOLDER.fullmatch(folder) for folder in folders) or _TEST_FILE.fullmatch(name) is not None
 
 
 def is_changelog(path: str) -> bool:
-    """Whether it tells what a release changed, and so perhaps the solution."""
+    """Return whether a file is a changelog, which may tell the solution."""
     return _CHANGELOG.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def list_files(tree: Path) -> Iterator[str]:
-    """Paths of the tree's regular files, relative to it, in order; documentation, tooling and metadata left out."""
+    """Yield the tree's regular files, relative to it, in order, without documentation, tooling and metadata."""
     for folder, folders, names in os.walk(tree):
         relative = os.path.relpath(folder, tree)
         if relative == ".":
@@ -115,7 +115,7 @@ def list_tests(tree: Path) -> list[str]:
 
 
 def list_sources(tree: Path) -> list[str]:
-    """Paths of the Python files that are neither tests nor packaging."""
+    """List the Python files that are neither tests nor packaging."""
     return [
         path
         for path in list_files(tree)
@@ -124,7 +124,7 @@ def list_sources(tree: Path) -> list[str]:
 
 
 def list_test_roots(tree: Path) -> list[str]:
-    """The topmost test folders and files that hold Python tests: what a test runner is given."""
+    """List the topmost test folders and files that hold Python tests, as arguments of a test runner."""
     roots = set()
     for path in list_tests(tree):
         if not path.endswith(".py"):
@@ -136,7 +136,7 @@ def list_test_roots(tree: Path) -> list[str]:
 
 
 def find_import_roots(tree: Path) -> tuple[str, ...]:
-    """Folders that the package is imported from: "src" where there is one with modules in it, then the tree."""
+    """Return the folders that the package is imported from: "src" where it has modules, then the tree."""
     source = tree / "src"
     has_source = any(source.glob("*.py")) or any(source.glob("*/__init__.py"))
     return ("src", ".") if has_source else (".",)

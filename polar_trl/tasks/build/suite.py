@@ -1,7 +1,7 @@
-"""A source tree and its tests -> the outcome of every test, run by an environment of pinned packages.
+"""Run a source tree's tests in an environment of pinned packages.
 
-A run has a deadline, a limit of memory and a process group of its own that is killed at its end. It refuses to be a
-sandbox: what runs here are releases of known packages and single edits of them, never the work of an agent.
+A run has a deadline, a limit of memory and a process group of its own that is killed at its end. This is no sandbox:
+only releases of known packages and single edits of them run here, never the work of an agent.
 """
 
 import fcntl
@@ -28,23 +28,23 @@ MEMORY_MB = 3072
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteRun:
-    """What a run of a tree's tests gave."""
+    """Outcomes of a run of a tree's tests."""
 
     outcomes: Mapping[str, str]
-    """Node id -> "passed", "failed", "error", "skipped" or "xfailed". Empty where the run died or was killed."""
+    """"passed", "failed", "error", "skipped" or "xfailed" by node id. Empty where the run died or was killed."""
     messages: Mapping[str, str]
-    """Node id -> the beginning of what a failing test said."""
+    """Beginnings of the messages of failing tests, by node id."""
     timed_out: bool
     cpu_s: float
     said: str
-    """The end of what it printed."""
+    """The end of its output."""
 
     def list_passed(self) -> set[str]:
         return {name for name, outcome in self.outcomes.items() if outcome == "passed"}
 
 
 def find_environment(requirements: Path, part: Part = "environments") -> Path:
-    """Where the environment of a requirements file is, or would be. Raises `ConfigError`."""
+    """Return the folder of a requirements file's environment, there or not. Raises `ConfigError`."""
     try:
         text = requirements.read_text(encoding="utf-8")
     except OSError as error:
@@ -54,10 +54,10 @@ def find_environment(requirements: Path, part: Part = "environments") -> Path:
 
 
 def install_environment(requirements: Path, part: Part = "environments") -> Path:
-    """Python of a virtual environment with exactly the file's packages, made once and kept in the cache.
+    """Install exactly the file's packages into a virtual environment in the cache, once; return its Python.
 
-    One that sandboxes see has no pip: it could reach nothing, and the packages that it carries along may be newer
-    than a task's own. Raises `ConfigError`.
+    An environment that sandboxes see has no pip: it could reach nothing, and its vendored packages may be newer than a
+    task's own. Raises `ConfigError`.
     """
     folder = find_environment(requirements, part)
     python = folder / "bin" / "python"
@@ -112,7 +112,7 @@ def run_suite(python: Path, tree: Path, spec: Path, *, timeout_s: float, hash_se
 
 
 def run_group(command: Sequence[str], env: Mapping[str, str], output: int, *, timeout_s: float) -> int | None:
-    """Run a command in a process group of its own, which is killed when it ends; its exit code, None at the deadline.
+    """Run a command in a process group, killed at its end; return its exit code, None at the deadline.
 
     Raises `ConfigError` if it cannot be started.
     """
@@ -138,7 +138,7 @@ def run_group(command: Sequence[str], env: Mapping[str, str], output: int, *, ti
 
 
 def build_env(python: Path, home: str, hash_seed: int) -> dict[str, str]:
-    """The same for every run, whatever the user's own settings are: some tests depend on zone, locale and width."""
+    """Build one environment for every run, whatever the user's settings: some tests depend on zone and locale."""
     return {
         "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin",
         "HOME": home,
@@ -153,7 +153,7 @@ def build_env(python: Path, home: str, hash_seed: int) -> dict[str, str]:
 
 @contextmanager
 def copied_tree(tree: Path) -> Iterator[Path]:
-    """A copy of the tree, removed afterwards."""
+    """Yield a copy of the tree, removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="polar-tree-") as scratch:
         copy = Path(scratch) / "tree"
         shutil.copytree(tree, copy, symlinks=True)

@@ -1,4 +1,4 @@
-"""The engine behind containers: one that hangs, is restarted or is none; what a task may ask of it, and is refused.
+"""The Docker backend with engines that hang, restart or are missing, and tasks that ask for the impossible.
 
 Needs root. Tests that freeze an engine start their own.
 """
@@ -35,7 +35,7 @@ def build_backend(root: Path, **settings: Any) -> DockerSandboxBackend:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Longer than others wait: two cores are busy with containers."""
+    """Wait longer than other tests do: two cores are busy with containers."""
     for _ in range(600):
         if condition():
             return

@@ -1,4 +1,4 @@
-"""Output of a command in a container, from an engine that the test plays: what comes when, and in which pieces."""
+"""The output of a command in a container, from a played engine: timing and chunks."""
 
 import socket
 import struct

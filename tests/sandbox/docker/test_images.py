@@ -1,4 +1,4 @@
-"""What containers are made from: pulled, built, taken out of images, once, and with an error that names the task."""
+"""Images and trees are pulled, built and extracted once, and errors name the task."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "safe.directory
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[docker.DockerClient]:
-    """With a cache of this test's own; whatever images the test made are removed, and no container may be left."""
+    """Yield an engine, with a cache of this test's own; its images are removed, and no container may be left."""
     monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path / "cache"))
     client = docker.from_env()
     yield client
@@ -66,7 +66,7 @@ def write_context(folder: Path, *lines: str) -> Path:
 
 
 def write_repository(folder: Path) -> None:
-    """A file that all may write, and a later commit on another branch."""
+    """Write a repository with a file that all may write, and a later commit on another branch."""
     folder.mkdir(parents=True)
 
     def git(*words: str) -> None:

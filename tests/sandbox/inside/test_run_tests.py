@@ -1,4 +1,4 @@
-"""The runner of hidden tests: which plugins and modules it takes from where, and what it says was tampered with."""
+"""The runner of hidden tests: the origin of its plugins and modules, and the tampering that it reports."""
 
 import shutil
 import subprocess
@@ -84,7 +84,7 @@ def test_e(x): pass
 
 
 def test_honest_suites_are_not_called_tampered_with(tmp_path: Path) -> None:
-    """Whatever pytest does to its own classes as it goes."""
+    """Pytest changes its own classes as it goes."""
     write(tmp_path, tests__conftest=CONFTEST, tests__test_m=SUITE)
     found = run(tmp_path)
     assert found["patched"] is None

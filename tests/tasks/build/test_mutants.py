@@ -21,7 +21,7 @@ from polar_trl.tasks.harbor import load_harbor
 
 
 def run_text(tmp_path: Path, text: str, timeout_s: float = 60.0) -> tuple[Any, float]:
-    """Run one hidden test file over an empty tree; the run and its seconds."""
+    """Run one hidden test file over an empty tree; return the run and its seconds."""
     (tmp_path / "tests" / "hidden").mkdir(parents=True)
     (tmp_path / "tests" / "hidden" / "test_it.py").write_text(text)
     (tmp_path / "tree").mkdir()
