@@ -16,6 +16,7 @@ ToolKind = Literal["function", "freeform", "local_shell"]
 StopReason = Literal[
     "completed", "agent_failed", "agent_timeout", "straggler", "no_calls", "prepare_failed", "cancelled"
 ]
+ErrorKind = Literal["prepare_failed", "sandbox_failed", "model_calls_failed", "no_calls", "grader_failed", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,6 +214,9 @@ class Rollout:
     reward: float | None = None
     """None: no reward could be determined. Never a stand-in for 0."""
     error: str | None = None
+    """Why there is no reward, in words for people."""
+    error_kind: ErrorKind | None = None
+    """What failed, for programs; None without an error, and in records from before there were kinds."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase ("queue", "prepare", "agent", "held", "grade") -> seconds. What was held is no part of the agent's."""
     counters: Mapping[str, int] = field(default_factory=dict)

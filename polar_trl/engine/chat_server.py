@@ -11,7 +11,7 @@ from typing import Any
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.openai_server import OpenAIServer, RefusedError
-from polar_trl.errors import ConfigError, EngineError, ErrorKind, RenderError, WireError
+from polar_trl.errors import ConfigError, EngineError, RenderError, WireError, WireErrorKind
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
 from polar_trl.types import ChatRequest, FinishReason, Message, TokenIds, Tool, ToolCall
 from polar_trl.wire.base import is_json_object
@@ -70,7 +70,7 @@ class ChatServer:
         except RefusedError as error:
             if error.status in (401, 403, 404):
                 raise  # the server does not know us, or the model: no fault of the agent's
-            kind: ErrorKind = "context_overflow" if _is_overflow(error) else "invalid_request"
+            kind: WireErrorKind = "context_overflow" if _is_overflow(error) else "invalid_request"
             raise WireError(str(error), kind=kind) from error
         return _parse_reply(answer)
 

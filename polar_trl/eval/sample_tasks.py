@@ -27,7 +27,7 @@ from tqdm import tqdm
 from polar_trl.errors import ConfigError, PolarError, RecordError
 from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 from polar_trl.run_folder import LOG_FILE, ROWS_FOLDER, SETTINGS_FILE, TRAINED_FILE, make_output_dir
-from polar_trl.types import Task
+from polar_trl.types import ErrorKind, Task
 
 RESULTS_FILE = "results.jsonl"
 PASSING_REWARD = 1.0
@@ -59,6 +59,8 @@ class SampleResult:
     """Of text-only sessions, as their server counted."""
     seconds: Mapping[str, float]
     """As in `Rollout`."""
+    error_kind: ErrorKind | None = None
+    """As in `Rollout`; None in lines of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +153,7 @@ def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
     results = []
     for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
         try:
-            values = json.loads(line)
+            values = {"error_kind": None} | json.loads(line)
             results.append(SampleResult(**{name: values[name] for name in names}))
         except (ValueError, TypeError, KeyError) as error:
             raise RecordError(
@@ -268,6 +270,7 @@ def _build_result(sample: Sample, finished: RolloutResult, record: str) -> Sampl
         sampled_tokens=sum(len(call.completion.token_ids) for call in rollout.calls)
         + rollout.counters.get("tokens_by_server", 0),
         seconds={name: round(value, 3) for name, value in rollout.seconds.items()},
+        error_kind=rollout.error_kind,
     )
 
 

@@ -47,13 +47,10 @@ def build_summary(
 
 
 def name_failure(result: SampleResult) -> str:
-    """What kind of failure of the infrastructure left this session without a reward."""
-    if result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
-        return result.stop_reason
-    error = result.error or ""
-    if error.startswith("the grader"):
-        return "grader_failed"
-    return "model_calls_failed" if "model calls failed on our side" in error else "sandbox_failed"
+    """The kind of failure that left a session without a reward, `ErrorKind` or "unknown"."""
+    if result.error_kind is None and result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
+        return result.stop_reason  # lines of earlier versions have no kind, and these reasons are kinds
+    return result.error_kind or "unknown"
 
 
 def _summarise(

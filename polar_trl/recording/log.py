@@ -185,6 +185,7 @@ def read_record(path: Path) -> SessionRecord:
                 calls.append(_parse_call(line, header["session_id"], calls))
             elif line["type"] == "end":
                 end = {name: line[name] for name in ("stop_reason", "reward", "error", "seconds", "counters", "extra")}
+                end["error_kind"] = line.get("error_kind")  # older records lack it
             else:
                 raise ValueError(f"unknown type {line['type']!r}")
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -331,7 +332,7 @@ def _parse_message(line: dict[str, Any]) -> Message:
 
 def _build_record(header: Mapping[str, str], calls: tuple[Call, ...], end: dict[str, Any] | None) -> SessionRecord:
     error = f"the record has no end: the session was killed after {len(calls)} recorded calls"
-    ending = end or {"stop_reason": "cancelled", "error": error, "extra": {}}
+    ending = end or {"stop_reason": "cancelled", "error": error, "error_kind": "cancelled", "extra": {}}
     extra = ending.pop("extra")
     session_id, task_id, group_id = header["session_id"], header["task_id"], header["group_id"]
     rollout = Rollout(id=session_id, task_id=task_id, group_id=group_id, calls=calls, **ending)

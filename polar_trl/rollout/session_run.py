@@ -30,7 +30,7 @@ from polar_trl.rollout.progress import Board
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.sandbox.owner import build_owner_tag
-from polar_trl.types import Rollout, StopReason, Task
+from polar_trl.types import ErrorKind, Rollout, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -111,21 +111,23 @@ class SessionRun:
     def run(self) -> RolloutResult:
         """Prepare, run the agent, grade, and rebuild trajectories. Failures of the world end up in the rollout."""
         stop_reason: StopReason = "prepare_failed"
-        reward = error = None
+        reward: float | None = None
+        failure: _Failure | None = None
         try:
             self._sandbox = self._prepare()
             self._order_grading()
             stop_reason = "agent_failed"
-            stop_reason, error = self._run_agent(self._sandbox)
-            self._cut.note(None if error else self._seconds["agent"])
-            if error is None:
-                reward, error = self._grade(self._sandbox)
+            stop_reason, failure = self._run_agent(self._sandbox)
+            self._cut.note(None if failure else self._seconds["agent"])
+            if failure is None:
+                reward, failure = self._grade(self._sandbox)
         except _Cancelled:
-            stop_reason, error = "cancelled", "the run was stopped"
+            stop_reason, failure = "cancelled", _Failure("cancelled", "the run was stopped")
         except LawError:
             raise
-        except (PolarError, OSError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
+        except (PolarError, OSError) as error:
+            kind: ErrorKind = "prepare_failed" if stop_reason == "prepare_failed" else "sandbox_failed"
+            failure = _Failure(kind, f"{type(error).__name__}: {error}")
             self._cut.note(None)
         finally:
             self._withdraw_grading()
@@ -140,12 +142,13 @@ class SessionRun:
             calls=self._log.calls,
             stop_reason=stop_reason,
             reward=reward,
-            error=error,
+            error=failure and failure.error,
+            error_kind=failure and failure.kind,
             seconds=self._seconds,
             counters=self._log.counters,
         )
-        if error is not None:
-            logger.warning("rollout %s has no reward: %s", rollout.id, error)
+        if failure is not None:
+            logger.warning("rollout %s has no reward: %s", rollout.id, failure.error)
         return RolloutResult(
             rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
         )
@@ -191,8 +194,8 @@ class SessionRun:
         if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
             grader.withdraw(self.job.task)
 
-    def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, str | None]:
-        """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
+    def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, "_Failure | None"]:
+        """Run the agent; why it stopped, and the failure that makes a reward meaningless, if there is one."""
         context, task = self._context, self.job.task
         with self._stage("agent"):
             endpoint = context.proxy.open_session(
@@ -215,16 +218,17 @@ class SessionRun:
             self._log.count("agent_disk_full")
         if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
             why = f"{faults}, the last by {self._log.last_failure}"
-            return "agent_failed", f"model calls failed on our side ({why}); the agent's result says nothing"
+            error = f"model calls failed on our side ({why}); the agent's result says nothing"
+            return "agent_failed", _Failure("model_calls_failed", error)
         if not any(call.is_answered for call in self._log.calls):
             counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
             why = counts or _describe_exit(result, is_stopped=clock.stopped_as is not None)
-            return "no_calls", f"the agent got no answer of the model ({why})"
+            return "no_calls", _Failure("no_calls", f"the agent got no answer of the model ({why})")
         if clock.stopped_as is not None:
             return clock.stopped_as, None
         return ("completed" if context.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
 
-    def _grade(self, sandbox: Sandbox) -> tuple[float | None, str | None]:
+    def _grade(self, sandbox: Sandbox) -> tuple[float | None, "_Failure | None"]:
         grader = self._context.grader
         if grader is None:
             return None, None
@@ -234,15 +238,15 @@ class SessionRun:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
                 if not is_finite_reward(grade.reward):
                     self._log.count("rewards_not_finite")
-                    return None, f"the grader gave {grade.reward}"
+                    return None, _Failure("grader_failed", f"the grader gave {grade.reward}")
                 for name, count in grade.counters.items():
                     self._log.count(name, count)
                 return float(grade.reward), None
-            except Exception as failure:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
+            except Exception as error:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
                 self._raise_if_cancelled()
-                if isinstance(failure, NotFiniteRewardError):
+                if isinstance(error, NotFiniteRewardError):
                     self._log.count("rewards_not_finite")
-                return None, f"the grader failed: {type(failure).__name__}: {failure}"
+                return None, _Failure("grader_failed", f"the grader failed: {type(error).__name__}: {error}")
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -262,6 +266,14 @@ class SessionRun:
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise _Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The reason why a session has no reward, for programs and for people."""
+
+    kind: ErrorKind
+    error: str
 
 
 class _Cancelled(Exception):
