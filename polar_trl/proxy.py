@@ -26,7 +26,6 @@ from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.engine.chat_server import ChatServer
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import ConfigError, LawError, WireError
 from polar_trl.recording.log import SessionLog
@@ -58,8 +57,8 @@ class Proxy:
     """Serves every dialect to any number of sessions, each under a random key of its own.
 
     Args:
-        engine: Samples; awaited on the proxy's event loop. Or a `ChatServer`, its own renderer, for text alone.
-        renderer: The policy's chat format.
+        engine: Samples; awaited on the proxy's event loop.
+        renderer: The policy's chat format; that of the engine where it has its own.
         params: How to sample. An agent's request can lower `max_tokens` and add to `stop`, nothing else.
         model: The name that agents are told.
         host: Address to listen on.
@@ -69,7 +68,7 @@ class Proxy:
 
     def __init__(
         self,
-        engine: Engine | ChatServer,
+        engine: Engine,
         renderer: Renderer,
         *,
         params: GenerationParams,
@@ -80,7 +79,7 @@ class Proxy:
     ) -> None:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
         self._backend = ModelBackend(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
-        self.is_text_only = isinstance(engine, ChatServer)  # nothing of what is recorded can be trained then
+        self.is_text_only = engine.own_renderer is not None  # nothing of what is recorded can be trained then
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
         self._sessions: dict[str, Session] = {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.engine.openai_server import OpenAIServer, RefusedError
 from polar_trl.errors import ConfigError, EngineError
 from polar_trl.types import Completion, TokenIds
@@ -58,8 +58,8 @@ def find_served_model(server: OpenAIServer, name: str | None = None) -> ServedMo
     return ServedModel(name=name, max_model_len=length if isinstance(length, int) else None)
 
 
-class RemoteEngine:
-    """Implements `engine.base.Engine` on a server. Its weights are the server's own affair: the version stays 0.
+class RemoteEngine(TokenEngine):
+    """An engine on a server. Its weights are the server's own affair: the version stays 0.
 
     Args:
         server: Closed by whoever made it.

@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.errors import EngineError
 from polar_trl.types import Completion, TokenIds
 
@@ -16,8 +16,8 @@ Reply = Sequence[int] | Completion | EngineError
 raised instead."""
 
 
-class ScriptedEngine:
-    """Implements `engine.base.Engine`.
+class ScriptedEngine(TokenEngine):
+    """An engine of scripted replies.
 
     Args:
         replies: One per request, in the order of the requests; or a function from prompt ids to a reply.

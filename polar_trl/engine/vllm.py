@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.errors import EngineError
 from polar_trl.types import Completion, TokenIds
 
@@ -66,8 +66,8 @@ class _Abort:
     id: str
 
 
-class VllmEngine:
-    """The `Engine` of a colocated `vllm.LLM`.
+class VllmEngine(TokenEngine):
+    """The engine of a colocated `vllm.LLM`.
 
     Args:
         llm: A `vllm.LLM` made with `logprobs_mode="processed_logprobs"` and an in-process engine core.

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.engine.chat_server import ChatServer
 from polar_trl.engine.standalone import build_standalone_engine
 from polar_trl.eval.sample_tasks import (
     Sample,
@@ -43,7 +42,6 @@ from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.setup.run_setup import RunParts
-from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
 
@@ -115,19 +113,16 @@ def summarise_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]
 
 @contextmanager
 def open_runner(
-    args: PolarGRPOConfig, parts: RunParts, engine: Engine | ChatServer, *, model: str, params: GenerationParams
+    args: PolarGRPOConfig, parts: RunParts, engine: Engine, *, model: str, params: GenerationParams
 ) -> Iterator[RolloutRunner]:
     """A proxy in front of the engine and a runner of sessions, both ended after the block.
 
     Args:
-        engine: Or a chat server, which is its own renderer and gives text alone.
         model: Folder or hub name of what the engine samples from: its tokenizer is read.
         params: How to sample; the tokens that end an answer are added.
     """
-    renderer: Renderer
-    if isinstance(engine, ChatServer):
-        renderer, ends = engine, set()
-    else:
+    renderer, ends = engine.own_renderer, set[int]()
+    if renderer is None:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         renderer = load_renderer(
             tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
@@ -179,7 +174,7 @@ def _prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
 
 
 @contextmanager
-def _open_engine(setup: EvalSetup, model: str) -> Iterator[Engine | ChatServer]:
+def _open_engine(setup: EvalSetup, model: str) -> Iterator[Engine]:
     args, evaluation = setup.args, setup.evaluation
     if evaluation.base_url is not None:
         tokenizer = None if evaluation.text_only or setup.model is None else model

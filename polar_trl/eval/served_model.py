@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.chat_server import ChatServer
 from polar_trl.engine.openai_server import OpenAIServer
 from polar_trl.engine.remote import NoTokenIdsError, RemoteEngine, find_served_model
@@ -32,7 +32,7 @@ def open_served_model(
     model: str | None,
     served_name: str | None = None,
     text_only: bool = False,
-) -> Iterator[RemoteEngine | ChatServer]:
+) -> Iterator[Engine]:
     """What a `Proxy` can put in front of agents; the connections are closed after the block.
 
     Args:

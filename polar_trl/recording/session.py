@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from polar_trl.engine.base import Engine, GenerationParams, require_logprobs
-from polar_trl.engine.chat_server import ChatServer, TextReply
+from polar_trl.engine.base import Engine, GenerationParams, TextReply
 from polar_trl.engine.gate import Gate, GateStats
 from polar_trl.errors import (
     ContextOverflowError,
@@ -66,7 +65,7 @@ class SessionLimits:
 class ModelBackend:
     """The engine, the renderer and the sampling settings that all sessions share."""
 
-    engine: Engine | ChatServer
+    engine: Engine
     renderer: Renderer
     params: GenerationParams
     model: str
@@ -75,8 +74,8 @@ class ModelBackend:
     """What every call passes on its way to the engine."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.engine, ChatServer) and self.renderer is not self.engine:
-            raise ValueError("a ChatServer is its own renderer: another one would record ids that no engine saw")
+        if self.engine.own_renderer not in (None, self.renderer):
+            raise ValueError("the engine is its own renderer: another one would record ids that no engine saw")
 
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
@@ -302,11 +301,7 @@ class Session:
             async with self._backend.gate.passing(gate_stats):
                 if gate_stats.first_policy_version is None:
                     gate_stats.first_policy_version = engine.policy_version
-                sampled: Completion | TextReply
-                if isinstance(engine, ChatServer):
-                    sampled = await engine.answer(prompt.request, settings.params)
-                else:
-                    sampled = require_logprobs(await engine.generate(prompt.ids, settings.params))
+                reply = await engine.answer(prompt.request, prompt.ids, settings.params)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error
@@ -316,16 +311,16 @@ class Session:
         turn.sampled = True
         async with self._lock:
             return await self._backend.work(
-                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, sampled)
+                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, reply)
             )
 
-    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, sampled: Completion | TextReply) -> Call:
-        if isinstance(sampled, TextReply):
-            completion, stop_text = replace(NO_TOKENS, finish_reason=sampled.finish_reason), None
-            message, num_sampled = sampled.message, sampled.num_sampled_tokens
+    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, reply: Completion | TextReply) -> Call:
+        if isinstance(reply, TextReply):
+            completion, stop_text = replace(NO_TOKENS, finish_reason=reply.finish_reason), None
+            message, num_sampled = reply.message, reply.num_sampled_tokens
             self._log.count("tokens_by_server", num_sampled)
         else:
-            completion, num_sampled = sampled, len(sampled.token_ids)
+            completion, num_sampled = reply, len(reply.token_ids)
             message = self._backend.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
             message, stop_text = _cut_at_stop(message, settings.params.stop)
         call = self._record(
@@ -336,7 +331,7 @@ class Session:
             message,
             purpose=settings.purpose,
             stop_text=stop_text,
-            text_only=isinstance(sampled, TextReply),
+            text_only=isinstance(reply, TextReply),
         )
         self._continuations.add(call)
         self._num_sampled += num_sampled
