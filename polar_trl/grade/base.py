@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
@@ -27,25 +27,20 @@ def is_finite_reward(value: Any) -> bool:
 
 
 class Grader(Protocol):
-    """Decides what a session's work is worth."""
+    """Decides what a session's work is worth. A base class: one that prepares nothing needs `grade` alone."""
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward, a finite number.
+        """Return the reward, a finite number.
 
         Raises `GradeError` (or anything else) where none can be determined: the rollout then has no reward and
         enters neither a baseline nor a gradient.
         """
         ...
 
-
-@runtime_checkable
-class FreshSandboxGrader(Protocol):
-    """A grader that looks at the work in a sandbox of its own, which can be made while the agent still works."""
-
     def order(self, task: Task) -> None:
-        """`grade` will be called for this task: have made ready what it will want."""
-        ...
+        """Prepare for a `grade` of this task, such as by ordering the fresh sandbox that it will want."""
+        return
 
     def withdraw(self, task: Task) -> None:
-        """It will not be called after all."""
-        ...
+        """Take an order back: `grade` will not be called after all."""
+        return

@@ -1,13 +1,13 @@
-"""A task -> the grader that its own fields ask for: a command, hidden tests, SWE-bench's way, Harbor's verifier.
+"""Choose the grader that a task's own fields ask for: a command, hidden tests, SWE-bench's way, Harbor's verifier.
 
-It refuses, before a run starts, a task that none of them can grade.
+A task that none of them can grade is refused before a run starts (`TaskError`).
 """
 
 from collections.abc import Sequence
 from typing import Literal
 
 from polar_trl.errors import GradeError, TaskError
-from polar_trl.grade.base import FreshSandboxGrader, Grade, Grader
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.harbor import HarborGrader
 from polar_trl.grade.swebench import SwebenchGrader, check_row
@@ -18,7 +18,7 @@ from polar_trl.types import Task
 Kind = Literal["command", "pytest", "swebench", "harbor"]
 
 
-class GraderByTask:
+class GraderByTask(Grader):
     """Grades each task in its own way.
 
     Args:
@@ -45,22 +45,20 @@ class GraderByTask:
         }
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """The reward. Raises `GradeError` where the task's grader decided nothing."""
+        """Return the reward. Raises `GradeError` where the task's grader decided nothing."""
         grader = self._find(task)
         if grader is None:
             raise GradeError(f"task {task.id}: {NOBODY}")
         return grader.grade(task, sandbox, timeout_s=timeout_s)
 
     def order(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
-        grader = self._find(task)
-        if isinstance(grader, FreshSandboxGrader):
+        """See `Grader`."""
+        if (grader := self._find(task)) is not None:
             grader.order(task)
 
     def withdraw(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
-        grader = self._find(task)
-        if isinstance(grader, FreshSandboxGrader):
+        """See `Grader`."""
+        if (grader := self._find(task)) is not None:
             grader.withdraw(task)
 
     def _find(self, task: Task) -> Grader | None:
@@ -72,7 +70,7 @@ NOBODY = "it has no `grader` command, no tests and no Harbor verifier, and the r
 
 
 def find_kind(task: Task, *, has_command: bool = False) -> Kind | None:
-    """Who grades a task; None: nobody. A task's own command comes before its tests."""
+    """Return who grades a task; None: nobody. A task's own command comes before its tests."""
     if task.grader is not None:
         return "command"
     if task.tests is not None:
@@ -83,7 +81,7 @@ def find_kind(task: Task, *, has_command: bool = False) -> Kind | None:
 
 
 def check_gradable(tasks: Sequence[Task], backend: SandboxBackend, *, has_command: bool = False) -> None:
-    """Raises `TaskError` naming the first task that nobody can grade, and why; `ConfigError` if a package is missing.
+    """Raise `TaskError` naming the first task that nobody can grade, and why; `ConfigError` if a package is missing.
 
     Args:
         backend: Where the tasks run.

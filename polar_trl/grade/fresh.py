@@ -1,6 +1,6 @@
-"""A task -> a sandbox in which its work is graded: one that the agent never ran in.
+"""Fresh sandboxes for grading, in which the agent never ran.
 
-It refuses nothing itself; a sandbox that cannot be made raises `SandboxError`, and so decides nothing.
+One that cannot be made raises `SandboxError`, and so decides nothing.
 """
 
 import logging
@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
-from polar_trl.sandbox.pool import WarmPool
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
 
 
 class FreshSandboxes:
-    """Makes them, or takes those that a `WarmPool` was told of in time.
+    """Makes them, or takes those that were ordered of the backend in time.
 
     Args:
         backend: Makes the sandboxes.
@@ -29,18 +28,16 @@ class FreshSandboxes:
         self._writable_root = writable_root
 
     def order(self, task: Task) -> None:
-        """One will be opened for this task."""
-        if isinstance(self._backend, WarmPool):
-            self._backend.order(self._build_task(task))
+        """Have one made ready for this task, where the backend makes some ahead."""
+        self._backend.order(self._build_task(task))
 
     def withdraw(self, task: Task) -> None:
-        """It will not be opened after all."""
-        if isinstance(self._backend, WarmPool):
-            self._backend.withdraw(self._build_task(task))
+        """Take an order back."""
+        self._backend.withdraw(self._build_task(task))
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """With the task's work tree, but not its `files`: those come over with the agent's changes."""
+        """Open one with the task's work tree, but not its `files`: those come over with the agent's changes."""
         sandbox = self._backend.create(self._build_task(task), f"{task.id}-grade")
         try:
             yield sandbox

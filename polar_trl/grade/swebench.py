@@ -17,7 +17,7 @@ from typing import Any
 
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
 from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.canary import Canary, Style
 from polar_trl.grade.changes import UNUSABLE, apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
@@ -42,7 +42,7 @@ _PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR) (.*\S)\s*$", re.MULTILINE)
 _UNITTEST_LINE = re.compile(r"^(\w+ \([\w.]+\)) \.\.\. (ok|FAIL|ERROR)$", re.MULTILINE)
 
 
-class SwebenchGrader:
+class SwebenchGrader(Grader):
     """Grades tasks that have `tests` with the runner "swebench".
 
     Args:
@@ -56,11 +56,11 @@ class SwebenchGrader:
         self._partial = partial
 
     def order(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
+        """See `Grader`."""
         self._fresh.order(task)
 
     def withdraw(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
+        """See `Grader`."""
         self._fresh.withdraw(task)
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:

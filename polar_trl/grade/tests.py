@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from polar_trl.errors import FileTooLargeError, GradeError
 from polar_trl.grade.attempts import Protection, add_total, count_planted, read_fix
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.canary import Canary
 from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
@@ -36,7 +36,7 @@ NOT_STARTED = (126, 127)
 ENV = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
 
 
-class TestsGrader:
+class TestsGrader(Grader):
     """Grades tasks that have `tests` with the runner "pytest".
 
     Args:
@@ -51,11 +51,11 @@ class TestsGrader:
         self._partial = partial
 
     def order(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
+        """See `Grader`."""
         self._fresh.order(task)
 
     def withdraw(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
+        """See `Grader`."""
         self._fresh.withdraw(task)
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:

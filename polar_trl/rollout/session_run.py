@@ -19,7 +19,7 @@ from pathlib import Path
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
 from polar_trl.grade.attempts import count_peeks
-from polar_trl.grade.base import FreshSandboxGrader, Grader, is_finite_reward
+from polar_trl.grade.base import Grader, is_finite_reward
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
@@ -142,8 +142,8 @@ class SessionRun:
             calls=self._log.calls,
             stop_reason=stop_reason,
             reward=reward,
-            error=failure and failure.error,
-            error_kind=failure and failure.kind,
+            error=None if failure is None else failure.error,
+            error_kind=None if failure is None else failure.kind,
             seconds=self._seconds,
             counters=self._log.counters,
         )
@@ -184,15 +184,13 @@ class SessionRun:
             return self._context.backend.create(self.job.task, self.job.rollout_id)
 
     def _order_grading(self) -> None:
-        grader = self._context.grader
-        if isinstance(grader, FreshSandboxGrader):
-            grader.order(self.job.task)
+        if self._context.grader is not None:
+            self._context.grader.order(self.job.task)
             self._grading_is_ordered = True
 
     def _withdraw_grading(self) -> None:
-        grader = self._context.grader
-        if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
-            grader.withdraw(self.job.task)
+        if self._grading_is_ordered and self._context.grader is not None:
+            self._context.grader.withdraw(self.job.task)
 
     def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, "_Failure | None"]:
         """Run the agent; why it stopped, and the failure that makes a reward meaningless, if there is one."""

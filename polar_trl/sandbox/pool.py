@@ -1,4 +1,4 @@
-"""A backend of sandboxes -> the same, with some made before they are asked for.
+"""A pool of warm sandboxes: a backend that makes some before they are asked for.
 
 `order` has one made in the background, `create` takes one that was ordered for such a task or makes it then. At most
 `depth` are ready or being made at a time, however many agents run; other orders wait their turn. It never hands a
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_MAKING = 4
 
 
-class WarmPool:
+class WarmPool(SandboxBackend):
     """Wraps a backend.
 
     Args:
@@ -44,7 +44,7 @@ class WarmPool:
         self._backend.prepare(tasks)
 
     def order(self, task: Task) -> None:
-        """Have a sandbox for such a task made soon."""
+        """Have a sandbox for such a task made in the background."""
         with self._lock:
             if self.depth > 0 and not self._is_closed:
                 self._waiting.append(task)
@@ -61,7 +61,7 @@ class WarmPool:
             made.add_done_callback(_destroy)
 
     def create(self, task: Task, session_id: str) -> Sandbox:
-        """A sandbox that was ordered, or a fresh one. Raises `SandboxError`."""
+        """Hand out a sandbox that was ordered, or a fresh one. Raises `SandboxError`."""
         key = _build_key(task)
         with self._lock:
             made = self._take(key)
@@ -94,7 +94,7 @@ class WarmPool:
             self._made.append((_build_key(task), future))
 
     def _take(self, key: Hashable) -> "Future[Sandbox] | None":
-        """The furthest one for such a task; it is the caller's now, and its place is free."""
+        """Take the furthest one for such a task, which is the caller's now; None if there is none."""
         places = [place for place, (other, _) in enumerate(self._made) if other == key]
         if not places:
             return None
@@ -111,7 +111,7 @@ class WarmPool:
 
 
 def _build_key(task: Task) -> Hashable:
-    """What of a task its sandbox is made from."""
+    """Return the fields of a task that its sandbox is made from."""
     made_from = (task.image, task.build_context, task.workspace, task.workdir, task.network, task.writable_root)
     return (*made_from, tuple(sorted(task.files.items())), tuple(sorted(task.env.items())))
 

@@ -282,7 +282,7 @@ def _keep(path: Path, checked: Checked, gold_runs: int) -> None:
     os.replace(part, path)
 
 
-class _StoppableBackend:
+class _StoppableBackend(SandboxBackend):
     """A backend whose sandboxes can all be killed at once, those that a grader made for itself included."""
 
     def __init__(self, backend: SandboxBackend) -> None:

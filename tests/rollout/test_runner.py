@@ -15,7 +15,7 @@ from polar_trl.cli import main
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineError, LawError, SandboxError
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
@@ -157,7 +157,7 @@ def test_a_fault_of_the_engine_is_no_zero(tmp_path: Path) -> None:
     ],
 )
 def test_a_reward_that_is_no_number_is_none(tmp_path: Path, given: Any, reason: str) -> None:
-    class Direct:
+    class Direct(Grader):
         """A grader of a user's own, which nothing has looked at yet."""
 
         def grade(self, task: Task, sandbox: Any, *, timeout_s: float) -> Grade:
