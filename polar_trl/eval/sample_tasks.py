@@ -214,8 +214,7 @@ def sample_tasks(
                 job = _build_job(sample, folder / "sessions" / start)
                 running[job.rollout_id] = sample
                 runner.start([job])
-            # the policy never changes, so no group is ever due: whichever ends first comes first
-            [[finished]] = runner.take(1, max_policy_lag=len(running))
+            (finished,) = runner.take_finished()
             sample = running.pop(finished.rollout.id)
             result = _build_result(sample, finished, f"sessions/{start}/{finished.rollout.id}.jsonl")
             _append(folder / RESULTS_FILE, result)

@@ -1,6 +1,6 @@
-"""Batches of data rows that overlap: the next one begins early, and groups stay open until a step takes them.
+"""Overlap batches of data rows: the next one begins early, and groups stay open until a step takes them.
 
-It refuses nothing of its own: how old a group may get is the runner's to bound (`RolloutRunner.take`).
+Their staleness is the runner's to bound (`RolloutRunner.take`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,10 @@ class CarryOver:
     """
 
     def __init__(
-        self,
-        runner: RolloutRunner,
-        build_jobs: Callable[[Rows], list[Job]],
-        *,
-        max_policy_lag: int,
-        num_generations: int,
+        self, runner: RolloutRunner, build_jobs: Callable[[Rows], list[Job]], *, num_generations: int
     ) -> None:
         self._runner = runner
         self._build_jobs = build_jobs
-        self._max_policy_lag = max_policy_lag
         self._num_generations = num_generations
         self._row_of: dict[str, dict[str, Any]] = {}
         """Rollout id -> data row, of all that is open."""
@@ -41,7 +35,7 @@ class CarryOver:
     def roll_out(
         self, rows: Rows, next_rows: Rows | None, *, show_progress: bool
     ) -> tuple[list[dict[str, Any]], list[RolloutResult]]:
-        """Data rows and results of as many rollouts as `rows` has, in whole groups.
+        """Take as many rollouts as `rows` has, in whole groups; their data rows and results.
 
         Args:
             rows: The current batch; begun here unless it was begun as the next one before.
@@ -53,12 +47,12 @@ class CarryOver:
         if next_rows is not None:
             self._begin(next_rows)
         num_groups = len(rows) // self._num_generations
-        groups = self._runner.take(num_groups, max_policy_lag=self._max_policy_lag, show_progress=show_progress)
+        groups = self._runner.take(num_groups, show_progress=show_progress)
         finished = [result for group in groups for result in group]
         return [self._row_of.pop(result.rollout.id) for result in finished], finished
 
     def open_rows(self) -> list[dict[str, Any]]:
-        """Data rows of all open groups, to be given to `reopen` after a crash."""
+        """List the data rows of all open groups, to be given to `reopen` after a crash."""
         return [self._row_of[job.rollout_id] for group in self._runner.open_jobs() for job in group]
 
     def reopen(self, rows: Rows) -> None:

@@ -174,7 +174,6 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
             self.carry_over = CarryOver(
                 self.runner,
                 lambda rows: self._build_jobs(rows, "train"),
-                max_policy_lag=args.max_policy_lag,
                 num_generations=self.num_generations,
             )
         self.upcoming = self._build_upcoming(backend)

@@ -182,6 +182,7 @@ def run_real(setting: Setting, scale: float) -> dict[str, Any]:
                 max_preparing=setting.max_preparing,
                 max_agents=setting.oversubscription * setting.slots,
                 max_grading=setting.max_grading,
+                max_policy_lag=setting.max_policy_lag,
                 straggler_quantile=setting.straggler_quantile,
             ),
         )
@@ -215,7 +216,7 @@ def _train(setting: Setting, scale: float, engine: SleepingEngine, runner: Rollo
         start_batch()
     for _ in range(setting.steps):
         begun, busy = time.monotonic(), engine.read_slot_seconds()
-        groups = runner.take(setting.num_groups, max_policy_lag=setting.max_policy_lag)
+        groups = runner.take(setting.num_groups)
         runner.proxy.hold()
         rollouts_s.append(time.monotonic() - begun)
         busy_s.append(engine.read_slot_seconds() - busy)
