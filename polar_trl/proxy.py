@@ -1,7 +1,7 @@
-"""The model that agents talk to: HTTP in every dialect, in front of the sessions whose calls are recorded.
+"""Serve the model to agents over HTTP, in every provider's dialect, and have each session's calls recorded.
 
-Runs on a thread with an event loop of its own. Knows no dialect by name and no token by meaning. It refuses requests
-without a session's key, and sends no reply that is not on record.
+Runs on a thread with an event loop of its own. Knows no dialect by name and no token by meaning. Requests without a
+session's key are refused (`WireError`, status 401), and no reply is sent that is not on record.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class Proxy:
         listener: socket.socket | None = None,
         gate_stats: GateStats | None = None,
     ) -> Endpoint:
-        """A key whose calls are recorded in `log`.
+        """Make a key under which calls are served, and recorded in `log`.
 
         Args:
             log: Of this session.
@@ -187,7 +187,7 @@ class Proxy:
 
     @property
     def policy_version(self) -> int:
-        """The engine's."""
+        """The engine's: grows by one whenever the weights change."""
         return self._backend.engine.policy_version
 
     def hold(self) -> None:
@@ -196,11 +196,11 @@ class Proxy:
         Later calls wait, and their streams are kept alive by pings, until `release`. The weights may change, and the
         engine may sleep, in between. Holding twice is holding once.
         """
-        asyncio.run_coroutine_threadsafe(self._backend.gate.close(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._backend.gate.hold(), self._loop).result()
 
     def release(self) -> None:
         """Let calls through again, those first that waited."""
-        self._loop.call_soon_threadsafe(self._backend.gate.open)
+        self._loop.call_soon_threadsafe(self._backend.gate.release)
 
     async def _serve_on(self, listener: socket.socket) -> asyncio.Server:
         """Serve one more socket, as uvicorn does with its own."""
@@ -334,7 +334,7 @@ class _DialectEndpoint:
 
 
 def _explain(failure: Exception, session: Session | None) -> WireError:
-    """What the client is told of a failure."""
+    """Turn a failure into the error that the client is told."""
     if isinstance(failure, WireError):
         return failure
     if session is None:
@@ -398,7 +398,7 @@ async def _reply_alive(request: Request) -> Response:
 
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
-    """What no dialect has a route for."""
+    """Answer a path that no dialect has a route for."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} {request.url.path} is not served here"
     return JSONResponse({"error": {"message": message, "type": "not_found", "code": status}}, status_code=status)
