@@ -1,4 +1,4 @@
-"""One class per boundary.
+"""The error types, one class per boundary.
 
 PolarError
 ├── ConfigError      a setting or a file the user wrote is wrong; says which and what to do

@@ -1,4 +1,4 @@
-"""The engine protocol: a model call in, sampled token ids and their logprobs out (or text, from a server of text)."""
+"""The engine protocol: sample token ids and logprobs for a prompt of token ids, or take text from a chat server."""
 
 import math
 from dataclasses import dataclass

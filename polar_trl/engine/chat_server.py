@@ -1,7 +1,7 @@
-"""Messages in, a message out, from any OpenAI-compatible chat server: the text-only stand-in for engine and renderer.
+"""Sample text from an OpenAI-compatible chat server that gives no token ids.
 
-For servers that give no token ids. What comes out can be recorded and read by a trainer that tokenises for itself; it
-is marked `text_only` on every call, and the laws refuse to train on it. This file never makes up a token id.
+Its calls are marked `text_only`: they can be recorded, graded, and read by a trainer that tokenizes for itself, and
+the laws refuse to train on them (`LawError`). No token id is ever made up here.
 """
 
 import json
@@ -87,7 +87,7 @@ class ChatServer(Engine):
         raise RenderError("a text-only server gives no token ids, so there are none to parse")
 
     def _build_body(self, request: ChatRequest, params: GenerationParams) -> dict[str, Any]:
-        """What a strict server understands: fields of vLLM's own only where they do something."""
+        """Build a body that a strict server understands: fields of vLLM's own only where they do something."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [

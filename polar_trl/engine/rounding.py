@@ -30,13 +30,13 @@ CHUNK = 1 << 26
 
 
 def find_pass_dtype(accelerator: Any, model: Any) -> torch.dtype:
-    """What the trainer's forward pass multiplies in: autocast's dtype, or the weights' own."""
+    """Find the dtype that the trainer's forward pass multiplies in: autocast's, or the weights' own."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def choose_compute_dtype(pass_dtype: torch.dtype, engine_dtype: torch.dtype) -> torch.dtype:
-    """The coarser of the dtypes that the trainer's pass and the engine compute in: weights on its grid fit both.
+    """Choose the coarser of the dtypes that the trainer's pass and the engine compute in: its grid fits both.
 
     Raises:
         ConfigError: they are two different half precisions, of which neither holds the other's numbers.
@@ -51,7 +51,7 @@ def choose_compute_dtype(pass_dtype: torch.dtype, engine_dtype: torch.dtype) -> 
 
 
 def draw_offsets(seed: int, name: str, start: int, count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Offsets [count] of the elements from `start` on of a parameter, int32, uniform over one spacing around 0.
+    """Draw offsets [count] of a parameter's elements from `start` on: int32, uniform over one spacing around 0.
 
     Half a spacing itself is left out, so that it does not matter to which side others round what lies between.
 
@@ -68,7 +68,7 @@ def draw_offsets(seed: int, name: str, start: int, count: int, *, dtype: torch.d
 
 
 def round_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 numbers, as int32 bits, to the nearest that `dtype` holds, halves away from zero."""
+    """Round float32 numbers, as int32 bits, to the nearest that `dtype` holds, halves away from zero."""
     dropped = DROPPED_BITS[dtype]
     rounded = (bits + (1 << (dropped - 1))) & -(1 << dropped)
     if dtype == torch.float16:
@@ -77,13 +77,13 @@ def round_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_offsets(bits: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """int32 bits of float32 numbers, moved by their offsets; zero and what is next to it stays."""
+    """Move float32 numbers, as int32 bits, by their offsets; zero and what is next to it stays."""
     smallest = _FLOAT16_NORMAL if dtype == torch.float16 else 1 << DROPPED_BITS[dtype]
     return bits + torch.where((bits & _MAGNITUDE) < smallest, 0, offsets)
 
 
 def round_weight(weight: Tensor, name: str, dtype: torch.dtype, *, seed: int, dithered: bool) -> Tensor:
-    """A whole float32 weight as `dtype`, a new tensor of its shape.
+    """Round a whole float32 weight to `dtype`, into a new tensor of its shape.
 
     Args:
         weight: float32, contiguous; it is not changed.
@@ -103,14 +103,14 @@ def round_weight(weight: Tensor, name: str, dtype: torch.dtype, *, seed: int, di
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in which each bit of the result depends on all of the argument's."""
+    """Hash 32-bit integers by a bijection in which each bit of the result depends on all of the argument's."""
     x = (x ^ _shift_right(x, 16)) * 0x7FEB352D
     x = (x ^ _shift_right(x, 15)) * (0x846CA68B - (1 << 32))
     return x ^ _shift_right(x, 16)
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Of unsigned 32-bit integers: torch's own shift copies the sign."""
+    """Shift unsigned 32-bit integers: torch's own shift copies the sign."""
     return (x >> count) & ((1 << (32 - count)) - 1)
 
 

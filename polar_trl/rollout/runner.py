@@ -21,7 +21,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
-from polar_trl.rollout.progress import Board
+from polar_trl.rollout.progress import StageProgress
 from polar_trl.rollout.session_run import STAGES, Job, RolloutResult, RunnerContext, SessionRun
 from polar_trl.rollout.staleness import GroupState, choose_groups
 from polar_trl.rollout.stragglers import StragglerCut
@@ -70,7 +70,7 @@ class RolloutRunner:
         self.proxy = proxy
         self.backend = backend
         self.config = config
-        self._board = Board(STAGES)
+        self._progress = StageProgress(STAGES)
         self._context = RunnerContext(
             proxy=proxy,
             backend=backend,
@@ -84,7 +84,7 @@ class RolloutRunner:
                 "agent": threading.BoundedSemaphore(config.max_agents),
                 "grade": threading.BoundedSemaphore(config.max_grading),
             },
-            board=self._board,
+            progress=self._progress,
         )
         self._changed = threading.Condition()
         """Guards what follows; notified whenever a session ends."""
@@ -196,7 +196,7 @@ class RolloutRunner:
 
     def _end(self, member: "_Member") -> None:
         """Note that a session has ended. On its own thread."""
-        self._board.finish()
+        self._progress.finish()
         with self._changed:
             member.ended_s = time.monotonic()
             self._failure = self._failure or member.failure
@@ -220,7 +220,7 @@ class RolloutRunner:
     @contextmanager
     def _showing(self, show: bool) -> Iterator[None]:
         num_running = sum(member.ended_s is None for group in self._groups for member in group.members)
-        with self._board.showing(num_running) if show else nullcontext():
+        with self._progress.showing(num_running) if show else nullcontext():
             yield
 
 
@@ -262,7 +262,7 @@ class _Group:
         return all(member.ended_s is not None for member in self.members)
 
     def finished_s(self) -> float:
-        """When the last session ended, of those that have."""
+        """Return the time at which the last of the sessions ended that have."""
         return max(member.ended_s for member in self.members if member.ended_s is not None)
 
     def state(self) -> GroupState:

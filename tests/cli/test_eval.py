@@ -24,7 +24,7 @@ from trl import ModelConfig
 from polar_trl.cli import _build_parser, main
 from polar_trl.errors import ConfigError
 from polar_trl.eval.arguments import EvalArguments
-from polar_trl.eval.evaluate import summarise_results
+from polar_trl.eval.evaluate import summarize_results
 from polar_trl.eval.sample_tasks import SampleResult, read_results
 from polar_trl.eval.setup import parse_eval
 from polar_trl.eval.summary import build_summary
@@ -414,7 +414,7 @@ def vars_of(group: type) -> set[str]:
 
 def test_pass_at_1_is_always_in_the_summary(tmp_path: Path) -> None:
     setup = parse_eval(ROOT / "configs" / "quickstart.yaml", ["--num_samples", "4", "--k", "4"], tmp_path)
-    assert list(summarise_results(setup, [])["pass_at"]) == ["1", "4"]
+    assert list(summarize_results(setup, [])["pass_at"]) == ["1", "4"]
 
 
 def test_the_second_ctrl_c_is_answered_in_one_line() -> None:
