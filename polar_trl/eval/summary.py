@@ -46,13 +46,6 @@ def build_summary(
     return summary
 
 
-def name_failure(result: SampleResult) -> str:
-    """Name the kind of failure that left a session without a reward: an `ErrorKind`, or "unknown"."""
-    if result.error_kind is None and result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
-        return result.stop_reason  # lines of earlier versions have no kind, and these reasons are kinds
-    return result.error_kind or "unknown"
-
-
 def _summarize(
     task_ids: Sequence[str], results: Sequence[SampleResult], num_samples: int, ks: Sequence[int]
 ) -> dict[str, Any]:
@@ -87,9 +80,16 @@ def _summarize(
 
 def _count_failures(failed: Sequence[SampleResult]) -> dict[str, dict[str, Any]]:
     """Count sessions without a reward by kind, with the latest error of each kind."""
-    counts = Counter(name_failure(result) for result in failed)
-    latest = {name_failure(result): result.error for result in failed}
+    counts = Counter(_name_failure(result) for result in failed)
+    latest = {_name_failure(result): result.error for result in failed}
     return {name: {"sessions": count, "latest": latest[name]} for name, count in counts.most_common()}
+
+
+def _name_failure(result: SampleResult) -> str:
+    """Name the kind of failure that left a session without a reward: an `ErrorKind`, or "unknown"."""
+    if result.error_kind is None and result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
+        return result.stop_reason  # lines of earlier versions have no kind, and these reasons are kinds
+    return result.error_kind or "unknown"
 
 
 def _mean(values: Sequence[float]) -> float | None:

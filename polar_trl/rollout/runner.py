@@ -184,7 +184,7 @@ class RolloutRunner:
         with self._changed:
             if opened := {group.id for group in self._groups} & {job.group_id for job in jobs}:
                 raise ValueError(f"groups {sorted(opened)} are open already")
-            members = [_Member(self._end, SessionRun(self._context, job, cut)) for job in jobs]
+            members = [_Member(SessionRun(self._context, job, cut), self._end) for job in jobs]
             for member in members:
                 by_group[member.job.group_id].append(member)
             groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
@@ -227,27 +227,27 @@ class RolloutRunner:
 class _Member:
     """One session of a group, and its thread."""
 
-    def __init__(self, tell: Callable[["_Member"], None], session: SessionRun) -> None:
+    def __init__(self, session: SessionRun, on_end: Callable[["_Member"], None]) -> None:
         self.session = session
         self.job = session.job
         self.ended_s: float | None = None
         self.failure: BaseException | None = None
-        self._finished: RolloutResult | None = None
-        self._tell = tell
+        self._result: RolloutResult | None = None
+        self._on_end = on_end
         # a daemon, so that the end of the process is not waited for here but brought about by `RolloutRunner.close`
         self.thread = threading.Thread(target=self._run, name=f"polar-session-{self.job.rollout_id}", daemon=True)
 
     def result(self) -> RolloutResult:
         """Return the result of a session that has ended and did not fail."""
-        assert self._finished is not None
-        return self._finished
+        assert self._result is not None
+        return self._result
 
     def _run(self) -> None:
         try:
-            self._finished = self.session.run()
+            self._result = self.session.run()
         except BaseException as failure:  # noqa: BLE001 - raised again by whoever waits
             self.failure = failure
-        self._tell(self)
+        self._on_end(self)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -262,7 +262,7 @@ class _Group:
         return all(member.ended_s is not None for member in self.members)
 
     def finished_s(self) -> float:
-        """Return the time at which the last of the sessions ended that have."""
+        """Return when the last session ended, of those that have."""
         return max(member.ended_s for member in self.members if member.ended_s is not None)
 
     def state(self) -> GroupState:

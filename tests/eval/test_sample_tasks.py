@@ -24,7 +24,7 @@ from polar_trl.eval.sample_tasks import (
     sample_tasks,
     share_folder,
 )
-from polar_trl.eval.summary import build_summary, name_failure
+from polar_trl.eval.summary import build_summary
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
@@ -32,7 +32,7 @@ from polar_trl.recording.log import read_record
 from polar_trl.rollout.runner import RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.types import ErrorKind, Message, Task
+from polar_trl.types import Message, Task
 
 RENDERER = ByteRenderer()
 REPLY = RENDERER.spell(Message(role="assistant", text="done"))
@@ -340,26 +340,3 @@ def test_a_line_that_another_process_tore_is_taken_back(tmp_path: Path) -> None:
         sample_tasks(rollouts, samples, tmp_path / "out", max_attempts=1)
     found = read_results(tmp_path / "out")
     assert (found[0], len(found), found[1].reward) == (first, 2, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("stop_reason", "kind", "name"),
-    [
-        ("agent_failed", "model_calls_failed", "model_calls_failed"),
-        ("completed", "grader_failed", "grader_failed"),
-        # lines of earlier versions, which have no kind
-        ("prepare_failed", None, "prepare_failed"),
-        ("no_calls", None, "no_calls"),
-        ("agent_failed", None, "unknown"),
-    ],
-)
-def test_failures_are_counted_by_kind_whatever_their_words(
-    tmp_path: Path, stop_reason: str, kind: ErrorKind | None, name: str
-) -> None:
-    result = SampleResult(
-        task="t", sample=0, attempt=1, rollout="r", record="r.jsonl", repo=None, reward=None, error="the grader",
-        stop_reason=stop_reason, calls=0, sampled_tokens=0, seconds={}, error_kind=kind,
-    )  # fmt: skip
-    line = {key: value for key, value in asdict(result).items() if key != "error_kind" or value is not None}
-    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
-    assert [name_failure(read) for read in read_results(tmp_path)] == [name]
