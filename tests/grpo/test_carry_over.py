@@ -314,7 +314,10 @@ def test_a_group_is_graded_while_others_still_run(tmp_path: Path) -> None:
 
 def test_stragglers_are_cut_and_keep_their_traces(tmp_path: Path) -> None:
     with bench(tmp_path, straggler_quantile=0.5) as it:
-        it.start("g", f"{TURN}; sleep 600", TURN, TURN, f"{TURN}; sleep 600")
+        quick = f"{it.wait('asked')}; {TURN}"
+        it.start("g", f"{TURN}; sleep 600", quick, quick, f"{TURN}; sleep 600")
+        it.wait_for_calls(2)  # an agent that is cut before its first answer would have no trace
+        it.touch("asked")
         (group,) = it.runner.take(1)
     reasons = [result.rollout.stop_reason for result in group]
     assert (reasons[0], reasons[3]) == ("straggler", "straggler")
