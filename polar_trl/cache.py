@@ -1,4 +1,4 @@
-"""Where this package keeps what it can make again: agents, environments, downloads, work trees, results of checks."""
+"""Find the cache folder, for all that can be made again: agents, environments, downloads, work trees, checks."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ Part = Literal["agents", "environments", "releases", "suites", "trees", "checks"
 
 
 def find_cache(part: Part) -> Path:
-    """The folder of one part, in $POLAR_TRL_CACHE or else in the user's cache folder."""
+    """Find the folder of one part, in $POLAR_TRL_CACHE or else in the user's cache folder."""
     root = os.environ.get(CACHE_VARIABLE) or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "polar-trl"
     )

@@ -1,4 +1,4 @@
-"""One class per boundary.
+"""The error types, one class per boundary.
 
 PolarError
 ├── ConfigError      a setting or a file the user wrote is wrong; says which and what to do
@@ -20,7 +20,7 @@ PolarError
 
 from typing import Literal
 
-ErrorKind = Literal["invalid_request", "authentication", "not_found", "context_overflow", "overloaded", "internal"]
+WireErrorKind = Literal["invalid_request", "authentication", "not_found", "context_overflow", "overloaded", "internal"]
 
 
 class PolarError(Exception):
@@ -51,7 +51,7 @@ class WireError(PolarError):
         message: str,
         *,
         status: int = 400,
-        kind: ErrorKind = "invalid_request",
+        kind: WireErrorKind = "invalid_request",
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)

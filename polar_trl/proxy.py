@@ -1,7 +1,7 @@
-"""The model that agents talk to: HTTP in every dialect, in front of the sessions whose calls are recorded.
+"""Serve the model to agents over HTTP, in every provider's dialect, and have each session's calls recorded.
 
-Runs on a thread with an event loop of its own. Knows no dialect by name and no token by meaning. It refuses requests
-without a session's key, and sends no reply that is not on record.
+Runs on a thread with an event loop of its own. Knows no dialect by name and no token by meaning. Requests without a
+session's key are refused (`WireError`, status 401), and no reply is sent that is not on record.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.engine.chat_server import ChatServer
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import ConfigError, LawError, WireError
 from polar_trl.recording.log import SessionLog
@@ -58,8 +57,8 @@ class Proxy:
     """Serves every dialect to any number of sessions, each under a random key of its own.
 
     Args:
-        engine: Samples; awaited on the proxy's event loop. Or a `ChatServer`, its own renderer, for text alone.
-        renderer: The policy's chat format.
+        engine: Samples; awaited on the proxy's event loop.
+        renderer: The policy's chat format; that of the engine where it has its own.
         params: How to sample. An agent's request can lower `max_tokens` and add to `stop`, nothing else.
         model: The name that agents are told.
         host: Address to listen on.
@@ -69,7 +68,7 @@ class Proxy:
 
     def __init__(
         self,
-        engine: Engine | ChatServer,
+        engine: Engine,
         renderer: Renderer,
         *,
         params: GenerationParams,
@@ -80,7 +79,7 @@ class Proxy:
     ) -> None:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
         self._backend = ModelBackend(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
-        self.is_text_only = isinstance(engine, ChatServer)  # nothing of what is recorded can be trained then
+        self.is_text_only = engine.own_renderer is not None  # nothing of what is recorded can be trained then
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
         self._sessions: dict[str, Session] = {}
@@ -146,7 +145,7 @@ class Proxy:
         listener: socket.socket | None = None,
         gate_stats: GateStats | None = None,
     ) -> Endpoint:
-        """A key whose calls are recorded in `log`.
+        """Make a key under which calls are served, and recorded in `log`.
 
         Args:
             log: Of this session.
@@ -188,7 +187,7 @@ class Proxy:
 
     @property
     def policy_version(self) -> int:
-        """The engine's."""
+        """The engine's: grows by one whenever the weights change."""
         return self._backend.engine.policy_version
 
     def hold(self) -> None:
@@ -197,11 +196,11 @@ class Proxy:
         Later calls wait, and their streams are kept alive by pings, until `release`. The weights may change, and the
         engine may sleep, in between. Holding twice is holding once.
         """
-        asyncio.run_coroutine_threadsafe(self._backend.gate.close(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._backend.gate.hold(), self._loop).result()
 
     def release(self) -> None:
         """Let calls through again, those first that waited."""
-        self._loop.call_soon_threadsafe(self._backend.gate.open)
+        self._loop.call_soon_threadsafe(self._backend.gate.release)
 
     async def _serve_on(self, listener: socket.socket) -> asyncio.Server:
         """Serve one more socket, as uvicorn does with its own."""
@@ -335,7 +334,7 @@ class _DialectEndpoint:
 
 
 def _explain(failure: Exception, session: Session | None) -> WireError:
-    """What the client is told of a failure."""
+    """Turn a failure into the error that the client is told."""
     if isinstance(failure, WireError):
         return failure
     if session is None:
@@ -399,7 +398,7 @@ async def _reply_alive(request: Request) -> Response:
 
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
-    """What no dialect has a route for."""
+    """Answer a path that no dialect has a route for."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} {request.url.path} is not served here"
     return JSONResponse({"error": {"message": message, "type": "not_found", "code": status}}, status_code=status)

@@ -1,4 +1,4 @@
-"""The folder of a run: making it, the names in it, and the lines of its log.
+"""Make the folder of a run, name its files, and read its log.
 
 Standard library only: pages and scripts read it.
 """
@@ -17,9 +17,9 @@ ROWS_FOLDER = "rows"
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log in the order of steps, of each kind (training, evaluation, the end's) a step's latest.
+    """Read a run's log: the last line per (step, kind), in the order of steps. Empty where there is no log.
 
-    Empty where there is no log.
+    The kinds are lines of training, of evaluation, and of the run's end.
     """
     path = folder / LOG_FILE
     latest: dict[tuple[int, bool, bool], dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The values every part speaks: immutable, keyword-only, standard library only.
+"""The value types that every part exchanges: immutable, keyword-only, standard library only.
 
 Shapes: P prompt tokens of a call, C sampled tokens of a call, T tokens of a trajectory.
 Times are seconds. Log-probabilities are natural logarithms (nats).
@@ -16,6 +16,7 @@ ToolKind = Literal["function", "freeform", "local_shell"]
 StopReason = Literal[
     "completed", "agent_failed", "agent_timeout", "straggler", "no_calls", "prepare_failed", "cancelled"
 ]
+ErrorKind = Literal["prepare_failed", "sandbox_failed", "model_calls_failed", "no_calls", "grader_failed", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedSampling:
-    """What the agent asked for; None where it did not. Recorded; training uses the trainer's own."""
+    """The sampling parameters of an agent's request; None where it named none. Training uses the trainer's own."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -152,7 +153,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What the engine sampled for one prompt."""
+    """The tokens that the engine sampled for one prompt."""
 
     token_ids: TokenIds
     """[C], the end-of-turn token included if it was sampled."""
@@ -213,6 +214,9 @@ class Rollout:
     reward: float | None = None
     """None: no reward could be determined. Never a stand-in for 0."""
     error: str | None = None
+    """Why there is no reward, in words for people."""
+    error_kind: ErrorKind | None = None
+    """What failed, for programs; None without an error, and in records from before there were kinds."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase ("queue", "prepare", "agent", "held", "grade") -> seconds. What was held is no part of the agent's."""
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -229,7 +233,7 @@ class Trajectory:
     token_ids: TokenIds
     """[T]"""
     trainable: tuple[bool, ...]
-    """[T], True exactly on sampled tokens that this trajectory trains."""
+    """[T], the loss mask: True exactly on sampled tokens that this trajectory trains."""
     logprobs: tuple[float, ...]
     """[T], 0.0 where not trainable."""
     policy_versions: tuple[int, ...]
@@ -238,7 +242,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where a session's agent finds its model."""
+    """The address, key and limits of the model that a session's agent talks to."""
 
     origin: str
     """Scheme, host and port, such as "http://127.0.0.1:41123"; dialects add their own path."""

@@ -1,11 +1,12 @@
-"""What the proxy asks of an engine: token ids in, token ids and logprobs out. No text, no messages."""
+"""The engine protocol: sample token ids and logprobs for a prompt of token ids, or take text from a chat server."""
 
 import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from polar_trl.errors import EngineError
-from polar_trl.types import Completion, TokenIds
+from polar_trl.tokens.base import Renderer
+from polar_trl.types import ChatRequest, Completion, FinishReason, Message, TokenIds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,24 +30,61 @@ class GenerationParams:
     """Texts that end the completion; the tokens that spelled them stay in it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextReply:
+    """The answer of a server that gives no token ids."""
+
+    message: Message
+    finish_reason: FinishReason
+    num_sampled_tokens: int
+    """As the server counts; 0 where it does not say."""
+
+
 class Engine(Protocol):
-    """A sampler. `generate` is awaited on any event loop; cancelling it aborts the request."""
+    """Answers model calls. Awaited on any event loop; cancelling the await aborts the request."""
 
     max_model_len: int
     """Prompt and completion tokens together."""
+    policy_version: int
+    """Grows by one whenever the weights change."""
+    own_renderer: Renderer | None
+    """None where prompts are token ids. Else the engine takes messages and gives `TextReply`s, which are recorded as
+    `text_only`, and this stands where a renderer is asked for."""
 
-    @property
-    def policy_version(self) -> int:
-        """Grows by one whenever the weights change."""
+    async def answer(
+        self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams
+    ) -> Completion | TextReply:
+        """Sample the next message of a conversation.
+
+        Args:
+            request: The conversation, and
+            prompt_ids: [P] what the renderer made of it; one of the two is read.
+
+        Raises:
+            EngineError, EngineBusyError: the engine fails, is closed meanwhile, or takes no requests for now.
+            WireError: a server refuses the request, which is the agent's to hear.
+        """
         ...
+
+
+class TokenEngine(Engine, Protocol):
+    """Base of engines from token ids to token ids, the only ones that can be trained from. They give `generate`."""
+
+    own_renderer: Renderer | None = None
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion. Raises `EngineError` if the engine fails or closes meanwhile."""
         ...
 
+    async def answer(
+        self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams
+    ) -> Completion | TextReply:
+        """Sample from the prompt's ids; see `Engine.answer`. Raises `EngineError` for a logprob that is none."""
+        return require_logprobs(await self.generate(prompt_ids, params))
+
 
 def require_logprobs(completion: Completion) -> Completion:
-    """The completion, if its log-probabilities are some. Raises `EngineError` naming the first that is none."""
+    """Return the completion. Raises `EngineError` naming the first logprob that is not finite and at most 0."""
     for position, logprob in enumerate(completion.logprobs):
         if not -math.inf < logprob <= 0.0:
             raise EngineError(

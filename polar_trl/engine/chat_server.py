@@ -1,19 +1,18 @@
-"""Messages in, a message out, from any OpenAI-compatible chat server: the text-only stand-in for engine and renderer.
+"""Sample text from an OpenAI-compatible chat server that gives no token ids.
 
-For servers that give no token ids. What comes out can be recorded and read by a trainer that tokenises for itself; it
-is marked `text_only` on every call, and the laws refuse to train on it. This file never makes up a token id.
+Its calls are marked `text_only`: they can be recorded, graded, and read by a trainer that tokenizes for itself, and
+the laws refuse to train on them (`LawError`). No token id is ever made up here.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import Engine, GenerationParams, TextReply
 from polar_trl.engine.openai_server import OpenAIServer, RefusedError
-from polar_trl.errors import ConfigError, EngineError, ErrorKind, RenderError, WireError
+from polar_trl.errors import ConfigError, EngineError, RenderError, WireError, WireErrorKind
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
-from polar_trl.types import ChatRequest, FinishReason, Message, TokenIds, Tool, ToolCall
+from polar_trl.types import ChatRequest, Message, TokenIds, Tool, ToolCall
 from polar_trl.wire.base import is_json_object
 
 _PROBE_TOOL = Tool(
@@ -23,18 +22,8 @@ _PROBE_TOOL = Tool(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextReply:
-    """What a server answered, in no tokens that we know of."""
-
-    message: Message
-    finish_reason: FinishReason
-    num_sampled_tokens: int
-    """As the server counts; 0 where it does not say."""
-
-
-class ChatServer:
-    """Takes the place of the engine and of the renderer in a `Proxy`.
+class ChatServer(Engine):
+    """The engine of a server that gives text alone, and its own renderer.
 
     Args:
         server: Closed by whoever made it.
@@ -49,14 +38,10 @@ class ChatServer:
         self._server = server
         self._model = model
         self.max_model_len = max_model_len
+        self.own_renderer = self
 
-    async def answer(self, request: ChatRequest, params: GenerationParams) -> TextReply:
-        """The model's next message.
-
-        Raises:
-            WireError: the server refuses the request, which is the agent's to hear.
-            EngineError, EngineBusyError: as `Engine.generate` does.
-        """
+    async def answer(self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams) -> TextReply:
+        """Ask for the next message; see `Engine.answer`."""
         body = self._build_body(request, params)
         try:
             try:
@@ -70,7 +55,7 @@ class ChatServer:
         except RefusedError as error:
             if error.status in (401, 403, 404):
                 raise  # the server does not know us, or the model: no fault of the agent's
-            kind: ErrorKind = "context_overflow" if _is_overflow(error) else "invalid_request"
+            kind: WireErrorKind = "context_overflow" if _is_overflow(error) else "invalid_request"
             raise WireError(str(error), kind=kind) from error
         return _parse_reply(answer)
 
@@ -86,7 +71,7 @@ class ChatServer:
             ) from error
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
-        """No ids: the server renders. Raises `RenderError` for images, as a renderer does."""
+        """Return no ids: the server renders. Raises `RenderError` for images, as a renderer does."""
         if any(message.images for message in messages):
             build_message_dict(next(message for message in messages if message.images), parse_arguments=False)
         return ()
@@ -94,15 +79,15 @@ class ChatServer:
     def extend(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> TokenIds | None:
-        """No ids, as above."""
+        """Return no ids, as above."""
         return self.render(new_messages, tools)
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
-        """Refused: there are no ids to parse."""
+        """Raise `RenderError`: there are no ids to parse."""
         raise RenderError("a text-only server gives no token ids, so there are none to parse")
 
     def _build_body(self, request: ChatRequest, params: GenerationParams) -> dict[str, Any]:
-        """What a strict server understands: fields of vLLM's own only where they do something."""
+        """Build a body that a strict server understands: fields of vLLM's own only where they do something."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [

@@ -1,7 +1,7 @@
-"""TRL's colocated vLLM, with the settings that TRL does not pass on and an engine thread that can be stepped.
+"""Run TRL's colocated vLLM with settings that TRL does not pass on, on an engine thread that agents' calls can reach.
 
-`ColocatedVllm` takes the place of TRL's `VLLMGeneration` while the trainer is built. It refuses tensor parallelism:
-all ranks of a tensor-parallel engine must see the same requests, and agents talk to one rank.
+`ColocatedVllm` takes the place of TRL's `VLLMGeneration` while the trainer is built. Tensor parallelism is refused
+(`ConfigError`): all ranks of a tensor-parallel engine must see the same requests, and agents talk to one rank.
 """
 
 import importlib.util
@@ -144,7 +144,7 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
 
 
 def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
-    """Make vLLM fit for a model, before it is built; what `vllm.LLM` has to be told about it.
+    """Make vLLM fit for a model before it is built, and build the arguments that `vllm.LLM` needs for it.
 
     Args:
         config: Its transformers configuration.
@@ -163,7 +163,7 @@ def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
 
 
 def build_model_kwargs(config: Any) -> dict[str, Any]:
-    """What `vllm.LLM` has to be told about a model.
+    """Build the arguments that `vllm.LLM` needs for a model.
 
     Args:
         config: Its transformers configuration.
@@ -181,7 +181,7 @@ def build_model_kwargs(config: Any) -> dict[str, Any]:
 
 
 def _is_adapted(model: Any) -> bool:
-    """Whether PEFT has wrapped the model."""
+    """Tell whether PEFT has wrapped the model."""
     return hasattr(model, "merge_adapter")
 
 

@@ -1,6 +1,6 @@
-"""Which batches of the engine run as CUDA graphs: a setting -> arguments of `vllm.LLM`, and what vLLM made of them.
+"""Choose which batches of the engine run as CUDA graphs, and check which ones vLLM made of them.
 
-It refuses full graphs of mixed prefill and decode batches (vLLM's mode FULL): with FlashAttention 3 in vLLM 0.26.0
+Full graphs of mixed prefill and decode batches (vLLM's mode FULL) are refused: with FlashAttention 3 in vLLM 0.26.0
 they answer short prompts with wrong text and wrong log-probabilities, and without an error.
 """
 
@@ -45,7 +45,7 @@ def check_cuda_graphs(value: str) -> None:
 
 
 def require_safe_graphs(vllm_config: Any) -> str:
-    """The mode that a built engine runs in; an engine whose mixed batches are full graphs is refused.
+    """Return the mode that a built engine runs in, and refuse one whose mixed batches are full graphs.
 
     vLLM changes the mode that it was asked for, by model, attention backend and platform: what counts is what stands
     in its configuration once the engine is built. On a CPU that is NONE.

@@ -1,8 +1,17 @@
-"""Calls on their way to the engine -> let through, or held while the weights change.
+"""Hold model calls in front of the engine while the weights change.
 
 Sessions stay open over a training step this way: an agent waits for its HTTP answer, hears pings, and knows nothing of
-it. It refuses to cut a call in two: `close` returns once every call that was let through has its answer, so all tokens
-of a call have one policy version.
+it. No call is cut in two: `hold` returns once every call that was let through has its answer, so all tokens of a call
+have one policy version.
+
+Sampling is stopped in four ways, each with a verb of its own:
+
+| verb | of | what stops |
+|---|---|---|
+| hold, release | `Gate`, `Proxy` | further calls wait here; those that were let through get their answers first |
+| pause | `VllmEngine.paused` | the engine thread finishes what it has and stands still: weights can be pushed |
+| sleep, wake | `ColocatedVllm` | the engine's memory is the trainer's |
+| close | `VllmEngine`, `OpenAIServer` | everything, for good; requests in flight fail |
 """
 
 import asyncio
@@ -12,7 +21,7 @@ from contextlib import asynccontextmanager
 
 
 class GateStats:
-    """What the gate saw of one session's calls. Written on the event loop, read from any thread."""
+    """Policy version and held time of one session's calls. Written on the event loop, read from any thread."""
 
     def __init__(self) -> None:
         self.first_policy_version: int | None = None
@@ -23,25 +32,25 @@ class GateStats:
 
     @property
     def held_s(self) -> float:
-        """Seconds for which at least one call stood at the closed gate, up to now."""
+        """Seconds for which at least one call was held, up to now."""
         total, since = self._held
         return total if since is None else total + time.monotonic() - since
 
     def begin_wait(self) -> None:
-        """A call stands at the closed gate."""
+        """Note that one more call is held."""
         self._num_waiting += 1
         if self._num_waiting == 1:
             self._held = (self._held[0], time.monotonic())
 
     def end_wait(self) -> None:
-        """It does so no longer."""
+        """Note that one call less is held."""
         self._num_waiting -= 1
         if self._num_waiting == 0:
             self._held = (self.held_s, None)
 
 
 class Gate:
-    """Open at first. Everything happens on one event loop."""
+    """Lets calls through until it is told to hold them. Everything happens on one event loop."""
 
     def __init__(self) -> None:
         self._is_open = asyncio.Event()
@@ -52,8 +61,8 @@ class Gate:
 
     @asynccontextmanager
     async def passing(self, gate_stats: GateStats) -> AsyncIterator[None]:
-        """Wait until the gate is open; inside the block it does not close."""
-        while not self._is_open.is_set():  # it may have been closed again since this call was woken
+        """Wait while calls are held; a `hold` waits for the end of the block."""
+        while not self._is_open.is_set():  # they may be held again since this call was woken
             gate_stats.begin_wait()
             try:
                 await self._is_open.wait()
@@ -68,11 +77,11 @@ class Gate:
             if self._num_inside == 0:
                 self._is_empty.set()
 
-    async def close(self) -> None:
-        """Hold calls from now on, and wait for those that were let through. Closing twice is closing once."""
+    async def hold(self) -> None:
+        """Hold calls from now on, and wait for those that were let through. Holding twice is holding once."""
         self._is_open.clear()
         await self._is_empty.wait()
 
-    def open(self) -> None:
+    def release(self) -> None:
         """Let every call through that waits or comes."""
         self._is_open.set()

@@ -19,10 +19,10 @@ Gather = Callable[[list[nn.Parameter]], Any]
 
 
 def iter_merged(model: Any, gather: Gather) -> Iterator[tuple[str, Tensor, bool]]:
-    """The weights of a PEFT model's base under their own names, as the active adapter makes them (a collective).
+    """Iterate over the weights of a PEFT model's base with the active adapter merged in (a collective).
 
     Yields:
-        Name, the whole weight, and whether the adapter was merged into it: then it is a float32 copy.
+        The name in the base model, the whole weight, and whether the adapter was merged into it, a float32 copy then.
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     done: set[str] = set()
@@ -62,7 +62,7 @@ def require_mergeable(model: Any) -> None:
 
 @contextmanager
 def _merged_copies(layer: Any) -> Iterator[dict[str, Tensor]]:
-    """The base's own parameters with the adapter merged in, float32, while the layer keeps what it has."""
+    """Merge the adapter into float32 copies of the base's own parameters, while the layer keeps what it has."""
     base = layer.get_base_layer()
     kept = [(module, leaf, p) for module in layer.modules() for leaf, p in module._parameters.items() if p is not None]
     for module, leaf, parameter in kept:
@@ -83,7 +83,7 @@ def _whole(weight: Tensor) -> Tensor:
 
 
 def _plain_name(name: str) -> str:
-    """As in the base model's checkpoint."""
+    """Return a parameter's name in the base model's checkpoint."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     for part in ("_checkpoint_wrapped_module.", "modules_to_save.default."):
         name = name.replace(part, "")

@@ -1,7 +1,7 @@
-"""Requests to an OpenAI-compatible server, from any event loop -> its JSON, or the error that a call ends with.
+"""Send requests to an OpenAI-compatible server, from any event loop, with retries and exponential backoff.
 
-One thread owns the connections. It refuses to try for ever: what cannot be reached, or is too busy, is asked again a
-few times with growing pauses, which does no harm since nothing of an answer that never came was recorded.
+One thread owns the connections. A server that cannot be reached, or is too busy, is asked again a few times with
+growing pauses, which does no harm since nothing of an answer that never came was recorded.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ READ_TIMEOUT_S = 3600.0
 START_TIMEOUT_S = 300.0
 """Of a question at the start: a model that has just been loaded may compile first."""
 _BUSY = (429, 503)
-_PASSING = (*_BUSY, 502, 504)
+_TRANSIENT = (*_BUSY, 502, 504)
 """Statuses after which the same request may succeed."""
 
 
@@ -62,7 +62,7 @@ class OpenAIServer:
         """Made on the thread, by the first request."""
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's answer. Cancelling the await closes the connection, by which servers know to stop.
+        """Send a body; the server's answer. Cancelling the await closes the connection, by which servers know to stop.
 
         Raises:
             RefusedError: status 4xx.
@@ -84,7 +84,7 @@ class OpenAIServer:
             raise self._closed() from None  # it was not the caller who gave up, but `close`
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The same for callers without an event loop, and once only: what is wrong at the start is said at once."""
+        """Send a request from a caller without an event loop, and once only: a fault at the start is said at once."""
         try:
             return asyncio.run_coroutine_threadsafe(self._ask(method, path, body), self._loop).result(START_TIMEOUT_S)
         except TimeoutError as error:
@@ -115,20 +115,20 @@ class OpenAIServer:
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             return await self._try(method, path, None if body is None else json.dumps(body).encode())
-        except _Passing as passing:
-            raise passing.error from passing.__cause__
+        except _TransientError as transient:
+            raise transient.error from transient.__cause__
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         content = json.dumps(body).encode()
         for delay_s in RETRY_DELAYS_S:
             try:
                 return await self._try(method, path, content)
-            except _Passing as passing:
-                await asyncio.sleep(min(max(delay_s, passing.retry_after_s), MAX_DELAY_S))
+            except _TransientError as transient:
+                await asyncio.sleep(min(max(delay_s, transient.retry_after_s), MAX_DELAY_S))
         try:
             return await self._try(method, path, content)
-        except _Passing as passing:
-            raise passing.error from passing.__cause__
+        except _TransientError as transient:
+            raise transient.error from transient.__cause__
 
     async def _try(self, method: str, path: str, content: bytes | None) -> dict[str, Any]:
         if self._client is None:
@@ -144,12 +144,12 @@ class OpenAIServer:
             )
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise _Passing(EngineError(f"{url} cannot be reached: {reason}")) from error
+            raise _TransientError(EngineError(f"{url} cannot be reached: {reason}")) from error
         return _read(response, url)
 
 
-class _Passing(Exception):
-    """A failure that may be over soon, and the error to raise where it is not."""
+class _TransientError(Exception):
+    """A failure that may be over soon, with the error to raise where it is not."""
 
     def __init__(self, error: EngineError, retry_after_s: float = 0.0) -> None:
         super().__init__(str(error))
@@ -158,12 +158,12 @@ class _Passing(Exception):
 
 
 def _read(response: httpx.Response, url: str) -> dict[str, Any]:
-    if response.status_code in _PASSING:
+    if response.status_code in _TRANSIENT:
         wait_s = _read_retry_after(response)
         said = f"{url} answers with status {response.status_code}: {_read_error(response)}"
         if response.status_code in _BUSY:
-            raise _Passing(EngineBusyError(said, retry_after_s=max(wait_s, 1.0)), wait_s)
-        raise _Passing(EngineError(said), wait_s)
+            raise _TransientError(EngineBusyError(said, retry_after_s=max(wait_s, 1.0)), wait_s)
+        raise _TransientError(EngineError(said), wait_s)
     if response.is_client_error:
         message = f"{url} refuses the request (status {response.status_code}): {_read_error(response)}"
         raise RefusedError(message, status=response.status_code)
@@ -187,7 +187,7 @@ def _read_retry_after(response: httpx.Response) -> float:
 
 
 def _read_error(response: httpx.Response) -> str:
-    """The server's own words: OpenAI's error body has them in error.message, other servers have them anywhere."""
+    """Read the server's own words: OpenAI's error body has them in error.message, other servers anywhere."""
     try:
         error = response.json()["error"]
         message = error["message"] if isinstance(error, dict) else error

@@ -1,15 +1,14 @@
-"""Token ids in, sampled ids and logprobs out, from a server that takes and gives token ids, such as `vllm serve`.
+"""Sample token ids and logprobs from a server that takes and gives token ids, such as `vllm serve`.
 
-It speaks OpenAI's /completions with vLLM's `return_token_ids`. It refuses a server whose answers it would have to
-tokenise itself, one with another tokenizer, and logprobs of another distribution than the one that was sampled: all
-three are asked for at the start, before any session is run.
+The requests are OpenAI's /completions with vLLM's `return_token_ids`. A server that gives text alone, one with another
+tokenizer, and one with logprobs of another distribution than it samples from are found out at the start (`probe`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.engine.openai_server import OpenAIServer, RefusedError
 from polar_trl.errors import ConfigError, EngineError
 from polar_trl.types import Completion, TokenIds
@@ -33,7 +32,7 @@ class NoTokenIdsError(EngineError):
 
 
 def find_served_model(server: OpenAIServer, name: str | None = None) -> ServedModel:
-    """The model of that name, or the only one there is, from the server's list of models.
+    """Find the model of that name, or the only one there is, in the server's list of models.
 
     Raises `ConfigError` if the server cannot be reached, has no such list, or leaves a choice.
     """
@@ -58,8 +57,8 @@ def find_served_model(server: OpenAIServer, name: str | None = None) -> ServedMo
     return ServedModel(name=name, max_model_len=length if isinstance(length, int) else None)
 
 
-class RemoteEngine:
-    """Implements `engine.base.Engine` on a server. Its weights are the server's own affair: the version stays 0.
+class RemoteEngine(TokenEngine):
+    """An engine on a server. Its weights are the server's own affair: the version stays 0.
 
     Args:
         server: Closed by whoever made it.
@@ -117,7 +116,7 @@ class RemoteEngine:
             )
 
     def _gives_processed_logprobs(self, body: Mapping[str, Any], sampled: Completion) -> bool:
-        """Whether a token that is the only one left has probability 1."""
+        """Tell whether a token that is the only one left has probability 1."""
         alone = {**body, "temperature": 1.0, "top_k": 1}
         forced = _parse_completion(self._server.ask("POST", "/completions", alone), tuple(body["prompt"]))
         if min(sampled.logprobs, default=0.0) > -_CERTAIN:
@@ -125,7 +124,7 @@ class RemoteEngine:
         return all(logprob > -_CERTAIN for logprob in forced.logprobs)
 
     def _build_body(self, prompt_ids: TokenIds, params: GenerationParams) -> dict[str, Any]:
-        """All that shapes the distribution is said, since servers have defaults of their own for a model."""
+        """Build a body with all that shapes the distribution: servers have defaults of their own for a model."""
         return {
             "model": self._model,
             "prompt": list(prompt_ids),
@@ -152,7 +151,7 @@ def _truncates(params: GenerationParams) -> bool:
 
 
 def _zip_ids(first: TokenIds, second: TokenIds) -> list[tuple[int, int]]:
-    """Pairs up to the end of the longer one."""
+    """Pair two lists of ids up to the end of the longer one; -1 stands beyond the end of the other."""
     length = max(len(first), len(second))
     pad = (-1,) * length
     return list(zip((first + pad)[:length], (second + pad)[:length], strict=True))
@@ -177,9 +176,9 @@ def _read_ids(choice: Mapping[str, Any], name: str) -> TokenIds:
 
 
 def _parse_completion(answer: Mapping[str, Any], prompt_ids: TokenIds) -> Completion:
-    """The first choice, with one logprob for each token id, and the proof that its prompt was ours."""
+    """Parse the first choice: one logprob for each token id, and the proof that its prompt was ours."""
     choice = _get_choice(answer)
-    sampled, prompt = _read_ids(choice, "token_ids"), _read_ids(choice, "prompt_token_ids")
+    token_ids, prompt = _read_ids(choice, "token_ids"), _read_ids(choice, "prompt_token_ids")
     if prompt != prompt_ids:
         raise EngineError(f"the server was given {len(prompt_ids)} prompt ids and answers for {len(prompt)} others")
     listed = choice.get("logprobs")
@@ -187,9 +186,9 @@ def _parse_completion(answer: Mapping[str, Any], prompt_ids: TokenIds) -> Comple
     tokens = listed.get("tokens") if isinstance(listed, dict) else None
     if not isinstance(logprobs, list) or not all(isinstance(value, (int, float)) for value in logprobs):
         raise EngineError(f"the server's answer has no logprobs: {str(listed)[:200]}")
-    if tokens != [f"token_id:{token_id}" for token_id in sampled] or len(logprobs) != len(sampled):
-        raise EngineError(f"{len(logprobs)} logprobs of tokens that are not the {len(sampled)} sampled ones")
+    if tokens != [f"token_id:{token_id}" for token_id in token_ids] or len(logprobs) != len(token_ids):
+        raise EngineError(f"{len(logprobs)} logprobs of tokens that are not the {len(token_ids)} sampled ones")
     finish_reason = choice.get("finish_reason")
     if finish_reason not in ("stop", "length"):
         raise EngineError(f"the server ended the request with {finish_reason!r}")
-    return Completion(token_ids=sampled, logprobs=tuple(map(float, logprobs)), finish_reason=finish_reason)
+    return Completion(token_ids=token_ids, logprobs=tuple(map(float, logprobs)), finish_reason=finish_reason)

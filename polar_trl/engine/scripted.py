@@ -1,13 +1,13 @@
-"""An engine that samples what it was told to: scripted token ids in, completions out. For tests, here and elsewhere.
+"""Stand in for an engine in tests, here and elsewhere: completions come from a script of token ids.
 
-It raises where a real engine would refuse: a prompt that leaves no room for `max_tokens`, a script that is used up.
+A prompt that leaves no room for `max_tokens`, and a script that is used up, raise `EngineError`.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.errors import EngineError
 from polar_trl.types import Completion, TokenIds
 
@@ -16,8 +16,8 @@ Reply = Sequence[int] | Completion | EngineError
 raised instead."""
 
 
-class ScriptedEngine:
-    """Implements `engine.base.Engine`.
+class ScriptedEngine(TokenEngine):
+    """An engine of scripted replies.
 
     Args:
         replies: One per request, in the order of the requests; or a function from prompt ids to a reply.
@@ -46,11 +46,11 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.policy_version = policy_version
         self.params: list[GenerationParams] = []
-        """What each request was asked with, in order."""
+        """The parameters of each request, in order."""
         self.num_aborted = 0
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
-        """The next reply, cut to `params.max_tokens` (finish reason "length")."""
+        """Return the next reply, cut to `params.max_tokens` (finish reason "length")."""
         if len(prompt_ids) + params.max_tokens > self.max_model_len:
             raise EngineError(
                 f"{len(prompt_ids)} prompt tokens and {params.max_tokens} to sample exceed "

@@ -1,7 +1,7 @@
-"""A model's folder or name -> vLLM in this process, without a trainer: what evaluates and what collects.
+"""Load a model into vLLM in this process without a trainer, to evaluate or to collect.
 
-The same engine as the trainer's (`VllmEngine`), made ready in the same way (`colocate.prepare_vllm`), so that what is
-evaluated is sampled as it was trained. It refuses to share a GPU: there is no sleep and no push of weights.
+The same engine as the trainer's (`VllmEngine`), made ready in the same way (`colocate.prepare_vllm`), so that a model
+is sampled in an evaluation as in training. It has the GPU for itself: there is no sleep and no weight sync.
 """
 
 from typing import Any

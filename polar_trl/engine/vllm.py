@@ -1,4 +1,4 @@
-"""Token ids in, sampled ids and logprobs out, from the vLLM engine that lives in this process.
+"""Sample token ids and logprobs from the vLLM engine that lives in this process.
 
 One thread owns the engine and steps it; requests come from any event loop at any time and are batched
 continuously. Nobody else may step the engine while the thread runs: weight pushes, sleep and wake happen inside
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.errors import EngineError
 from polar_trl.types import Completion, TokenIds
 
@@ -66,8 +66,8 @@ class _Abort:
     id: str
 
 
-class VllmEngine:
-    """The `Engine` of a colocated `vllm.LLM`.
+class VllmEngine(TokenEngine):
+    """The engine of a colocated `vllm.LLM`.
 
     Args:
         llm: A `vllm.LLM` made with `logprobs_mode="processed_logprobs"` and an in-process engine core.
@@ -197,16 +197,16 @@ class VllmEngine:
             request = self._live.pop(output.request_id, None)
             if request is None:
                 continue
-            sampled = output.outputs[0]
-            if sampled.finish_reason not in ("stop", "length"):
-                request.fail(EngineError(f"the engine ended the request with {sampled.finish_reason!r}"))
+            choice = output.outputs[0]
+            if choice.finish_reason not in ("stop", "length"):
+                request.fail(EngineError(f"the engine ended the request with {choice.finish_reason!r}"))
                 continue
-            token_ids = tuple(sampled.token_ids)
+            token_ids = tuple(choice.token_ids)
             try:
                 completion = Completion(
                     token_ids=token_ids,
-                    logprobs=_take_logprobs(sampled.logprobs, token_ids),
-                    finish_reason=sampled.finish_reason,
+                    logprobs=_take_logprobs(choice.logprobs, token_ids),
+                    finish_reason=choice.finish_reason,
                     first_policy_version=request.first_policy_version,
                     last_policy_version=self._policy_version,
                 )
@@ -233,7 +233,7 @@ class VllmEngine:
 
 
 def build_sampling_params(params: GenerationParams) -> Any:
-    """`vllm.SamplingParams` for one completion: given whole, with the logprob of each sampled token and no other's."""
+    """Build `vllm.SamplingParams` for one whole completion, with the logprob of each sampled token and no other's."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -257,7 +257,7 @@ def build_sampling_params(params: GenerationParams) -> Any:
 
 
 def _take_logprobs(flat: Any, token_ids: TokenIds) -> tuple[float, ...]:
-    """[C] of vLLM's `FlatLogprobs`, which holds one entry per sampled token where no others were asked for."""
+    """Take logprobs [C] from vLLM's `FlatLogprobs`: one entry per sampled token where no others were asked for."""
     if tuple(flat.token_ids) != token_ids:
         raise EngineError(f"logprobs of {len(flat.token_ids)} tokens that are not the {len(token_ids)} sampled ones")
     return tuple(flat.logprobs)

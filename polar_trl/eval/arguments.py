@@ -1,6 +1,6 @@
-"""The settings of an evaluation that a run has not: what `polar-trl eval` adds to the keys of a run.
+"""The settings of `polar-trl eval` beside those of a run.
 
-It refuses values that cannot work together. Nothing heavy is imported: `polar-trl eval --help` reads this file.
+Nothing heavy is imported: `polar-trl eval --help` reads this file.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from polar_trl.errors import ConfigError
 
 @dataclass
 class EvalArguments:
-    """How often, how sampled and on how many engines a checkpoint is evaluated."""
+    """The settings of an evaluation. Raises `ConfigError` for values that cannot work together."""
 
     num_samples: int = field(default=1, metadata={"help": "Sessions per task."})
     k: list[int] = field(

@@ -1,7 +1,7 @@
-"""The settings of a run, a checkpoint and tasks -> graded sessions in a folder: what `polar-trl eval` does.
+"""Evaluate a checkpoint on tasks, into a folder of graded sessions: `polar-trl eval`.
 
-The engine is vLLM without a trainer, or a server; sessions go through the runner that trains. It refuses to run a
-session again that has a reward: what is there already is counted.
+The engine is vLLM without a trainer, or a server; sessions go through the runner that trains. A session that has a
+reward already is counted and not run again.
 """
 
 import json
@@ -15,7 +15,6 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.engine.chat_server import ChatServer
 from polar_trl.engine.standalone import build_standalone_engine
 from polar_trl.eval.sample_tasks import (
     Sample,
@@ -43,7 +42,6 @@ from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.setup.run_setup import RunParts
-from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
 
@@ -51,7 +49,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str, Any]:
-    """Run what is left to run; the summary of all, which `summary.json` holds as well.
+    """Run the samples that are left, write `summary.json`, and return that summary.
 
     Raises:
         ConfigError: settings that cannot work, or a folder that holds something else.
@@ -70,7 +68,7 @@ def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str,
                 run_workers(setup, len(samples), show_progress=show_progress)
             elif samples:
                 _sample(setup, parts, checkpoint, samples, show_progress=show_progress)
-            summary = summarise_results(setup, tasks)
+            summary = summarize_results(setup, tasks)
     finally:
         parts.backend.close()
     path = setup.folder / SUMMARY_FILE
@@ -79,7 +77,7 @@ def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str,
 
 
 def run_worker(setup: EvalSetup, number: int) -> None:
-    """The share of one of several engines, in a folder that the process which started this one has open."""
+    """Run the share of one of several engines, in a folder that the process which started this one has open."""
     checkpoint = find_checkpoint(setup)
     tasks = load_eval_tasks(setup)
     parts = build_eval_parts(setup, tasks, is_first=False)
@@ -94,8 +92,8 @@ def run_worker(setup: EvalSetup, number: int) -> None:
         parts.backend.close()
 
 
-def summarise_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]:
-    """The numbers of what the folder holds, and what they are of."""
+def summarize_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Summarize the folder's results, and say what they are of (JSON values)."""
     evaluation = setup.evaluation
     numbers = build_summary(
         [task.id for task in tasks],
@@ -115,19 +113,16 @@ def summarise_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]
 
 @contextmanager
 def open_runner(
-    args: PolarGRPOConfig, parts: RunParts, engine: Engine | ChatServer, *, model: str, params: GenerationParams
+    args: PolarGRPOConfig, parts: RunParts, engine: Engine, *, model: str, params: GenerationParams
 ) -> Iterator[RolloutRunner]:
-    """A proxy in front of the engine and a runner of sessions, both ended after the block.
+    """Open a proxy in front of the engine and a runner of sessions; both end after the block.
 
     Args:
-        engine: Or a chat server, which is its own renderer and gives text alone.
         model: Folder or hub name of what the engine samples from: its tokenizer is read.
         params: How to sample; the tokens that end an answer are added.
     """
-    renderer: Renderer
-    if isinstance(engine, ChatServer):
-        renderer, ends = engine, set()
-    else:
+    renderer, ends = engine.own_renderer, set[int]()
+    if renderer is None:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         renderer = load_renderer(
             tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
@@ -147,7 +142,7 @@ def open_runner(
 
 
 def find_end_tokens(model: str, tokenizer: Any) -> set[int]:
-    """Every token that the model's own settings call an end, as TRL's trainer takes them."""
+    """Find every token that the model's own settings call an end, as TRL's trainer takes them."""
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # it has no generation_config.json
@@ -170,7 +165,7 @@ def _sample(
 
 
 def _prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
-    """What the engine loads: the checkpoint, or what it is merged into; for a server, what has its tokenizer."""
+    """Return what the engine loads: the checkpoint, or its merged copy; for a server, what has its tokenizer."""
     if checkpoint.base is None or setup.evaluation.base_url is not None:
         return checkpoint.base or checkpoint.name
     folder = setup.folder / "merged"
@@ -179,7 +174,7 @@ def _prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
 
 
 @contextmanager
-def _open_engine(setup: EvalSetup, model: str) -> Iterator[Engine | ChatServer]:
+def _open_engine(setup: EvalSetup, model: str) -> Iterator[Engine]:
     args, evaluation = setup.args, setup.evaluation
     if evaluation.base_url is not None:
         tokenizer = None if evaluation.text_only or setup.model is None else model

@@ -1,4 +1,4 @@
-"""How many samples of each task passed -> pass@k over a task set, with an interval. Pure.
+"""Estimate pass@k over a task set with a confidence interval. Pure.
 
 pass@k of one task with n samples, c of which passed, is the unbiased estimate of Chen et al. (2021, "Evaluating Large
 Language Models Trained on Code", equation 1): 1 - C(n - c, k) / C(n, k). Of a set it is the mean over its tasks.
@@ -13,7 +13,7 @@ for m tasks with the rates x. At one sample per task, x is 0 or 1, v is p (1 - p
 samples per task lower v and narrow the interval, but never below what as many independent draws would give: n_eff is
 at most the sum of floor(n / k). Where every task has one and the same rate, 0 or 1, n_eff is m.
 
-It refuses to count a task with fewer than k samples: such a task has no unbiased pass@k. It is left out and counted.
+A task with fewer than k samples has no unbiased pass@k: it is left out, and counted (`num_left_out`).
 """
 
 import math
@@ -52,7 +52,7 @@ class PassRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """What one model passes more than another."""
+    """The difference in pass@1 of one model to another."""
 
     rate: float | None
     """Difference of pass@1; None where no task was graded for both."""
@@ -63,7 +63,7 @@ class Gain:
 
 
 def estimate_pass_rate(counts: Sequence[TaskCount], k: int) -> PassRate:
-    """pass@k and its interval over tasks. Raises `ConfigError` for a k below 1."""
+    """Estimate pass@k and its interval over tasks. Raises `ConfigError` for a k below 1."""
     if k < 1:
         raise ConfigError(f"k is {k}; it must be at least 1")
     used = [count for count in counts if count.num_graded >= k]
@@ -78,7 +78,7 @@ def estimate_pass_rate(counts: Sequence[TaskCount], k: int) -> PassRate:
 
 
 def estimate_gain(before: Sequence[TaskCount], after: Sequence[TaskCount]) -> Gain:
-    """pass@1 of one model less that of another on the same tasks, with the 95 % interval of Newcombe (1998).
+    """Estimate pass@1 of one model less that of another on the same tasks, with the 95 % interval of Newcombe (1998).
 
     Square-and-add for paired shares: from the Wilson bounds (l1, u1) of p1 and (l2, u2) of p2, and the correlation r
     of the tasks' rates, the lower bound of p2 - p1 is
@@ -104,23 +104,23 @@ def estimate_gain(before: Sequence[TaskCount], after: Sequence[TaskCount]) -> Ga
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Chance that at least one of k samples passes, drawn from these without replacement."""
+    """Return the chance that at least one of k samples passes, drawn from these without replacement."""
     if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
         raise ValueError(f"no pass@{k} of {num_samples} samples of which {num_passed} passed")
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 def wilson_interval(rate: float, size: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's score interval of a share `rate` among `size` draws (any number above 0)."""
+    """Compute Wilson's score interval of a share `rate` among `size` draws (any number above 0)."""
     z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
-    centre = rate + z * z / (2.0 * size)
+    center = rate + z * z / (2.0 * size)
     half = z * math.sqrt(rate * (1.0 - rate) / size + (z / (2.0 * size)) ** 2)
     scale = 1.0 + z * z / size
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
 def _find_effective_size(rates: Sequence[float], rate: float, most: int) -> float:
-    """n_eff of the docstring, from the number of tasks to `most`."""
+    """Compute n_eff of this file's docstring, from the number of tasks to `most`."""
     num_tasks = len(rates)
     if rate in (0.0, 1.0):
         return float(num_tasks)
@@ -130,7 +130,7 @@ def _find_effective_size(rates: Sequence[float], rate: float, most: int) -> floa
 
 
 def _correlate(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pearson's r, from -1 to 1 whatever the rounding; 0 where one of the two does not vary."""
+    """Compute Pearson's r, from -1 to 1 whatever the rounding; 0 where one of the two does not vary."""
     if any(min(values) == max(values) for values in (first, second)):
         return 0.0  # not left to the squares: the mean of equal values is rounded, too
     means = [math.fsum(values) / len(values) for values in (first, second)]

@@ -1,4 +1,4 @@
-"""Tasks x samples -> a folder of graded sessions, which a later start goes on with.
+"""Sample each task several times, into a folder of graded sessions that a later start goes on with.
 
     OUT/settings.json    what the sessions were made with
     OUT/results.jsonl    a line per session that ended: `SampleResult`
@@ -6,8 +6,8 @@
 
 A line is written when its session ends; a kill loses the sessions in flight and nothing else, and a line that it tore
 is taken back. A session without a reward says nothing of the model: its sample is tried again, as another session with
-a record of its own, up to a number of attempts. It refuses to add to results of another setting, or to a folder that
-is not its own, and goes no further where session after session fails: then it is the machine that has to be looked at.
+a record of its own, up to a number of attempts. Results of another setting, and a folder of something else, are never
+added to (`ConfigError`). Where session after session fails, the machine has to be looked at: that ends the evaluation.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from polar_trl.errors import ConfigError, PolarError, RecordError
 from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 from polar_trl.run_folder import LOG_FILE, ROWS_FOLDER, SETTINGS_FILE, TRAINED_FILE, make_output_dir
-from polar_trl.types import Task
+from polar_trl.types import ErrorKind, Task
 
 RESULTS_FILE = "results.jsonl"
 PASSING_REWARD = 1.0
@@ -59,6 +59,8 @@ class SampleResult:
     """Of text-only sessions, as their server counted."""
     seconds: Mapping[str, float]
     """As in `Rollout`."""
+    error_kind: ErrorKind | None = None
+    """As in `Rollout`; None in lines of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ class Sample:
 
 @contextmanager
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[SampleResult]]:
-    """The results that are there already; inside the block no other process can open the folder.
+    """Lock the folder for the block, against other processes; the results that are there already.
 
     Args:
         folder: New, empty, or of an earlier start with the same settings (any, where no session had ended).
@@ -114,7 +116,7 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
 
 @contextmanager
 def share_folder(folder: Path) -> Iterator[None]:
-    """Inside the block no other command opens the folder, which the process that started this one has open.
+    """Share the lock of the process that started this one: no other command opens the folder inside the block.
 
     Raises `ConfigError` if another command has it already.
     """
@@ -127,13 +129,13 @@ def share_folder(folder: Path) -> Iterator[None]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What the folder's sessions were made with; nothing where no start has said so. Raises `ConfigError`."""
+    """Read the settings of the folder's sessions; none where no start has written any. Raises `ConfigError`."""
     path = folder / SETTINGS_FILE
     return _parse_settings(path, path.read_text(encoding="utf-8") if path.exists() else "")
 
 
 def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
-    """The lines of `results.jsonl`; none where there is no such file. A torn last line is left out.
+    """Read `results.jsonl`; no lines where there is no such file. A torn last line is left out.
 
     Args:
         mend: Cut the torn line off the file. Only while nobody writes to it.
@@ -151,7 +153,7 @@ def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
     results = []
     for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
         try:
-            values = json.loads(line)
+            values = {"error_kind": None} | json.loads(line)
             results.append(SampleResult(**{name: values[name] for name in names}))
         except (ValueError, TypeError, KeyError) as error:
             raise RecordError(
@@ -164,7 +166,7 @@ def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
 def list_samples(
     tasks: Sequence[Task], results: Sequence[SampleResult], *, num_samples: int, max_attempts: int
 ) -> list[Sample]:
-    """What is left to run: each task once, then each task a second time, and so on.
+    """List the samples that are left to run: each task once, then each task a second time, and so on.
 
     Raises `ConfigError` for two tasks of one id.
     """
@@ -212,8 +214,7 @@ def sample_tasks(
                 job = _build_job(sample, folder / "sessions" / start)
                 running[job.rollout_id] = sample
                 runner.start([job])
-            # the policy never changes, so no group is ever due: whichever ends first comes first
-            [[finished]] = runner.take(1, max_policy_lag=len(running))
+            (finished,) = runner.take_finished()
             sample = running.pop(finished.rollout.id)
             result = _build_result(sample, finished, f"sessions/{start}/{finished.rollout.id}.jsonl")
             _append(folder / RESULTS_FILE, result)
@@ -236,7 +237,7 @@ def sample_tasks(
 
 
 def find_repo(task: Task) -> str | None:
-    """Which repository or package a task is about; None where its metadata does not say."""
+    """Find the repository or package of a task; None where its metadata does not say."""
     swebench, harbor = task.metadata.get("swebench", {}), task.metadata.get("harbor", {})
     repo = task.metadata.get("repo") or swebench.get("repo") or harbor.get("metadata", {}).get("package")
     return None if repo is None else str(repo)
@@ -268,11 +269,12 @@ def _build_result(sample: Sample, finished: RolloutResult, record: str) -> Sampl
         sampled_tokens=sum(len(call.completion.token_ids) for call in rollout.calls)
         + rollout.counters.get("tokens_by_server", 0),
         seconds={name: round(value, 3) for name, value in rollout.seconds.items()},
+        error_kind=rollout.error_kind,
     )
 
 
 def _append(path: Path, result: SampleResult) -> None:
-    """One write, under a lock: processes of one evaluation share the file, and one may have been killed in a line."""
+    """Append one line under a lock: processes of one evaluation share the file, and a killed one may have torn one."""
     line = json.dumps(asdict(result), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
     with path.open("a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -286,7 +288,7 @@ def _append(path: Path, result: SampleResult) -> None:
 
 
 def _parse_settings(path: Path, text: str) -> dict[str, Any]:
-    """None of them where a start was killed before it wrote any."""
+    """Parse the settings; none where a start was killed before it wrote any."""
     try:
         before = json.loads(text or "{}")
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The address of a server -> what samples from it: an engine, or text alone where the server gives no token ids.
+"""Open the engine of a server: one of token ids, or of text alone where the server gives none.
 
-All that can be wrong with the server is asked for and said before any session runs. It refuses to take a server for an
-engine whose answers were not proved to be what the records say they are (`RemoteEngine.probe`).
+A fault of the server is found and said before any session runs, and a server counts as an engine of token ids only
+once its answers were proved to be what the records will say they are (`RemoteEngine.probe`).
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.chat_server import ChatServer
 from polar_trl.engine.openai_server import OpenAIServer
 from polar_trl.engine.remote import NoTokenIdsError, RemoteEngine, find_served_model
@@ -32,8 +32,8 @@ def open_served_model(
     model: str | None,
     served_name: str | None = None,
     text_only: bool = False,
-) -> Iterator[RemoteEngine | ChatServer]:
-    """What a `Proxy` can put in front of agents; the connections are closed after the block.
+) -> Iterator[Engine]:
+    """Open an engine for a `Proxy`; the connections are closed after the block.
 
     Args:
         base_url: Of the server; a key is read from $OPENAI_API_KEY.
@@ -69,7 +69,7 @@ def open_served_model(
 
 
 def _gives_token_ids(engine: RemoteEngine, tokenizer: Any, params: GenerationParams, base_url: str) -> bool:
-    """Whether it does; if not, that is said on standard error. Raises `ConfigError` for other ids than ours."""
+    """Tell whether the engine gives token ids, also on stderr. Raises `ConfigError` for other ids than ours."""
     text = _PROBE_TEXT
     if tokenizer.chat_template:  # with the markup of turns, in which relatives of a tokenizer differ
         question = [{"role": "user", "content": text}]

@@ -1,7 +1,7 @@
-"""A run file and flags -> what is evaluated: the checkpoint, the tasks, and the agent, sandboxes and graders of a run.
+"""Set up an evaluation from a run file and flags: the checkpoint, the tasks, the agent, sandboxes and graders.
 
-It refuses to leave tasks out whose own solutions do not pass (`polar-trl check-tasks` finds them): a data set that
-others report on is evaluated whole.
+Tasks whose own solutions do not pass (`polar-trl check-tasks` finds them) are not left out: a data set that others
+report on is evaluated whole.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _OF_TRAINING: Mapping[str, Any] = {
     "generation_batch_size": None, "steps_per_generation": None, "max_policy_lag": 0, "resample_zero_variance": 0,
     "eval_strategy": "no", "tf32": None,
 }  # fmt: skip
-"""What only a trainer reads, set to what is right on any machine: batches need not fit the processes there are."""
+"""Settings that only a trainer reads, at values that are right on any machine: batches need not fit its processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class _EvalParser(RunParser):
         self.set_defaults(max_completion_length=MAX_COMPLETION_LENGTH)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse. Training's device is none here: it would take memory of a GPU that is an engine's."""
+        """Parse as argparse does. Training gets no device here: it would take memory of a GPU that is an engine's."""
         found, rest = super().parse_known_args(args, namespace)
         self.on_cpu = bool(found.use_cpu) or not torch.cuda.is_available()
         vars(found).update(_OF_TRAINING, use_cpu=True)
@@ -89,7 +89,7 @@ class _EvalParser(RunParser):
 
 
 def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> EvalSetup:
-    """Settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
+    """Parse settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
 
     Args:
         overrides: Keys of a run and of `EvalArguments` as flags.
@@ -114,7 +114,7 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> E
 
 
 def find_checkpoint(setup: EvalSetup) -> Checkpoint:
-    """What is evaluated. A server's model is known by its name; what has its tokenizer is looked for as well."""
+    """Find the checkpoint. A server's model is known by its name; what has its tokenizer is looked for as well."""
     evaluation = setup.evaluation
     if evaluation.base_url is None or (setup.model is not None and not evaluation.text_only):
         return find_model(setup.model, trust_remote_code=setup.args.trust_remote_code)
@@ -123,7 +123,7 @@ def find_checkpoint(setup: EvalSetup) -> Checkpoint:
 
 
 def load_eval_tasks(setup: EvalSetup) -> list[Task]:
-    """The chosen tasks, with a Python for their tests where they need one. Raises `ConfigError`."""
+    """Load the chosen tasks, with a Python for their tests where they need one. Raises `ConfigError`."""
     chosen = setup.evaluation.task_ids
     tasks = load_task_set(setup.tasks, limit=setup.evaluation.limit)
     if unknown := sorted(set(chosen) - {task.id for task in tasks}):
@@ -137,7 +137,7 @@ def load_eval_tasks(setup: EvalSetup) -> list[Task]:
 
 
 def build_eval_parts(setup: EvalSetup, tasks: Sequence[Task], *, is_first: bool = True) -> RunParts:
-    """Agent, sandboxes and graders; every task has one that can say what a session is worth. Raises `ConfigError`."""
+    """Build agent, sandboxes and graders; every task has a grader. Raises `ConfigError`."""
     parts = build_parts(
         setup.run, tasks, run_id=setup.folder.name, check_jobs=setup.args.max_grading, is_first=is_first
     )
@@ -154,7 +154,7 @@ def build_eval_parts(setup: EvalSetup, tasks: Sequence[Task], *, is_first: bool 
 def build_settings(
     setup: EvalSetup, tasks: Sequence[Task], checkpoint: Checkpoint, harness: Harness
 ) -> dict[str, Any]:
-    """What decides the results, and whose tokens they are (JSON values).
+    """Build the settings that decide the results, and whose tokens they are (JSON values).
 
     How many samples, attempts and processes there are decides nothing.
     """
@@ -184,7 +184,7 @@ def build_settings(
 
 
 def _find_served_name(evaluation: EvalArguments) -> str | None:
-    """What a server's answers are of; None where it cannot be asked, or there is no server."""
+    """Find the server's name of its model; None where it cannot be asked, or there is no server."""
     if evaluation.base_url is None:
         return None
     server = OpenAIServer(evaluation.base_url, api_key=os.environ.get(API_KEY_VARIABLE))
@@ -197,14 +197,14 @@ def _find_served_name(evaluation: EvalArguments) -> str | None:
 
 
 def name_model(setup: EvalSetup) -> str:
-    """What sampled the folder's sessions; a server's model has the server's name for it, not that of a tokenizer."""
+    """Name the model that sampled the folder's sessions; a server's has the server's name, not a tokenizer's."""
     if setup.evaluation.base_url is None:
         return setup.model or ""
     return read_settings(setup.folder).get("served_name") or setup.evaluation.base_url
 
 
 def name_group(task: Task, key: str) -> str | None:
-    """What a task is reported under: its repository, or what its metadata has at `key`."""
+    """Name the group that a task is reported in: its repository, or its metadata's value at `key`."""
     value = find_repo(task) if key == "repo" else task.metadata.get(key)
     return None if value is None else str(value)
 

@@ -1,7 +1,7 @@
-"""The results of an evaluation -> its numbers: pass rates with intervals, failures of the infrastructure, averages.
+"""Summarize the results of an evaluation: pass rates with intervals, failures of the infrastructure, averages.
 
-It refuses to take a session without a reward for one that failed: such a session is in no rate and no average, and is
-counted by its reason.
+A session without a reward is none that failed its task: it is in no rate and no average, and is counted by the kind of
+its error.
 """
 
 import math
@@ -22,7 +22,7 @@ def build_summary(
     ks: Sequence[int],
     groups: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Numbers of a task set (JSON values); "by" has the same for each group of tasks, if there are any.
+    """Summarize a task set (JSON values); "by" has the same for each group of tasks, if there are any.
 
     Args:
         task_ids: All tasks that were to be evaluated.
@@ -33,30 +33,20 @@ def build_summary(
     """
     wanted = set(task_ids)
     kept = [result for result in results if result.task in wanted and result.sample < num_samples]
-    summary = _summarise(task_ids, kept, num_samples, ks)
+    summary = _summarize(task_ids, kept, num_samples, ks)
     if groups:
         members: dict[str, list[str]] = defaultdict(list)
         for task_id in task_ids:
             if task_id in groups:
                 members[groups[task_id]].append(task_id)
         summary["by"] = {
-            name: _summarise(ids, [result for result in kept if result.task in set(ids)], num_samples, ks)
+            name: _summarize(ids, [result for result in kept if result.task in set(ids)], num_samples, ks)
             for name, ids in sorted(members.items())
         }
     return summary
 
 
-def name_failure(result: SampleResult) -> str:
-    """What kind of failure of the infrastructure left this session without a reward."""
-    if result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
-        return result.stop_reason
-    error = result.error or ""
-    if error.startswith("the grader"):
-        return "grader_failed"
-    return "model_calls_failed" if "model calls failed on our side" in error else "sandbox_failed"
-
-
-def _summarise(
+def _summarize(
     task_ids: Sequence[str], results: Sequence[SampleResult], num_samples: int, ks: Sequence[int]
 ) -> dict[str, Any]:
     graded = {(result.task, result.sample): result for result in results if result.reward is not None}
@@ -89,10 +79,17 @@ def _summarise(
 
 
 def _count_failures(failed: Sequence[SampleResult]) -> dict[str, dict[str, Any]]:
-    """Sessions without a reward by kind, with what the latest of each kind said."""
-    counts = Counter(name_failure(result) for result in failed)
-    latest = {name_failure(result): result.error for result in failed}
+    """Count sessions without a reward by kind, with the latest error of each kind."""
+    counts = Counter(_name_failure(result) for result in failed)
+    latest = {_name_failure(result): result.error for result in failed}
     return {name: {"sessions": count, "latest": latest[name]} for name, count in counts.most_common()}
+
+
+def _name_failure(result: SampleResult) -> str:
+    """Name the kind of failure that left a session without a reward: an `ErrorKind`, or "unknown"."""
+    if result.error_kind is None and result.stop_reason in ("prepare_failed", "no_calls", "cancelled"):
+        return result.stop_reason  # lines of earlier versions have no kind, and these reasons are kinds
+    return result.error_kind or "unknown"
 
 
 def _mean(values: Sequence[float]) -> float | None:

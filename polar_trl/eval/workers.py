@@ -1,7 +1,7 @@
-"""One evaluation on several engines: a process each, with a GPU of its own, that write into one folder.
+"""Run one evaluation on several engines: a process each, with a GPU of its own, that write into one folder.
 
-Each process takes its share of the samples and knows of no other. It refuses to leave processes behind: they end with
-the one that started them, however that ends.
+Each process takes its share of the samples and knows of no other. They end with the process that started them, however
+that ends.
 """
 
 import os
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from polar_trl.eval.setup import EvalSetup
 
 LOG_FILE = "engine-{}.log"
-LOOK_S = 1.0
-STOP_S = 120.0
+POLL_INTERVAL_S = 1.0
+STOP_TIMEOUT_S = 120.0
 """How long a process may take to remove its sandboxes before it is killed."""
 
 
@@ -63,7 +63,7 @@ def run_workers(setup: "EvalSetup", num_samples: int, *, show_progress: bool) ->
 
 
 def find_devices(number: int) -> list[str]:
-    """That many of the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them. Raises `ConfigError`."""
+    """List so many of this process's GPUs, as `CUDA_VISIBLE_DEVICES` names them. Raises `ConfigError` for too few."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(torch.cuda.device_count())] if named is None else named.split(",")
     if number > len(devices):
@@ -72,7 +72,7 @@ def find_devices(number: int) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """In a worker: be interrupted when the process that started it closes its pipe, or dies."""
+    """Interrupt this worker when the process that started it closes its pipe, or dies."""
 
     def wait() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock this thread would hold while the interpreter ends
@@ -89,7 +89,7 @@ def _watch(workers: Sequence["subprocess.Popen[bytes]"], results: Path, num_samp
             while True:
                 bar.update(_count_lines(results) - before - bar.n)
                 try:
-                    worker.wait(timeout=LOOK_S)
+                    worker.wait(timeout=POLL_INTERVAL_S)
                     break
                 except subprocess.TimeoutExpired:
                     continue
@@ -102,7 +102,7 @@ def _stop(workers: Sequence["subprocess.Popen[bytes]"]) -> None:
             worker.stdin.close()
     for worker in workers:
         try:
-            worker.wait(timeout=STOP_S)
+            worker.wait(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.wait()

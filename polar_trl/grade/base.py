@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
@@ -27,7 +27,7 @@ def is_finite_reward(value: Any) -> bool:
 
 
 class Grader(Protocol):
-    """Grades a session's work."""
+    """Decides what a session's work is worth. A base class: one that prepares nothing needs `grade` alone."""
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """Return the reward, a finite number.
@@ -37,15 +37,10 @@ class Grader(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class FreshSandboxGrader(Protocol):
-    """A grader that looks at the work in a sandbox of its own, which can be made while the agent still works."""
-
     def order(self, task: Task) -> None:
-        """Have a sandbox made ready: `grade` will be called for this task."""
-        ...
+        """Prepare for a `grade` of this task, such as by ordering the fresh sandbox that it will want."""
+        return
 
     def withdraw(self, task: Task) -> None:
         """Take an order back: `grade` will not be called after all."""
-        ...
+        return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from polar_trl.errors import GradeError, TaskError
-from polar_trl.grade.base import FreshSandboxGrader, Grade, Grader
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.harbor import HarborGrader
 from polar_trl.grade.swebench import SwebenchGrader, check_row
@@ -18,7 +18,7 @@ from polar_trl.types import Task
 Kind = Literal["command", "pytest", "swebench", "harbor"]
 
 
-class GraderByTask:
+class GraderByTask(Grader):
     """Grades each task by the grader that its fields ask for.
 
     Args:
@@ -52,15 +52,13 @@ class GraderByTask:
         return grader.grade(task, sandbox, timeout_s=timeout_s)
 
     def order(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
-        grader = self._find(task)
-        if isinstance(grader, FreshSandboxGrader):
+        """See `Grader`."""
+        if (grader := self._find(task)) is not None:
             grader.order(task)
 
     def withdraw(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
-        grader = self._find(task)
-        if isinstance(grader, FreshSandboxGrader):
+        """See `Grader`."""
+        if (grader := self._find(task)) is not None:
             grader.withdraw(task)
 
     def _find(self, task: Task) -> Grader | None:

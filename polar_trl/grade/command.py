@@ -6,12 +6,12 @@ A command that fails in any way but "1, the work is wrong" has decided nothing, 
 from typing import Literal
 
 from polar_trl.errors import GradeError, NotFiniteRewardError
-from polar_trl.grade.base import Grade, is_finite_reward
+from polar_trl.grade.base import Grade, Grader, is_finite_reward
 from polar_trl.sandbox.base import ExecResult, Sandbox
 from polar_trl.types import Task
 
 
-class CommandGrader:
+class CommandGrader(Grader):
     """Grades by running a command in the work folder.
 
     Args:

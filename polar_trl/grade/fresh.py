@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
-from polar_trl.sandbox.pool import WarmPool
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
 
 
 class FreshSandboxes:
-    """Makes fresh sandboxes, or takes those that a `WarmPool` has ready.
+    """Makes fresh sandboxes, or takes those that were ordered of the backend in time.
 
     Args:
         backend: Makes the sandboxes.
@@ -29,14 +28,12 @@ class FreshSandboxes:
         self._writable_root = writable_root
 
     def order(self, task: Task) -> None:
-        """Have a sandbox made ready: one will be opened for this task."""
-        if isinstance(self._backend, WarmPool):
-            self._backend.order(self._build_task(task))
+        """Have a sandbox made ready, where the backend makes some ahead: one will be opened for this task."""
+        self._backend.order(self._build_task(task))
 
     def withdraw(self, task: Task) -> None:
         """Take an order back: no sandbox will be opened for this task after all."""
-        if isinstance(self._backend, WarmPool):
-            self._backend.withdraw(self._build_task(task))
+        self._backend.withdraw(self._build_task(task))
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from polar_trl.errors import GradeError, NotFiniteRewardError
-from polar_trl.grade.base import Grade, is_finite_reward
+from polar_trl.grade.base import Grade, Grader, is_finite_reward
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
 
-class FunctionGrader:
+class FunctionGrader(Grader):
     """Grades by calling `function(task, sandbox)`, which returns a finite number or a bool.
 
     It runs in the trainer's process. At `timeout_s` its answer is given up on; the thread that it runs on cannot be

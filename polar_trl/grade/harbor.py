@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import GradeError
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.changes import UNUSABLE, find_changes
 from polar_trl.grade.reward_hacking import add_total, count_planted
 from polar_trl.sandbox.base import Sandbox
@@ -29,7 +29,7 @@ REWARD_FILES = ("reward.json", "reward.txt")
 READ_TIMEOUT_S = 60.0
 
 
-class HarborGrader:
+class HarborGrader(Grader):
     """Grades task folders of Harbor by their own tests/test.sh. Needs sandboxes with a root of their own."""
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:

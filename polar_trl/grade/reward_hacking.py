@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from polar_trl.grade.changes import Change, list_folders
-from polar_trl.names import list_patched_paths, normalise_package
+from polar_trl.names import list_patched_paths, normalize_package
 from polar_trl.types import Call, Task, TestSpec
 
 # All names are compared in lower case, as the search for packages compares them. This is the one list of what decides
@@ -188,7 +188,7 @@ def _is_solution_lookup(command: str, packages: frozenset[str]) -> bool:
         return True
     wanted = [word for match in _INSTALL.finditer(command) for word in (match[1] or match[2] or "").split()]
     wanted += [match[1].partition("-")[0] for match in _INSTALLED.finditer(command)]
-    return any(normalise_package(re.split(r"[\[=<>~!;@]", word)[0].removesuffix(".py")) in packages for word in wanted)
+    return any(normalize_package(re.split(r"[\[=<>~!;@]", word)[0].removesuffix(".py")) in packages for word in wanted)
 
 
 def _list_packages(task: Task | None) -> frozenset[str]:
@@ -197,7 +197,7 @@ def _list_packages(task: Task | None) -> frozenset[str]:
         return frozenset()
     harbor, row = task.metadata.get("harbor", {}), task.metadata.get("swebench", {})
     names = [harbor.get("metadata", {}).get("package"), str(row.get("repo", "")).rpartition("/")[2]]
-    found = {normalise_package(name) for name in names if name}
+    found = {normalize_package(name) for name in names if name}
     found |= {name.removeprefix("python-").removesuffix("-python") for name in found}
     if found and task.workspace is not None and task.tests is not None:
         found |= _list_modules(Path(task.workspace), task.tests.import_roots)
@@ -211,7 +211,7 @@ def _list_modules(workspace: Path, import_roots: Sequence[str]) -> set[str]:
         for root in import_roots
         for file in (*workspace.glob(f"{root}/*.py"), *workspace.glob(f"{root}/*/__init__.py"))
     ]
-    names = {normalise_package(file.parent.name if file.name == "__init__.py" else file.stem) for file in found}
+    names = {normalize_package(file.parent.name if file.name == "__init__.py" else file.stem) for file in found}
     return {
         name
         for name in names

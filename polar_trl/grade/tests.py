@@ -19,7 +19,7 @@ from collections.abc import Set
 from pathlib import Path, PurePosixPath
 
 from polar_trl.errors import FileTooLargeError, GradeError
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.canary import Canary
 from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
@@ -36,7 +36,7 @@ NOT_STARTED = (126, 127)
 ENV = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
 
 
-class HiddenTestsGrader:
+class HiddenTestsGrader(Grader):
     """Base of the graders that run a task's hidden tests in a fresh sandbox.
 
     Args:
@@ -52,11 +52,11 @@ class HiddenTestsGrader:
         self._partial = partial
 
     def order(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
+        """See `Grader`."""
         self._fresh.order(task)
 
     def withdraw(self, task: Task) -> None:
-        """See `FreshSandboxGrader`."""
+        """See `Grader`."""
         self._fresh.withdraw(task)
 
 

@@ -306,5 +306,6 @@ class PolarGRPOConfig(PackedGRPOConfig):
             limits=SessionLimits(max_calls=self.max_session_calls, max_sampled_tokens=self.max_session_tokens),
             builder=self.trajectory_builder,
             train_auxiliary=self.train_auxiliary,
+            max_policy_lag=self.max_policy_lag,
             straggler_quantile=self.straggler_quantile,
         )

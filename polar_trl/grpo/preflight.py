@@ -15,7 +15,7 @@ from polar_trl.types import Task
 
 
 def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> Any:
-    """The model's configuration, in transformers' own class. Raises `ConfigError` where `model` leads to none."""
+    """Read the model's configuration, in transformers' own class. Raises `ConfigError` where `model` leads to none."""
     config = load_config(model, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     # vLLM, once it has built an engine, puts classes of its own in the place of some of transformers'

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 def check_engine(
-    engine: Engine,
+    engine: TokenEngine,
     score: Callable[[list[int], list[int]], Tensor],
     prompts: list[list[int]],
     *,

@@ -142,7 +142,7 @@ class SessionRows:
         rows, others = build_rows(
             trained,
             max_tokens=self._max_tokens,
-            oldest_version=self._rollouts.policy_version - self._args.max_policy_lag,
+            oldest_version=self._rollouts.runner.oldest_version,
             name_record=self._log.name_record,
         )
         return rows, dropped + others

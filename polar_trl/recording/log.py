@@ -1,9 +1,9 @@
-"""The calls of one session <-> JSON lines on disk, exactly: what is read back equals what was recorded.
+"""Write and read the calls of a session as JSON lines, exactly: what is read back equals what was recorded.
 
 A file is a "session" line, one "call" line per call, and an "end" line. A call is written as what it adds to its
 `parent`, so that a file grows with the session's tokens and not with their square: `new_prompt_ids` and `new_messages`
 follow the parent's prompt and answer, and `tools` is left out where it equals the parent's. Where the parent's are no
-prefix, the keys are `prompt_ids` and `messages` and hold the whole. Adding to a file that exists already is refused.
+prefix, the keys are `prompt_ids` and `messages` and hold the whole. A file is never overwritten (`RecordError`).
 
 Text is UTF-8 in which lone surrogates are kept (`surrogatepass`); the standard library's encoder is used because it
 also keeps integers of any size and non-finite floats, which orjson turns into something else or refuses.
@@ -97,7 +97,7 @@ class SessionLog:
             self._counters[name] += by
 
     def count_failure(self, name: str, error: BaseException) -> None:
-        """The same for a call that failed on our side, and keep why."""
+        """Count a call that failed on our side, and keep why."""
         self.count(name)
         self.last_failure = f"{type(error).__name__}: {error}"[:_FAILURE_LENGTH]
 
@@ -142,22 +142,22 @@ class SessionLog:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionRecord:
-    """A session as its file tells it."""
+    """The content of a session's file."""
 
     rollout: Rollout
     extra: Mapping[str, Any]
-    """What `SessionLog.close` was given besides the rollout; empty without an end."""
+    """The `extra` of `SessionLog.close`; empty without an end."""
     finished: bool
     """Whether the file has its end line."""
 
 
 def read_session(path: Path) -> Rollout:
-    """The rollout of a finished session, or of one that was killed: see `read_record`."""
+    """Read the rollout of a session that has finished or was killed; see `read_record`."""
     return read_record(path).rollout
 
 
 def read_record(path: Path) -> SessionRecord:
-    """Everything a session's file holds.
+    """Read a session's file.
 
     Without an end line the rollout is "cancelled", has no reward, and its error says so. A last line that was torn
     in mid-write is dropped; any other line that cannot be read raises `RecordError` with file and line number.
@@ -185,6 +185,7 @@ def read_record(path: Path) -> SessionRecord:
                 calls.append(_parse_call(line, header["session_id"], calls))
             elif line["type"] == "end":
                 end = {name: line[name] for name in ("stop_reason", "reward", "error", "seconds", "counters", "extra")}
+                end["error_kind"] = line.get("error_kind")  # older records lack it
             else:
                 raise ValueError(f"unknown type {line['type']!r}")
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -240,7 +241,7 @@ def _get_known(parent: int | None, earlier: Sequence[Call]) -> tuple[TokenIds, t
 
 
 def _is_whole(last: bytes) -> bool:
-    """Whether what follows the last newline is a line: a torn one lacks its closing brace and does not parse."""
+    """Tell whether the bytes after the last newline are a line: a torn one lacks its brace and does not parse."""
     try:
         _parse_line(last)
     except ValueError:
@@ -331,7 +332,7 @@ def _parse_message(line: dict[str, Any]) -> Message:
 
 def _build_record(header: Mapping[str, str], calls: tuple[Call, ...], end: dict[str, Any] | None) -> SessionRecord:
     error = f"the record has no end: the session was killed after {len(calls)} recorded calls"
-    ending = end or {"stop_reason": "cancelled", "error": error, "extra": {}}
+    ending = end or {"stop_reason": "cancelled", "error": error, "error_kind": "cancelled", "extra": {}}
     extra = ending.pop("extra")
     session_id, task_id, group_id = header["session_id"], header["task_id"], header["group_id"]
     rollout = Rollout(id=session_id, task_id=task_id, group_id=group_id, calls=calls, **ending)

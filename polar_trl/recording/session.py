@@ -1,6 +1,6 @@
-"""One session's requests to recorded calls: recognise a retry, build the prompt, sample, record.
+"""Turn one session's requests into recorded calls: recognize a retry, build the prompt, sample, record.
 
-Runs on the proxy's event loop. Refuses to sample twice for one request, and to answer what is not on record.
+Runs on the proxy's event loop. A request is sampled once, however often it is sent, and every answer is on record.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from polar_trl.engine.base import Engine, GenerationParams, require_logprobs
-from polar_trl.engine.chat_server import ChatServer, TextReply
+from polar_trl.engine.base import Engine, GenerationParams, TextReply
 from polar_trl.engine.gate import Gate, GateStats
 from polar_trl.errors import (
     ContextOverflowError,
@@ -34,10 +33,10 @@ from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest, Repl
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Question = tuple[str, ChatRequest, bytes]
-"""What only a retry of a request shares with it: its dialect, the request, its tools apart since they do not hash."""
+"""The identity of a request, by which a retry is recognized: dialect, request, and its tools, which do not hash."""
 
 Classify = Callable[[ChatRequest], Purpose]
-"""Whether a request is the policy at its task, or an agent's side business such as a title for its window."""
+"""Tells the policy at its task from an agent's side business, such as a title for its window."""
 
 INLINE_BODY_BYTES = 64 << 10
 """Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
@@ -56,7 +55,7 @@ def always_policy(request: ChatRequest) -> Purpose:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionLimits:
-    """What one session may use. After that, each reply is a final message that is never trained."""
+    """The budget of one session. After that, each reply is a final message that is never trained."""
 
     max_calls: int = 200
     max_sampled_tokens: int | None = None
@@ -66,17 +65,17 @@ class SessionLimits:
 class ModelBackend:
     """The engine, the renderer and the sampling settings that all sessions share."""
 
-    engine: Engine | ChatServer
+    engine: Engine
     renderer: Renderer
     params: GenerationParams
     model: str
     workers: ThreadPoolExecutor
     gate: Gate = field(default_factory=Gate)
-    """What every call passes on its way to the engine."""
+    """Passed by every call on its way to the engine."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.engine, ChatServer) and self.renderer is not self.engine:
-            raise ValueError("a ChatServer is its own renderer: another one would record ids that no engine saw")
+        if self.engine.own_renderer not in (None, self.renderer):
+            raise ValueError("the engine is its own renderer: another one would record ids that no engine saw")
 
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
@@ -99,11 +98,11 @@ class Turn:
     """From here on it is recorded, whoever hangs up."""
 
     def has_failed(self) -> bool:
-        """Whether it ended without an answer."""
+        """Tell whether the turn ended without an answer."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     def result(self) -> Call:
-        """The recorded call, or the error that ended the turn."""
+        """Return the recorded call, or raise the error that ended the turn."""
         if self.task.cancelled():
             raise session_ended()
         error = self.task.exception()
@@ -114,7 +113,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TurnSettings:
-    """What is known of a turn before its prompt is sampled from."""
+    """The settings of a turn, fixed before its prompt is sampled from."""
 
     dialect_name: str
     purpose: Purpose
@@ -156,7 +155,7 @@ class Session:
         self.broken_law: LawError | None = None
 
     async def begin_turn(self, dialect: Dialect, incoming: Incoming) -> tuple[Turn, ParsedRequest]:
-        """The turn that answers this request, begun unless it runs or was answered before.
+        """Find the turn that answers this request, or begin one.
 
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
@@ -191,7 +190,7 @@ class Session:
         return turn, parsed
 
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
-        """How long the prompt of this request would be. Samples nothing and records nothing."""
+        """Count the tokens that this request's prompt would have. Samples nothing and records nothing."""
         num_bytes = len(incoming.body)
         parsed, _ = await self._backend.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
@@ -199,7 +198,7 @@ class Session:
         return _count_tokens(prompt, num_bytes)
 
     def leave(self, turn: Turn) -> None:
-        """A connection has its answer, or has hung up. The last one to hang up aborts the generation."""
+        """Note that a connection has its answer, or has hung up. The last one to hang up aborts the generation."""
         turn.num_waiting -= 1
         if turn.num_waiting == 0:
             self._abort(turn)
@@ -221,7 +220,7 @@ class Session:
             self.broken_law = self.broken_law or error
 
     def describe(self, turn: Turn, parsed: ParsedRequest) -> ReplyHead:
-        """What a reply to this request begins with."""
+        """Build the head of a reply to this request."""
         return ReplyHead(
             id=f"{self._log.session_id}-{turn.number}",
             model=parsed.request.model or self._backend.model,
@@ -302,11 +301,7 @@ class Session:
             async with self._backend.gate.passing(gate_stats):
                 if gate_stats.first_policy_version is None:
                     gate_stats.first_policy_version = engine.policy_version
-                sampled: Completion | TextReply
-                if isinstance(engine, ChatServer):
-                    sampled = await engine.answer(prompt.request, settings.params)
-                else:
-                    sampled = require_logprobs(await engine.generate(prompt.ids, settings.params))
+                reply = await engine.answer(prompt.request, prompt.ids, settings.params)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error
@@ -316,16 +311,16 @@ class Session:
         turn.sampled = True
         async with self._lock:
             return await self._backend.work(
-                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, sampled)
+                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, reply)
             )
 
-    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, sampled: Completion | TextReply) -> Call:
-        if isinstance(sampled, TextReply):
-            completion, stop_text = replace(NO_TOKENS, finish_reason=sampled.finish_reason), None
-            message, num_sampled = sampled.message, sampled.num_sampled_tokens
+    def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, reply: Completion | TextReply) -> Call:
+        if isinstance(reply, TextReply):
+            completion, stop_text = replace(NO_TOKENS, finish_reason=reply.finish_reason), None
+            message, num_sampled = reply.message, reply.num_sampled_tokens
             self._log.count("tokens_by_server", num_sampled)
         else:
-            completion, num_sampled = sampled, len(sampled.token_ids)
+            completion, num_sampled = reply, len(reply.token_ids)
             message = self._backend.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
             message, stop_text = _cut_at_stop(message, settings.params.stop)
         call = self._record(
@@ -336,7 +331,7 @@ class Session:
             message,
             purpose=settings.purpose,
             stop_text=stop_text,
-            text_only=isinstance(sampled, TextReply),
+            text_only=isinstance(reply, TextReply),
         )
         self._continuations.add(call)
         self._num_sampled += num_sampled
@@ -388,12 +383,12 @@ class Session:
 
 
 def session_ended() -> WireError:
-    """What a request of a session that is being closed hears."""
+    """Build the error for a request of a session that is being closed."""
     return WireError("this session has ended", status=401, kind="authentication")
 
 
 def internal_error() -> WireError:
-    """What a request hears that met a fault of ours."""
+    """Build the error for a request that met a fault of ours."""
     return WireError("the proxy failed on this request; its log has the reason", status=500, kind="internal")
 
 
@@ -408,12 +403,12 @@ def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[Parsed
 
 
 def _count_tokens(prompt: Prompt, num_bytes: int) -> int:
-    """Length of a prompt; about that, by the size of the request, where its tokens are another server's."""
+    """Count a prompt's tokens; roughly, by the size of the request, where its tokens are another server's."""
     return len(prompt.ids) or num_bytes // BYTES_PER_TOKEN
 
 
 def _cut_at_stop(message: Message, stops: tuple[str, ...]) -> tuple[Message, str | None]:
-    """The message without the stop text that ended it and what follows, as clients expect it, and that stop text."""
+    """Cut off the stop text that ended a message and what follows, as clients expect it; the message and that text."""
     found = [(position, stop) for stop in stops if (position := message.text.find(stop)) >= 0]
     if not found:
         return message, None

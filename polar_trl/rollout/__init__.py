@@ -1,4 +1,4 @@
-"""Sessions from a task to a rollout: many at a time, graded, in groups that a training step can take."""
+"""Roll out tasks: many sessions at a time, graded, in groups that a training step can take."""
 
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutRunner
 

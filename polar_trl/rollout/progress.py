@@ -1,7 +1,4 @@
-"""Sessions that enter and leave stages -> a progress bar that says how many are in each.
-
-It refuses to decide anything: nothing waits for it and nothing reads it.
-"""
+"""Show a progress bar of how many sessions are in each stage."""
 
 import threading
 from collections import Counter
@@ -11,7 +8,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 
-class Board:
+class StageProgress:
     """The bar. Sessions enter and leave stages whether it is shown or not.
 
     Args:
@@ -34,15 +31,15 @@ class Board:
             self._bar.close()
 
     def enter(self, stage: str) -> None:
-        """A session is in this stage."""
+        """Count a session into a stage."""
         self._change(stage, +1)
 
     def leave(self, stage: str) -> None:
-        """It no longer is."""
+        """Count a session out of a stage."""
         self._change(stage, -1)
 
     def finish(self) -> None:
-        """A session has finished."""
+        """Count a session that has finished."""
         with self._lock:
             self._bar.update(1)
 

@@ -1,8 +1,8 @@
-"""Jobs -> rollouts, through stages that many sessions share; groups may stay open while the trainer trains.
+"""Run many sessions at once, from jobs to rollouts, through stages with a concurrency limit each.
 
-`run` is a batch from beginning to end. `start` and `take` let batches overlap: what was started goes on until its
-turn to be taken, over any number of training steps, and only `take` bounds how old it gets. It refuses to keep more
-groups open than it can hand out in time.
+`run` is a batch from beginning to end. `start` and `take` let batches overlap (asynchronous rollouts): what was
+started goes on until its turn to be taken, over any number of training steps, and `take` bounds its staleness by
+`RolloutConfig.max_policy_lag`. `take_finished` is for policies that never change: first come, first served.
 
 While the trainer trains, the proxy's gate is closed (`Proxy.hold`): agents wait for their answers, and everything
 that needs no model goes on (tools, grading, the making of sandboxes).
@@ -21,7 +21,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
-from polar_trl.rollout.progress import Board
+from polar_trl.rollout.progress import StageProgress
 from polar_trl.rollout.session_run import STAGES, Job, RolloutResult, RunnerContext, SessionRun
 from polar_trl.rollout.staleness import GroupState, choose_groups
 from polar_trl.rollout.stragglers import StragglerCut
@@ -32,7 +32,7 @@ __all__ = ["STAGES", "Job", "RolloutConfig", "RolloutResult", "RolloutRunner"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """How many sessions may be in each stage, and how their calls become trajectories."""
+    """Concurrency limits of the stages, staleness, and how calls become trajectories."""
 
     max_preparing: int = 4
     max_agents: int = 16
@@ -42,6 +42,8 @@ class RolloutConfig:
     builder: str = "prefix_merging"
     train_auxiliary: bool = False
     """Train what the agent asked beside its task (titles, summaries) like the rest."""
+    max_policy_lag: int = 0
+    """The most policy versions that a token may be older than the policy which trains on it (see `take`)."""
     straggler_quantile: float | None = None
     """Once this share of the agents of a batch (one `start`) has ended, those that have used as much time as the
     slowest of them are stopped, graded and trained; the rest may use as much. None waits for all."""
@@ -55,7 +57,7 @@ class RolloutConfig:
 
 
 class RolloutRunner:
-    """Runs sessions. One per process; one thread at a time calls it.
+    """Runs sessions, a thread each. One per process; one thread at a time calls it.
 
     Args:
         proxy: A started proxy.
@@ -68,7 +70,7 @@ class RolloutRunner:
         self.proxy = proxy
         self.backend = backend
         self.config = config
-        self._board = Board(STAGES)
+        self._progress = StageProgress(STAGES)
         self._context = RunnerContext(
             proxy=proxy,
             backend=backend,
@@ -82,10 +84,10 @@ class RolloutRunner:
                 "agent": threading.BoundedSemaphore(config.max_agents),
                 "grade": threading.BoundedSemaphore(config.max_grading),
             },
-            board=self._board,
+            progress=self._progress,
         )
         self._changed = threading.Condition()
-        """Guards what follows; told whenever a session ends."""
+        """Guards what follows; notified whenever a session ends."""
         self._groups: list[_Group] = []
         self._failure: BaseException | None = None
 
@@ -109,38 +111,57 @@ class RolloutRunner:
         """Begin a batch of whole groups; `take` returns them. Raises `ValueError` for a group that is open already."""
         self._start(jobs, self.config.straggler_quantile)
 
-    def take(
-        self, num_groups: int, *, max_policy_lag: int = 0, show_progress: bool = False
-    ) -> list[list[RolloutResult]]:
+    def take(self, num_groups: int, *, show_progress: bool = False) -> list[list[RolloutResult]]:
         """Wait for `num_groups` groups whose sessions have all ended and been graded; they are no longer open then.
 
-        Those come first which, left open for another training step, could not be taken before their oldest token is
-        more than `max_policy_lag` policy versions old; then those that finished first. Within a group, results come in
-        the order of its jobs. The bound holds if each training step takes `num_groups` and grows the version by one.
+        Groups that would exceed `max_policy_lag` at the next step come first (earliest deadline first), then those
+        that finished first. Within a group, results come in the order of its jobs. The bound holds if each training
+        step takes `num_groups` and grows the policy version by one.
 
         Raises:
             ValueError: fewer groups are open than asked for, or more than (1 + max_policy_lag) * num_groups, which
                 cannot all be taken in time.
             LawError, KeyboardInterrupt: as in `run`.
         """
-        num_open = len(self._groups)
-        if not num_groups <= num_open <= num_groups * (1 + max_policy_lag):
+        num_open, lag = len(self._groups), self.config.max_policy_lag
+        if not num_groups <= num_open <= num_groups * (1 + lag):
             raise ValueError(
                 f"{num_open} groups are open: {num_groups} can be taken of {num_groups} to "
-                f"{num_groups * (1 + max_policy_lag)} open ones at max_policy_lag {max_policy_lag}"
+                f"{num_groups * (1 + lag)} open ones at max_policy_lag {lag}"
             )
         version = self.proxy.policy_version
 
         def choose() -> list[_Group] | None:
             states = [group.state() for group in self._groups]
-            places = choose_groups(states, num_groups, version=version, max_policy_lag=max_policy_lag)
+            places = choose_groups(states, num_groups, version=version, max_policy_lag=lag)
             return None if places is None else [self._groups[place] for place in places]
 
-        taken = self._wait_for(choose, show_progress)
-        return [[member.result() for member in group.members] for group in taken]
+        return [group.results() for group in self._wait_for(choose, show_progress)]
+
+    def take_finished(self) -> list[RolloutResult]:
+        """Wait for any open group to end, whatever its age, and take the one that finished first.
+
+        Raises:
+            ValueError: no group is open.
+            LawError, KeyboardInterrupt: as in `run`.
+        """
+        if not self._groups:
+            raise ValueError("no group is open")
+
+        def choose() -> list[_Group] | None:
+            finished = [group for group in self._groups if group.is_finished]
+            return [min(finished, key=_Group.finished_s)] if finished else None
+
+        (group,) = self._wait_for(choose, show_progress=False)
+        return group.results()
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version whose tokens may be trained now, by `max_policy_lag`."""
+        return self.proxy.policy_version - self.config.max_policy_lag
 
     def open_jobs(self) -> list[list[Job]]:
-        """What was started and not yet taken, group by group: after a crash, the jobs to start again."""
+        """List the jobs that were started and not yet taken, group by group: after a crash, those to start again."""
         with self._changed:
             return [[member.job for member in group.members] for group in self._groups]
 
@@ -157,13 +178,13 @@ class RolloutRunner:
             alive[-1].thread.join(timeout=0.2)
 
     def _start(self, jobs: Sequence[Job], straggler_quantile: float | None) -> tuple[list["_Group"], list["_Member"]]:
-        """The groups, in the order of their first jobs, and the sessions in the order of the jobs."""
+        """Begin sessions; their groups, in the order of first jobs, and the sessions in the order of the jobs."""
         cut = StragglerCut(len(jobs), straggler_quantile)
         by_group: dict[str, list[_Member]] = defaultdict(list)
         with self._changed:
             if opened := {group.id for group in self._groups} & {job.group_id for job in jobs}:
                 raise ValueError(f"groups {sorted(opened)} are open already")
-            members = [_Member(self._end, SessionRun(self._context, job, cut)) for job in jobs]
+            members = [_Member(SessionRun(self._context, job, cut), self._end) for job in jobs]
             for member in members:
                 by_group[member.job.group_id].append(member)
             groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
@@ -174,15 +195,15 @@ class RolloutRunner:
         return groups, members
 
     def _end(self, member: "_Member") -> None:
-        """A session has ended. On its own thread."""
-        self._board.finish()
+        """Note that a session has ended. On its own thread."""
+        self._progress.finish()
         with self._changed:
             member.ended_s = time.monotonic()
             self._failure = self._failure or member.failure
             self._changed.notify_all()
 
     def _wait_for(self, choose: Callable[[], list["_Group"] | None], show_progress: bool) -> list["_Group"]:
-        """Wait until `choose` gives groups, and close them. What ends the wait otherwise stops every session."""
+        """Wait until `choose` gives groups, which are no longer open then. Any other end stops every session."""
         try:
             with self._showing(show_progress), self._changed:
                 while self._failure is None:
@@ -199,34 +220,34 @@ class RolloutRunner:
     @contextmanager
     def _showing(self, show: bool) -> Iterator[None]:
         num_running = sum(member.ended_s is None for group in self._groups for member in group.members)
-        with self._board.showing(num_running) if show else nullcontext():
+        with self._progress.showing(num_running) if show else nullcontext():
             yield
 
 
 class _Member:
     """One session of a group, and its thread."""
 
-    def __init__(self, tell: Callable[["_Member"], None], session: SessionRun) -> None:
+    def __init__(self, session: SessionRun, on_end: Callable[["_Member"], None]) -> None:
         self.session = session
         self.job = session.job
         self.ended_s: float | None = None
         self.failure: BaseException | None = None
-        self._finished: RolloutResult | None = None
-        self._tell = tell
+        self._result: RolloutResult | None = None
+        self._on_end = on_end
         # a daemon, so that the end of the process is not waited for here but brought about by `RolloutRunner.close`
         self.thread = threading.Thread(target=self._run, name=f"polar-session-{self.job.rollout_id}", daemon=True)
 
     def result(self) -> RolloutResult:
-        """Of a session that has ended and did not fail."""
-        assert self._finished is not None
-        return self._finished
+        """Return the result of a session that has ended and did not fail."""
+        assert self._result is not None
+        return self._result
 
     def _run(self) -> None:
         try:
-            self._finished = self.session.run()
+            self._result = self.session.run()
         except BaseException as failure:  # noqa: BLE001 - raised again by whoever waits
             self.failure = failure
-        self._tell(self)
+        self._on_end(self)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -240,10 +261,16 @@ class _Group:
     def is_finished(self) -> bool:
         return all(member.ended_s is not None for member in self.members)
 
+    def finished_s(self) -> float:
+        """Return when the last session ended, of those that have."""
+        return max(member.ended_s for member in self.members if member.ended_s is not None)
+
     def state(self) -> GroupState:
         versions = [member.session.gate_stats.first_policy_version for member in self.members]
-        ended_s = [member.ended_s for member in self.members if member.ended_s is not None]
         return GroupState(
-            oldest_version=min((version for version in versions if version is not None), default=None),
-            finished_s=max(ended_s) if self.is_finished else None,
+            first_policy_version=min((version for version in versions if version is not None), default=None),
+            finished_s=self.finished_s() if self.is_finished else None,
         )
+
+    def results(self) -> list[RolloutResult]:
+        return [member.result() for member in self.members]

@@ -1,11 +1,10 @@
-"""One session from a task to a rollout and its trajectories.
-
-It refuses to turn a failure of the world into a reward: what could not be prepared, reached or graded has no reward,
-and says why.
+"""Run one session from a task to a graded rollout and its trajectories.
 
 A session is one thread and one plain function, `SessionRun.run`. Each stage (prepare, agent, grade) has its own number
-of slots and its own clock, so a slow grader holds no agent's place, and a stage that runs out of time erases nothing
+of slots and its own clock, so a slow grader holds no agent's slot, and a stage that runs out of time erases nothing
 that another stage produced. The agent's clock stands still while a call of it is held at the proxy's gate.
+
+A failure of the infrastructure is no reward of 0: the rollout then has none, and an `error_kind` and `error` instead.
 """
 
 import logging
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
-from polar_trl.grade.base import FreshSandboxGrader, Grader, is_finite_reward
+from polar_trl.grade.base import Grader, is_finite_reward
 from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
@@ -26,17 +25,17 @@ from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, count_calls, digest
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
-from polar_trl.rollout.progress import Board
+from polar_trl.rollout.progress import StageProgress
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.sandbox.owner import build_owner_tag
-from polar_trl.types import Rollout, StopReason, Task
+from polar_trl.types import ErrorKind, Rollout, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
 STAGES = ("prepare", "agent", "grade")
 CLOCK_POLL_INTERVAL_S = 0.25
-"""How often an agent's clock is looked at, at least: it may have stood still, or a straggler's time may be up."""
+"""The longest between two looks at an agent's clock: it may have stood still, or a straggler's time may be up."""
 MAX_AGENT_WALL_S = 7 * 86400.0
 """The sandbox's own deadline of an agent, whose clock is kept here."""
 
@@ -53,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
-    """A rollout and its trajectories; whether they are trained, the trainer decides."""
+    """A rollout and the trajectories rebuilt from it. The trainer decides which of them it trains."""
 
     rollout: Rollout
     reconstruction: Reconstruction
@@ -73,7 +72,7 @@ class RunnerContext:
     builder: str
     train_auxiliary: bool
     stage_slots: Mapping[str, threading.BoundedSemaphore]
-    board: Board
+    progress: StageProgress
 
 
 class SessionRun:
@@ -103,29 +102,34 @@ class SessionRun:
         self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0)
 
     def cancel(self) -> None:
-        """Have the session end soon, whatever it is doing. From any thread."""
+        """End the session soon, whatever it is doing. From any thread."""
         self._cancelled.set()
         if self._sandbox is not None:
             self._sandbox.kill()
 
     def run(self) -> RolloutResult:
-        """Prepare, run the agent, grade, and rebuild trajectories. Failures of the world end up in the rollout."""
+        """Prepare, run the agent, grade, and rebuild trajectories.
+
+        Failures of the infrastructure end up in the rollout. Raises `LawError` where a law of the design is broken.
+        """
         stop_reason: StopReason = "prepare_failed"
-        reward = error = None
+        reward: float | None = None
+        failure: _Failure | None = None
         try:
             self._sandbox = self._prepare()
             self._order_grading()
             stop_reason = "agent_failed"
-            stop_reason, error = self._run_agent(self._sandbox)
-            self._cut.note(None if error else self._seconds["agent"])
-            if error is None:
-                reward, error = self._grade(self._sandbox)
+            stop_reason, failure = self._run_agent(self._sandbox)
+            self._cut.note(None if failure else self._seconds["agent"])
+            if failure is None:
+                reward, failure = self._grade(self._sandbox)
         except _Cancelled:
-            stop_reason, error = "cancelled", "the run was stopped"
+            stop_reason, failure = "cancelled", _Failure("cancelled", "the run was stopped")
         except LawError:
             raise
-        except (PolarError, OSError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
+        except (PolarError, OSError) as error:
+            kind: ErrorKind = "prepare_failed" if stop_reason == "prepare_failed" else "sandbox_failed"
+            failure = _Failure(kind, f"{type(error).__name__}: {error}")
             self._cut.note(None)
         finally:
             self._withdraw_grading()
@@ -140,59 +144,28 @@ class SessionRun:
             calls=self._log.calls,
             stop_reason=stop_reason,
             reward=reward,
-            error=error,
+            error=None if failure is None else failure.error,
+            error_kind=None if failure is None else failure.kind,
             seconds=self._seconds,
             counters=self._log.counters,
         )
-        if error is not None:
-            logger.warning("rollout %s has no reward: %s", rollout.id, error)
+        if failure is not None:
+            logger.warning("rollout %s has no reward: %s", rollout.id, failure.error)
         return RolloutResult(
             rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
         )
-
-    def _reconstruct(self, rollout: Rollout) -> Reconstruction:
-        """Rebuild the trajectories, check the laws, and close the record with what is needed to check them again."""
-        context = self._context
-        trained = count_as_policy(rollout) if context.train_auxiliary else rollout
-        reconstruction = BUILDERS[context.builder](trained)
-        if not context.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
-            check_laws(trained, reconstruction)
-        extra = {
-            "trajectory_digest": digest(reconstruction.trajectories),
-            "builder": context.builder,
-            "train_auxiliary": context.train_auxiliary,
-            "summary": count_calls(rollout, reconstruction),
-        }
-        self._log.close(rollout, extra)
-        return reconstruction
-
-    def _destroy_sandbox(self) -> None:
-        if self._sandbox is None:
-            return
-        try:
-            self._sandbox.destroy()
-        except (PolarError, OSError) as failure:
-            # what the session produced is not worth less for it
-            self._log.count("sandboxes_left_behind")
-            logger.warning("rollout %s: its sandbox could not be removed: %s", self.job.rollout_id, failure)
 
     def _prepare(self) -> Sandbox:
         with self._stage("prepare"):
             return self._context.backend.create(self.job.task, self.job.rollout_id)
 
     def _order_grading(self) -> None:
-        grader = self._context.grader
-        if isinstance(grader, FreshSandboxGrader):
-            grader.order(self.job.task)
+        if self._context.grader is not None:
+            self._context.grader.order(self.job.task)
             self._grading_is_ordered = True
 
-    def _withdraw_grading(self) -> None:
-        grader = self._context.grader
-        if self._grading_is_ordered and isinstance(grader, FreshSandboxGrader):
-            grader.withdraw(self.job.task)
-
-    def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, str | None]:
-        """Why the agent stopped, and the error that makes a reward meaningless, if there is one."""
+    def _run_agent(self, sandbox: Sandbox) -> tuple[StopReason, "_Failure | None"]:
+        """Run the agent; why it stopped, and the failure that makes a reward meaningless, if there is one."""
         context, task = self._context, self.job.task
         with self._stage("agent"):
             endpoint = context.proxy.open_session(
@@ -209,22 +182,27 @@ class SessionRun:
         self._seconds["held"] = self.gate_stats.held_s
         self._seconds["agent"] -= self._seconds["held"]
         self._raise_if_cancelled()
+        return self._judge_agent(result, clock.stopped_as)
+
+    def _judge_agent(self, result: ExecResult, stopped_as: StopReason | None) -> tuple[StopReason, "_Failure | None"]:
+        """Say why the agent stopped, from how its command ended and what became of its calls."""
         if result.out_of_memory:
             self._log.count("agent_out_of_memory")
         if result.disk_full:
             self._log.count("agent_disk_full")
         if faults := self._log.counters.get("internal_errors", 0) + self._log.counters.get("engine_errors", 0):
             why = f"{faults}, the last by {self._log.last_failure}"
-            return "agent_failed", f"model calls failed on our side ({why}); the agent's result says nothing"
+            error = f"model calls failed on our side ({why}); the agent's result says nothing"
+            return "agent_failed", _Failure("model_calls_failed", error)
         if not any(call.is_answered for call in self._log.calls):
             counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
-            why = counts or _describe_exit(result, is_stopped=clock.stopped_as is not None)
-            return "no_calls", f"the agent got no answer of the model ({why})"
-        if clock.stopped_as is not None:
-            return clock.stopped_as, None
-        return ("completed" if context.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
+            why = counts or _describe_exit(result, is_stopped=stopped_as is not None)
+            return "no_calls", _Failure("no_calls", f"the agent got no answer of the model ({why})")
+        if stopped_as is not None:
+            return stopped_as, None
+        return ("completed" if self._context.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
 
-    def _grade(self, sandbox: Sandbox) -> tuple[float | None, str | None]:
+    def _grade(self, sandbox: Sandbox) -> tuple[float | None, "_Failure | None"]:
         grader = self._context.grader
         if grader is None:
             return None, None
@@ -234,34 +212,72 @@ class SessionRun:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
                 if not is_finite_reward(grade.reward):
                     self._log.count("rewards_not_finite")
-                    return None, f"the grader gave {grade.reward}"
+                    return None, _Failure("grader_failed", f"the grader gave {grade.reward}")
                 for name, count in grade.counters.items():
                     self._log.count(name, count)
                 return float(grade.reward), None
-            except Exception as failure:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
+            except Exception as error:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
                 self._raise_if_cancelled()
-                if isinstance(failure, NotFiniteRewardError):
+                if isinstance(error, NotFiniteRewardError):
                     self._log.count("rewards_not_finite")
-                return None, f"the grader failed: {type(failure).__name__}: {failure}"
+                return None, _Failure("grader_failed", f"the grader failed: {type(error).__name__}: {error}")
+
+    def _withdraw_grading(self) -> None:
+        if self._grading_is_ordered and self._context.grader is not None:
+            self._context.grader.withdraw(self.job.task)
+
+    def _destroy_sandbox(self) -> None:
+        if self._sandbox is None:
+            return
+        try:
+            self._sandbox.destroy()
+        except (PolarError, OSError) as failure:
+            # what the session produced is not worth less for it
+            self._log.count("sandboxes_left_behind")
+            logger.warning("rollout %s: its sandbox could not be removed: %s", self.job.rollout_id, failure)
+
+    def _reconstruct(self, rollout: Rollout) -> Reconstruction:
+        """Rebuild the trajectories, check the laws, and close the record with a digest to check them by again."""
+        context = self._context
+        trained = count_as_policy(rollout) if context.train_auxiliary else rollout
+        reconstruction = BUILDERS[context.builder](trained)
+        if not context.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
+            check_laws(trained, reconstruction)
+        extra = {
+            "trajectory_digest": digest(reconstruction.trajectories),
+            "builder": context.builder,
+            "train_auxiliary": context.train_auxiliary,
+            "summary": count_calls(rollout, reconstruction),
+        }
+        self._log.close(rollout, extra)
+        return reconstruction
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Wait for a place in a stage, then run its clock."""
+        """Wait for a slot of a stage, and measure the time in it."""
         asked = time.monotonic()
         with self._context.stage_slots[name]:
             started = time.monotonic()
             self._seconds["queue"] += started - asked
             self._raise_if_cancelled()
-            self._context.board.enter(name)
+            self._context.progress.enter(name)
             try:
                 yield
             finally:
                 self._seconds[name] = time.monotonic() - started
-                self._context.board.leave(name)
+                self._context.progress.leave(name)
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise _Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The reason why a session has no reward, for programs and for people."""
+
+    kind: ErrorKind
+    error: str
 
 
 class _Cancelled(Exception):
@@ -269,7 +285,7 @@ class _Cancelled(Exception):
 
 
 class _Clock:
-    """Kills the agent that runs inside the block once it has had its time, what it was held for not counted."""
+    """Kills the agent that runs inside the block once its time is up. Time for which it was held does not count."""
 
     def __init__(self, sandbox: Sandbox, gate_stats: GateStats, limit_s: float, cut: StragglerCut) -> None:
         self.stopped_as: StopReason | None = None
@@ -305,7 +321,7 @@ class _Clock:
 
 
 def _describe_exit(result: ExecResult, *, is_stopped: bool) -> str:
-    """How the agent ended, with the end of what it printed."""
+    """Describe how the agent ended, with the end of its output."""
     how = "stopped at its time limit" if is_stopped else f"exit code {result.exit_code}"
     said = (result.stderr.strip() or result.stdout.strip())[-300:]
     return f"{how}; it printed: {said!r}" if said else f"{how}; it printed nothing"

@@ -1,7 +1,4 @@
-"""How far the open groups are -> which of them a training step takes, if it can have them yet. Pure.
-
-It refuses to let a token grow older than the stated lag, and waits instead.
-"""
+"""Choose which open groups a training step takes: earliest deadline first, under a bound on staleness. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 class GroupState:
     """One open group."""
 
-    oldest_version: int | None
+    first_policy_version: int | None
     """Policy version of its first token; None where nothing was sampled yet."""
     finished_s: float | None
     """When its last session ended, on any one clock; None while one has not."""
@@ -20,7 +17,10 @@ class GroupState:
 def choose_groups(
     groups: Sequence[GroupState], num_groups: int, *, version: int, max_policy_lag: int
 ) -> list[int] | None:
-    """Places of the `num_groups` groups to train at policy `version`; None where one of them has not finished.
+    """Choose `num_groups` groups to train at policy `version`; None where one of them has not finished.
+
+    Returns:
+        Places in `groups`, in order.
 
     A group begun at version b can be taken at step b + max_policy_lag at the latest. Each step takes `num_groups`, so
     of the groups that are due within j further steps, no more than j * num_groups may be left open: the others come
@@ -32,7 +32,7 @@ def choose_groups(
     chosen: list[int] = []
 
     def is_due(place: int, num_steps: int) -> bool:
-        begun = groups[place].oldest_version
+        begun = groups[place].first_policy_version
         return begun is not None and begun + max_policy_lag <= version + num_steps
 
     for num_steps in range(max_policy_lag + 1):

@@ -1,8 +1,8 @@
-"""How long the agents of a batch ran -> how long the rest of them may still run.
+"""Cut stragglers: limit the time of a batch's last agents by that of the others.
 
 Once the stated share of a batch's agents has ended, the slowest of those sets the limit for all others: who has used
-as much agent time is stopped, and who begins later gets as much and no more. It refuses to draw a limit from sessions
-that say nothing of how long a task takes: those that could not be prepared, and those whose calls failed on our side.
+as much agent time is stopped, and who begins later gets as much and no more. Sessions that could not be prepared, and
+those whose calls failed on our side, say nothing of how long a task takes and do not count.
 """
 
 import math
@@ -10,7 +10,7 @@ import threading
 
 
 class StragglerCut:
-    """Of one batch of sessions. Used by their threads.
+    """The time limit of one batch's agents. Used by the threads of its sessions.
 
     Args:
         num_sessions: Of the batch.
@@ -26,7 +26,7 @@ class StragglerCut:
         self._lock = threading.Lock()
 
     def note(self, agent_s: float | None) -> None:
-        """An agent has ended after so long; None for a session that does not count."""
+        """Note after how long an agent has ended (s); None for a session that does not count."""
         with self._lock:
             if agent_s is None:
                 self._num_counted -= 1

@@ -111,9 +111,11 @@ class Sandbox(Protocol):
 
 
 class SandboxBackend(Protocol):
-    """Makes sandboxes of one kind."""
+    """Makes sandboxes of one kind. A base class: one that makes none ahead needs no `order` and no `withdraw`."""
 
     capabilities: Capabilities
+    depth: int = 0
+    """How many sandboxes are made before they are asked for."""
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Fetch the images and work trees of these tasks, before they are needed.
@@ -125,6 +127,14 @@ class SandboxBackend(Protocol):
     def create(self, task: Task, session_id: str) -> Sandbox:
         """Make a fresh sandbox with the task's files in its work folder. Raises `SandboxError`."""
         ...
+
+    def order(self, task: Task) -> None:
+        """Have a sandbox for such a task made soon, where sandboxes are made ahead."""
+        return
+
+    def withdraw(self, task: Task) -> None:
+        """Take an order back."""
+        return
 
     def close(self) -> None:
         """Release the backend's own resources. Sandboxes are their owners' to destroy."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import Capabilities, ExecResult
+from polar_trl.sandbox.base import Capabilities, ExecResult, SandboxBackend
 from polar_trl.sandbox.disk import make_folders
 from polar_trl.sandbox.folder import SessionFolder, encode_text, remove_tree
 from polar_trl.sandbox.inside.supervise import KILL_LIMIT_S
@@ -34,7 +34,7 @@ SUPERVISOR = Path(__file__).parent / "inside" / "supervise.py"
 SUPERVISOR_GRACE_S = KILL_LIMIT_S + 20.0
 
 
-class LocalSandboxBackend:
+class LocalSandboxBackend(SandboxBackend):
     """Makes sandboxes out of temporary folders.
 
     Args:

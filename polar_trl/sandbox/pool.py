@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_MAKING = 4
 
 
-class WarmPool:
+class WarmPool(SandboxBackend):
     """Wraps a backend.
 
     Args:
@@ -44,7 +44,7 @@ class WarmPool:
         self._backend.prepare(tasks)
 
     def order(self, task: Task) -> None:
-        """Have a sandbox for such a task made soon."""
+        """Have a sandbox for such a task made in the background."""
         with self._lock:
             if self.depth > 0 and not self._is_closed:
                 self._waiting.append(task)

@@ -1,10 +1,9 @@
-"""Tasks whose solution is known -> whether their graders tell it from no work at all.
+"""Check that the graders of tasks tell a known solution from no work at all.
 
 For each task the solution is laid into fresh sandboxes, and nothing into another one, and the graders of a run say
 what that is worth: 1 and 0, or the task teaches nothing. Several runs of the solution show whether its tests are
-flaky. Good results are kept in the cache until something changes that they depend on.
-
-It refuses to take a failure of the world for a verdict: what could not be graded is a problem of its own.
+flaky. Good results are kept in the cache until something changes that they depend on. A task that could not be graded
+because the infrastructure failed has no verdict, and a `problem` instead.
 """
 
 import fcntl
@@ -42,7 +41,7 @@ GOLD_RUNS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """What the graders say about a task."""
+    """The graders' verdicts on a task."""
 
     id: str
     gold: float | None = None
@@ -57,12 +56,12 @@ class Checked:
 
 
 def has_tests(task: Task) -> bool:
-    """Whether something more than a command decides, so that an empty change can be told from a solution."""
+    """Tell whether more than a command decides, so that an empty change can be told from a solution."""
     return find_kind(task) in ("pytest", "swebench", "harbor")
 
 
 def has_solution(task: Task) -> bool:
-    """Whether a solution is known that the graders can be tried on."""
+    """Tell whether a solution is known that the graders can be tried on."""
     if not has_tests(task):
         return False
     return _find_patch(task) is not None or _find_script(task) is not None
@@ -73,7 +72,7 @@ class TaskChecker:
 
     Args:
         backend: Makes the sandboxes, the graders' own included.
-        kind, image, limits: What the backend was made from; results depend on it.
+        kind, image, limits: Of the backend; results depend on them.
         gold_runs: How often the solution is graded.
         fresh: Take no result from the cache.
     """
@@ -98,7 +97,7 @@ class TaskChecker:
         self._image_ids: dict[str, str] = {}
 
     def check_all(self, tasks: Sequence[Task], *, jobs: int = 1, show_progress: bool = True) -> list[Checked]:
-        """The results in the tasks' order, `jobs` tasks at a time, with a progress bar on standard error.
+        """Check tasks, `jobs` at a time, with a progress bar on standard error; results in the tasks' order.
 
         Raises `KeyboardInterrupt` after every sandbox was removed.
         """
@@ -122,7 +121,7 @@ class TaskChecker:
                 wait(futures, timeout=0.2)
 
     def check(self, task: Task) -> Checked:
-        """One task's result, from the cache if it has it."""
+        """Check one task, or take its result from the cache."""
         try:
             self._backend.prepare([task])
             with self._kept(task) as path:
@@ -159,7 +158,7 @@ class TaskChecker:
         )
 
     def _grade(self, task: Task, *, is_solved: bool) -> Grade:
-        """What the solution is worth, or no change."""
+        """Grade the solution, or no change."""
         sandbox = self._backend.create(task, f"check-{task.id}")
         try:
             if is_solved:
@@ -171,7 +170,7 @@ class TaskChecker:
 
     @contextmanager
     def _kept(self, task: Task) -> Iterator[Path]:
-        """Where the task's result is kept; nobody else checks the same meanwhile (other ranks of a run do)."""
+        """Lock the file of the task's result, so that other ranks of a run do not check the same meanwhile."""
         digest = build_digest(task, f"{self._kind} {self._limits} {self._find_image(task)}")
         folder = find_cache("checks")
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +179,7 @@ class TaskChecker:
             yield folder / f"{digest}.json"
 
     def _find_image(self, task: Task) -> str:
-        """What the task's image is now: a name alone may come to mean another one."""
+        """Identify the task's image as it is now: a name alone may come to mean another one."""
         name = task.image or self._image
         if self._kind != "docker" or name is None:
             return ""
@@ -206,7 +205,7 @@ def solve(task: Task, sandbox: Sandbox) -> None:
 
 
 def build_digest(task: Task, place: str) -> str:
-    """Of everything that a result depends on: the task, its files by their content, the graders' code, the place."""
+    """Hash everything that a result depends on: the task, its files by their content, the graders' code, the place."""
     digest = hashlib.sha256()
     fields = asdict(task)
     fields.pop("instruction")
@@ -282,7 +281,7 @@ def _keep(path: Path, checked: Checked, gold_runs: int) -> None:
     os.replace(part, path)
 
 
-class _StoppableBackend:
+class _StoppableBackend(SandboxBackend):
     """A backend whose sandboxes can all be killed at once, those that a grader made for itself included."""
 
     def __init__(self, backend: SandboxBackend) -> None:

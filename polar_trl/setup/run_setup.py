@@ -1,7 +1,7 @@
-"""What of a run's settings says what to do, in which agent, where and for what reward -> those parts, ready to use.
+"""Build the agent, sandboxes and grader of a run from its settings, for training, evaluation and collecting.
 
-Training, evaluation and collecting begin with it. It refuses settings that would be read by nobody, and tasks whose
-graders do not tell their solution from no change.
+Settings that nothing would read, and tasks whose graders do not tell their solution from no change, are refused
+(`ConfigError`).
 """
 
 import importlib
@@ -33,7 +33,7 @@ from polar_trl.types import Task
 
 @dataclass
 class RunArguments:
-    """What to train on, and in which agent."""
+    """The settings of tasks, agent, sandboxes and grader."""
 
     tasks: str = field(
         metadata={
@@ -108,11 +108,11 @@ class RunArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What sessions need beside a model."""
+    """The agent, sandboxes and grader of a run: all that sessions need beside a model."""
 
     harness: Harness
     backend: SandboxBackend
-    """Whoever holds it closes it."""
+    """To be closed by whoever holds it."""
     grader: Grader | None
     """None leaves it to the command that each task names."""
 
@@ -120,7 +120,7 @@ class RunParts:
 def build_parts(
     run: RunArguments, tasks: Sequence[Task], *, run_id: str, check_jobs: int, is_first: bool = True
 ) -> RunParts:
-    """The parts, ready to run these tasks: what is wrong with them is said before minutes go into loading a model.
+    """Build the parts, ready to run these tasks: a fault is found before minutes go into loading a model.
 
     Args:
         run_id: Under which its sandboxes are known.
@@ -147,7 +147,7 @@ def build_parts(
 
 
 def build_harness(run: RunArguments) -> Harness:
-    """The agent that the settings name."""
+    """Build the agent that the settings name."""
     options = run.agent_options
     if isinstance(options, str):
         try:
@@ -178,7 +178,7 @@ def build_harness(run: RunArguments) -> Harness:
 
 
 def build_limits(run: RunArguments) -> Limits:
-    """What one sandbox may use."""
+    """Build the limits of one sandbox."""
     return Limits(
         memory_mb=run.sandbox_memory_mb,
         cpus=run.sandbox_cpus,
@@ -188,7 +188,7 @@ def build_limits(run: RunArguments) -> Limits:
 
 
 def build_sandbox(run: RunArguments, mounts: Sequence[Path], run_id: str) -> SandboxBackend:
-    """Where the settings say that agents run."""
+    """Build the sandbox backend that the settings name, with a warm pool in front where making one takes time."""
     backend = build_backend(
         run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=mounts, run_id=run_id
     )
@@ -197,7 +197,7 @@ def build_sandbox(run: RunArguments, mounts: Sequence[Path], run_id: str) -> San
 
 
 def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
-    """What to train on and what to evaluate on, with a Python for their tests where they need one."""
+    """Load the tasks to train on and to evaluate on, with a Python for their tests where they need one."""
     sources = (run.tasks, run.eval_tasks)
     train, evals = (
         provide_python(load_task_set(source), sandbox=run.sandbox, image=run.sandbox_image) if source else []
@@ -207,7 +207,7 @@ def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
 
 
 def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBackend) -> Grader | None:
-    """What a session is worth; None leaves it to the command that each task names."""
+    """Build the grader; None leaves it to the command that each task names."""
     by_task = run.grader is None and any(has_tests(task) for task in tasks)
     if run.partial_credit and not by_task:
         raise ConfigError("partial_credit is for tasks with tests, graded by them; leave it or the grader out")
@@ -241,7 +241,7 @@ def require_good_tasks(
 
 
 def load_grader(spec: str | None) -> Grader | None:
-    """The grader that a setting names."""
+    """Load the grader that a setting names: an importable function, or a shell command."""
     if spec is None:
         return None
     module, colon, name = spec.partition(":")
@@ -255,7 +255,7 @@ def load_grader(spec: str | None) -> Grader | None:
 
 
 def read_agent_files(names: list[str]) -> dict[str, str]:
-    """Their texts, by the names that they get in HOME."""
+    """Read the texts of files, by the names that they get in HOME."""
     if isinstance(names, str):
         raise ConfigError(f"agent_files must be a list, such as [{names}]")
     files: dict[str, str] = {}
@@ -272,7 +272,7 @@ def read_agent_files(names: list[str]) -> dict[str, str]:
 
 
 def find_agent_folders(names: list[str]) -> list[Path]:
-    """The folders, as absolute paths."""
+    """Find the folders; their absolute paths."""
     if isinstance(names, str):
         raise ConfigError(f"agent_folders must be a list, such as [{names}]")
     folders = [Path(name).resolve() for name in names]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
-from polar_trl.names import normalise_package
+from polar_trl.names import normalize_package
 from polar_trl.tasks.build.suite import install_environment
 from polar_trl.types import Task
 
@@ -108,7 +108,7 @@ def find_answer(task: Task, releases: Sequence[Installed]) -> Installed | None:
         return None
     for release in releases:
         # of a task that an edit made, every release is a good one
-        if release.name == normalise_package(package) and (fixed is None or _order(release.version) >= _order(fixed)):
+        if release.name == normalize_package(package) and (fixed is None or _order(release.version) >= _order(fixed)):
             return release
     return None
 
@@ -118,11 +118,11 @@ def _walk_releases(folder: Path) -> Iterator[Installed]:
         names = (*folders, *(name for name in files if name.endswith(".egg-info")))
         for match in filter(None, map(_METADATA.fullmatch, names)):
             path = Path(parent, match.string)
-            yield Installed(name=normalise_package(match["name"]), version=match["version"], path=path)
+            yield Installed(name=normalize_package(match["name"]), version=match["version"], path=path)
         if "vendor.txt" in files:  # pip's
             path = Path(parent, "vendor.txt")
             for match in _PINNED.finditer(path.read_text(encoding="utf-8", errors="replace")):
-                yield Installed(name=normalise_package(match["name"]), version=match["version"], path=path)
+                yield Installed(name=normalize_package(match["name"]), version=match["version"], path=path)
 
 
 def _order(version: str) -> list[int]:

@@ -340,7 +340,7 @@ class Run:
         groups = list(self.open)
         states = [
             GroupState(
-                oldest_version=min((v for session in sessions for v in session.versions), default=None),
+                first_policy_version=min((v for session in sessions for v in session.versions), default=None),
                 finished_s=max(session.ended_s or 0.0 for session in sessions)
                 if all(session.ended_s is not None for session in sessions)
                 else None,

@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 NUM_FILES, FILE_BYTES = 2000, 25_000
 
 
-class AnnouncingBackend:
+class AnnouncingBackend(SandboxBackend):
     """Passes everything on, and tells when a sandbox has been made."""
 
     def __init__(self, backend: SandboxBackend) -> None:

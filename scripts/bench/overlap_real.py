@@ -19,12 +19,12 @@ from typing import Any
 
 from bench_overlap import Setting, Sim, draw_session
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
-from polar_trl.sandbox.base import Capabilities, ExecResult
+from polar_trl.sandbox.base import Capabilities, ExecResult, SandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Completion, Message, Task, TokenIds
 
@@ -32,8 +32,8 @@ RENDERER = ByteRenderer()
 REPLY = RENDERER.spell(Message(role="assistant", text=""))
 
 
-class SleepingEngine:
-    """Implements `Engine`: so many requests at once, each as long as its session drew."""
+class SleepingEngine(TokenEngine):
+    """Answers so many requests at once, each as long as its session drew."""
 
     max_model_len = 1_000_000
     policy_version = 0
@@ -140,7 +140,7 @@ class ThreadSandbox:
         self.kill()
 
 
-class ThreadBackend:
+class ThreadBackend(SandboxBackend):
     """Makes a `ThreadSandbox` in as long as its session drew."""
 
     capabilities = Capabilities(cuts_network=False, limits_memory=False, limits_disk=False, uses_images=False)
@@ -182,6 +182,7 @@ def run_real(setting: Setting, scale: float) -> dict[str, Any]:
                 max_preparing=setting.max_preparing,
                 max_agents=setting.oversubscription * setting.slots,
                 max_grading=setting.max_grading,
+                max_policy_lag=setting.max_policy_lag,
                 straggler_quantile=setting.straggler_quantile,
             ),
         )
@@ -215,7 +216,7 @@ def _train(setting: Setting, scale: float, engine: SleepingEngine, runner: Rollo
         start_batch()
     for _ in range(setting.steps):
         begun, busy = time.monotonic(), engine.read_slot_seconds()
-        groups = runner.take(setting.num_groups, max_policy_lag=setting.max_policy_lag)
+        groups = runner.take(setting.num_groups)
         runner.proxy.hold()
         rollouts_s.append(time.monotonic() - begun)
         busy_s.append(engine.read_slot_seconds() - busy)

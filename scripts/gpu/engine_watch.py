@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.types import Completion, TokenIds
 
 
@@ -132,7 +132,7 @@ class CollectorWatch:
             self.seconds += time.thread_time() - self._begun_s
 
 
-class WatchedEngine:
+class WatchedEngine(TokenEngine):
     """The engine that the proxy is given: notes when each prompt came."""
 
     def __init__(self, engine: Any) -> None:

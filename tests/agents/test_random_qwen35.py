@@ -18,7 +18,7 @@ import pytest
 import torch
 from tiny_qwen import build_tiny_qwen35
 
-from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.engine.colocate import set_environment
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness import AGENTS, build_agent
@@ -45,7 +45,7 @@ TASK = Task(
 )
 
 
-class RecordingEngine:
+class RecordingEngine(TokenEngine):
     """Passes everything on to the engine, and remembers what it sampled for what."""
 
     def __init__(self, engine: Any) -> None:

@@ -24,10 +24,9 @@ from trl import ModelConfig
 from polar_trl.cli import _build_parser, main
 from polar_trl.errors import ConfigError
 from polar_trl.eval.arguments import EvalArguments
-from polar_trl.eval.evaluate import summarise_results
-from polar_trl.eval.sample_tasks import SampleResult, read_results
+from polar_trl.eval.evaluate import summarize_results
+from polar_trl.eval.sample_tasks import read_results
 from polar_trl.eval.setup import parse_eval
-from polar_trl.eval.summary import build_summary
 from polar_trl.eval.workers import find_devices
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import find_model, merge_adapter
@@ -242,36 +241,6 @@ def find_workers(out: Path) -> list[int]:
     return [pid for pid, parent in parents.items() if parent not in parents]
 
 
-def build_result(task: str, sample: int, reward: float | None, **fields: Any) -> SampleResult:
-    values = {
-        "attempt": 1, "rollout": f"{task}-{sample}", "record": "r", "repo": None, "error": None, "calls": 2,
-        "stop_reason": "completed", "sampled_tokens": 10, "seconds": {"agent": 3.0},
-    }  # fmt: skip
-    return SampleResult(task=task, sample=sample, reward=reward, **(values | fields))
-
-
-def test_the_numbers_of_a_summary_by_hand() -> None:
-    failed = {"error": "SandboxError: no disk", "stop_reason": "prepare_failed", "calls": 0, "sampled_tokens": 0}
-    results = [
-        build_result("a", 0, 1.0), build_result("a", 1, 0.0, stop_reason="agent_timeout", calls=4),
-        build_result("b", 0, 0.5), build_result("b", 1, None, **failed), build_result("b", 1, 1.5, attempt=2),
-        build_result("c", 0, None, **failed), build_result("a", 2, 1.0), build_result("gone", 0, 1.0),
-    ]  # fmt: skip
-    groups = {"a": "x/y", "b": "x/y", "c": "z"}
-    summary = build_summary(["a", "b", "c", "d"], results, num_samples=2, ks=[1, 2], groups=groups)
-    assert summary["sessions"] == {"wanted": 8, "graded": 4, "passed": 2, "failed": 1, "missing": 3}
-    assert summary["failures"] == {"prepare_failed": {"sessions": 2, "latest": "SandboxError: no disk"}}
-    assert (summary["tasks"], summary["tasks_graded"], summary["mean_reward"]) == (4, 2, 0.75)
-    one, two = summary["pass_at"]["1"], summary["pass_at"]["2"]
-    assert (one["rate"], one["num_tasks"], one["num_left_out"]) == (0.5, 2, 2)  # a reward of 0.5 is no pass
-    assert (two["rate"], two["num_tasks"], two["num_left_out"]) == (1.0, 2, 2)
-    assert (summary["calls_per_session"], summary["sampled_tokens_per_session"]) == (2.5, 10.0)
-    assert summary["stop_reasons"] == {"completed": 3, "agent_timeout": 1}
-    assert list(summary["by"]) == ["x/y", "z"]
-    assert summary["by"]["z"]["pass_at"]["1"]["rate"] is None and summary["by"]["z"]["sessions"]["failed"] == 1
-    assert summary["by"]["x/y"]["sessions"]["graded"] == 4
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -414,7 +383,7 @@ def vars_of(group: type) -> set[str]:
 
 def test_pass_at_1_is_always_in_the_summary(tmp_path: Path) -> None:
     setup = parse_eval(ROOT / "configs" / "quickstart.yaml", ["--num_samples", "4", "--k", "4"], tmp_path)
-    assert list(summarise_results(setup, [])["pass_at"]) == ["1", "4"]
+    assert list(summarize_results(setup, [])["pass_at"]) == ["1", "4"]
 
 
 def test_the_second_ctrl_c_is_answered_in_one_line() -> None:

@@ -149,7 +149,7 @@ def test_the_laws_refuse_to_train_on_it() -> None:
 
 
 def test_no_renderer_can_be_put_beside_it() -> None:
-    with chat() as model, pytest.raises(ValueError, match="a ChatServer is its own renderer"):
+    with chat() as model, pytest.raises(ValueError, match="the engine is its own renderer"):
         serve(model, RENDERER).__enter__()
 
 
@@ -211,7 +211,7 @@ def test_arguments_that_are_no_text(sent: Any, kept: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "read", "arguments": sent}}
     with chat(say(None, "tool_calls", tool_calls=[call])) as model:
         request = ChatRequest(messages=(Message(role="user", text="x"),))
-        reply = asyncio.run(model.answer(request, GenerationParams(max_tokens=8)))
+        reply = asyncio.run(model.answer(request, (), GenerationParams(max_tokens=8)))
     (made,) = reply.message.tool_calls
     assert (made.arguments, made.parse_status) == (kept, "malformed" if sent == [1] else "ok")
 

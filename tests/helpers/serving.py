@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 
-from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.base import Engine, GenerationParams, TokenEngine
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineBusyError
 from polar_trl.proxy import Proxy
@@ -61,7 +61,7 @@ class BusyEngine(ScriptedEngine):
         return await super().generate(prompt_ids, params)
 
 
-class GatedEngine:
+class GatedEngine(TokenEngine):
     """Tells when a request has come in and answers when it is let."""
 
     max_model_len = 1000

@@ -62,7 +62,14 @@ def test_a_session_is_read_back_equal(tmp_path: Path) -> None:
     )
     second = build_call(1, first, purpose="auxiliary")
     rollout = build_rollout(
-        first, second, reward=0.0, stop_reason="agent_timeout", error="late", seconds={"agent": 1.5}, counters={"n": 2}
+        first,
+        second,
+        reward=0.0,
+        stop_reason="agent_timeout",
+        error="late",
+        error_kind="sandbox_failed",
+        seconds={"agent": 1.5},
+        counters={"n": 2},
     )
     write(tmp_path / "a.jsonl", rollout, trajectory_digest="abc")
     record = read_record(tmp_path / "a.jsonl")
@@ -155,6 +162,16 @@ def test_what_is_no_prefix_is_written_whole(tmp_path: Path) -> None:
     assert read_session(tmp_path / "a.jsonl") == rollout
 
 
+def test_a_record_from_before_there_were_kinds_of_errors_is_read(tmp_path: Path) -> None:
+    path, rollout = tmp_path / "a.jsonl", build_rollout(build_call(0), error="late", error_kind="no_calls")
+    write(path, rollout, trajectory_digest="abc")
+    text = path.read_text()
+    path.write_text(text.replace('"error_kind":"no_calls",', ""))
+    record = read_record(path)
+    assert path.read_text() != text
+    assert (record.rollout, record.extra) == (replace(rollout, error_kind=None), {"trajectory_digest": "abc"})
+
+
 def test_the_log_holds_what_it_was_given() -> None:
     log = open_log(None)
     assert (log.session_id, log.calls, log.counters) == ("s", (), {})
@@ -175,7 +192,7 @@ def test_each_call_is_on_disk_before_append_returns(tmp_path: Path) -> None:
     rollout = read_session(tmp_path / "deep" / "down" / "a.jsonl")
     assert rollout.calls == (first,)
     assert (rollout.id, rollout.task_id, rollout.group_id) == ("s", "t", "g")
-    assert rollout.stop_reason == "cancelled" and rollout.reward is None
+    assert (rollout.stop_reason, rollout.error_kind, rollout.reward) == ("cancelled", "cancelled", None)
     assert rollout.error == "the record has no end: the session was killed after 1 recorded calls"
     assert not read_record(tmp_path / "deep" / "down" / "a.jsonl").finished
 

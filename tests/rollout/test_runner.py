@@ -15,7 +15,7 @@ from polar_trl.cli import main
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineError, LawError, SandboxError
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
@@ -143,6 +143,8 @@ def test_a_fault_of_the_engine_is_no_zero(tmp_path: Path) -> None:
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert result.rollout.reward is None
     assert "failed on our side (1, the last by EngineError: it broke)" in result.rollout.error
+    assert result.rollout.error_kind == "model_calls_failed"
+    assert read_session(tmp_path / "r0.jsonl") == result.rollout
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_a_fault_of_the_engine_is_no_zero(tmp_path: Path) -> None:
     ],
 )
 def test_a_reward_that_is_no_number_is_none(tmp_path: Path, given: Any, reason: str) -> None:
-    class Direct:
+    class Direct(Grader):
         """A grader of a user's own, which nothing has looked at yet."""
 
         def grade(self, task: Task, sandbox: Any, *, timeout_s: float) -> Grade:
@@ -166,7 +168,7 @@ def test_a_reward_that_is_no_number_is_none(tmp_path: Path, given: Any, reason: 
         rollouts._context = replace(rollouts._context, grader=grader)
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert result.rollout.reward is None and reason in str(result.rollout.error)
-    assert result.rollout.counters["rewards_not_finite"] == 1
+    assert (result.rollout.counters["rewards_not_finite"], result.rollout.error_kind) == (1, "grader_failed")
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.25])
@@ -182,7 +184,7 @@ def test_an_engines_log_probability_that_is_none_is_its_failure(tmp_path: Path, 
 def test_an_agent_that_does_not_exist(tmp_path: Path) -> None:
     with runner(tmp_path, harness=ShellHarness("no-such-agent {instruction}")) as rollouts:
         (result,) = rollouts.run(jobs(tmp_path, 1))
-    assert result.rollout.stop_reason == "no_calls"
+    assert (result.rollout.stop_reason, result.rollout.error_kind) == ("no_calls", "no_calls")
     assert result.rollout.reward is None
     assert "exit code 127" in result.rollout.error
     assert "not found" in result.rollout.error
@@ -191,7 +193,7 @@ def test_an_agent_that_does_not_exist(tmp_path: Path) -> None:
 def test_a_sandbox_that_cannot_be_made(tmp_path: Path) -> None:
     with runner(tmp_path) as rollouts:
         (result,) = rollouts.run(jobs(tmp_path, 1, image="python:3.12"))
-    assert result.rollout.stop_reason == "prepare_failed"
+    assert (result.rollout.stop_reason, result.rollout.error_kind) == ("prepare_failed", "prepare_failed")
     assert "no images" in result.rollout.error
 
 

@@ -7,8 +7,8 @@ import pytest
 from polar_trl.rollout.staleness import GroupState, choose_groups
 
 
-def state(oldest_version: int | None, finished_s: float | None = None) -> GroupState:
-    return GroupState(oldest_version=oldest_version, finished_s=finished_s)
+def state(first_policy_version: int | None, finished_s: float | None = None) -> GroupState:
+    return GroupState(first_policy_version=first_policy_version, finished_s=finished_s)
 
 
 def test_those_that_finished_first_come_first() -> None:
@@ -76,5 +76,5 @@ def test_no_token_grows_older_than_the_lag_and_no_step_finds_too_many_due(
 
 def test_never_more_than_asked_for() -> None:
     # more groups are due than the bound allows; the oldest rule must not hand out a batch that is too large
-    groups = [GroupState(oldest_version=0, finished_s=float(place)) for place in range(5)]
+    groups = [GroupState(first_policy_version=0, finished_s=float(place)) for place in range(5)]
     assert choose_groups(groups, 2, version=1, max_policy_lag=1) == [0, 1]

@@ -1,7 +1,7 @@
 """Carry sessions over from one generation batch to the next: the next one begins early, and groups stay open until a
 step takes them.
 
-How old a group may get is the runner's to bound (`RolloutRunner.take`).
+Their staleness is the runner's to bound (`RolloutRunner.take`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,10 @@ class CarryOver:
     """
 
     def __init__(
-        self,
-        runner: RolloutRunner,
-        build_jobs: Callable[[Sequence[str]], list[Job]],
-        *,
-        max_policy_lag: int,
-        group_size: int,
+        self, runner: RolloutRunner, build_jobs: Callable[[Sequence[str]], list[Job]], *, group_size: int
     ) -> None:
         self._runner = runner
         self._build_jobs = build_jobs
-        self._max_policy_lag = max_policy_lag
         self._group_size = group_size
         self._is_begun = False
 
@@ -50,7 +44,7 @@ class CarryOver:
         if next_ids is not None:
             self._begin(next_ids)
         num_groups = len(task_ids) // self._group_size
-        groups = self._runner.take(num_groups, max_policy_lag=self._max_policy_lag, show_progress=show_progress)
+        groups = self._runner.take(num_groups, show_progress=show_progress)
         return [result for group in groups for result in group]
 
     def open_task_ids(self) -> list[str]:

@@ -12,7 +12,6 @@ from polar_trl.grpo.rollouts.upcoming import UpcomingBatches
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.rollout.runner import Job, RolloutRunner
 from polar_trl.rollout.session_run import RolloutResult
-from polar_trl.sandbox.pool import WarmPool
 from polar_trl.types import Task
 
 
@@ -52,12 +51,10 @@ class RolloutSource:
         self.upcoming: UpcomingBatches | None = None
         repeats = args.steps_per_generation * args.num_iterations
         if args.max_policy_lag:
-            self.carry_over = CarryOver(
-                runner, self._build_train_jobs, max_policy_lag=args.max_policy_lag, group_size=num_generations["train"]
-            )
+            self.carry_over = CarryOver(runner, self._build_train_jobs, group_size=num_generations["train"])
             # sessions that begin early order their own sandboxes
             self.upcoming = UpcomingBatches(None, tasks["train"], repeats=repeats)
-        elif isinstance(runner.backend, WarmPool):
+        elif runner.backend.depth:
             self.upcoming = UpcomingBatches(runner.backend, tasks["train"], repeats=repeats)
 
     @property
@@ -74,11 +71,6 @@ class RolloutSource:
     def step(self) -> int:
         """Optimizer steps so far."""
         return self._trl.global_step
-
-    @property
-    def policy_version(self) -> int:
-        """Of the engine's weights."""
-        return self.runner.proxy.policy_version
 
     def run(self, inputs: Sequence[Mapping[str, Any]], mode: str) -> list[RolloutResult]:
         """Return as many rollouts as there are data rows, in groups; with `max_policy_lag`, of rows that were begun

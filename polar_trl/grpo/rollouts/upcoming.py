@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from polar_trl.sandbox.pool import WarmPool
+from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.types import Task
 
 Rows = list[dict[str, Any]]
@@ -17,21 +17,21 @@ class UpcomingBatches:
     """Sits between the data loader and its collator. A loader fetches one batch ahead of the trainer.
 
     Args:
-        pool: Takes orders for the batch after the current one, `depth` of them, once that one has been rolled out;
-            None where sandboxes are not made ahead.
+        backend: Takes orders for the batch after the current one, `depth` of them, once that one has been rolled
+            out; None where none are to be made ahead.
         tasks: By id.
         repeats: How many times in a row the loader gives each generation batch.
     """
 
-    def __init__(self, pool: WarmPool | None, tasks: Mapping[str, Task], *, repeats: int) -> None:
-        self._pool = pool
+    def __init__(self, backend: SandboxBackend | None, tasks: Mapping[str, Task], *, repeats: int) -> None:
+        self._backend = backend
         self._tasks = tasks
         self._repeats = repeats
         self._num_collated = 0
         self._batches: deque[Rows] = deque()
 
     def wrap(self, collate: Callable[[Rows], Any]) -> Callable[[Rows], Any]:
-        """The collator, which notes what passes through."""
+        """Wrap the collator so that the rows that pass through it are noted."""
 
         def note(rows: Rows) -> Any:
             if self._num_collated % self._repeats == 0:
@@ -44,7 +44,7 @@ class UpcomingBatches:
         return note
 
     def skip(self, num_batches: int) -> None:
-        """The loader starts after so many batches, which were collated in an earlier process."""
+        """Count batches that were collated in an earlier process: the loader starts after them."""
         self._num_collated = num_batches
 
     @property
@@ -53,13 +53,13 @@ class UpcomingBatches:
         return self._batches[1] if len(self._batches) > 1 else None
 
     def finish_rollouts(self) -> None:
-        """The oldest batch was rolled out; the next one's sandboxes may be made."""
+        """Drop the oldest batch, which was rolled out, and order the sandboxes of the next one."""
         if self._batches:
             self._batches.popleft()
         if self._batches:
             self._order(self._batches[0])
 
     def _order(self, rows: Sequence[dict[str, Any]]) -> None:
-        if self._pool is not None:
-            for row in rows[: self._pool.depth]:
-                self._pool.order(self._tasks[row["task_id"]])
+        if self._backend is not None:
+            for row in rows[: self._backend.depth]:
+                self._backend.order(self._tasks[row["task_id"]])

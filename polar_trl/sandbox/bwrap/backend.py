@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import HOME, WORKDIR, Capabilities, ExecResult
+from polar_trl.sandbox.base import HOME, WORKDIR, Capabilities, ExecResult, SandboxBackend
 from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
@@ -48,7 +48,7 @@ PROC_HIDDEN = (
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
 
 
-class BwrapSandboxBackend:
+class BwrapSandboxBackend(SandboxBackend):
     """Makes bubblewrap sandboxes.
 
     Args:

@@ -23,7 +23,7 @@ import docker
 from docker.errors import ImageNotFound, NotFound
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import HOME, Capabilities
+from polar_trl.sandbox.base import HOME, Capabilities, SandboxBackend
 from polar_trl.sandbox.disk import make_disk, make_folders
 from polar_trl.sandbox.docker.client import (
     API_TIMEOUT_S,
@@ -57,7 +57,7 @@ ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 KEEPER = "65534:65534"
 
 
-class DockerSandboxBackend:
+class DockerSandboxBackend(SandboxBackend):
     """Makes containers.
 
     Args:

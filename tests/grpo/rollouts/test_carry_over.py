@@ -118,7 +118,7 @@ def versions(result: RolloutResult) -> list[int]:
 
 def test_a_session_is_held_across_a_policy_change(tmp_path: Path) -> None:
     """It lives on pings, its clock stands still, and every token knows its version."""
-    with bench(tmp_path) as it:
+    with bench(tmp_path, max_policy_lag=1) as it:
         it.start("g", f"{TURN}; {it.wait('go')}; {TURN}", agent_timeout_s=5.0)
         it.wait_for_calls(1)
         it.proxy.hold()
@@ -130,7 +130,7 @@ def test_a_session_is_held_across_a_policy_change(tmp_path: Path) -> None:
         assert len(it.engine.params) == 1
         it.change_policy()
         it.proxy.release()
-        ((result,),) = it.runner.take(1, max_policy_lag=1)
+        ((result,),) = it.runner.take(1)
     rollout = result.rollout
     assert (rollout.stop_reason, rollout.error, rollout.reward) == ("completed", None, 1.0)
     assert [call.completion.first_policy_version for call in rollout.calls] == [0, 1]
@@ -153,17 +153,22 @@ def test_an_agent_that_needs_no_model_is_stopped_at_its_limit_while_held(tmp_pat
 
 def test_what_needs_no_model_goes_on_while_held(tmp_path: Path) -> None:
     """One session is graded meanwhile; another is begun, prepared, and has the new policy from its first token on."""
-    with bench(tmp_path, grade=lambda task, box: wait_until((tmp_path / "grade").exists) or 1.0) as it:
+
+    def grade(task: Task, box: Any) -> float:
+        wait_until((tmp_path / "grade").exists)
+        return 1.0
+
+    with bench(tmp_path, grade=grade, max_policy_lag=1) as it:
         it.start("old", TURN)
         it.wait_for_calls(1)
         it.proxy.hold()
         it.start("new", TURN)
         wait_until(lambda: it.gate_stats()[1].held_s > 0.0)
         it.touch("grade")
-        ((old,),) = it.runner.take(1, max_policy_lag=1)
+        ((old,),) = it.runner.take(1)
         it.change_policy()
         it.proxy.release()
-        ((new,),) = it.runner.take(1, max_policy_lag=1)
+        ((new,),) = it.runner.take(1)
     assert (old.rollout.reward, versions(old)) == (1.0, [0] * len(REPLY))
     assert (new.rollout.reward, versions(new)) == (1.0, [1] * len(REPLY))
 
@@ -182,11 +187,11 @@ def test_holding_waits_for_calls_in_flight(tmp_path: Path) -> None:
 
 
 def test_the_older_group_is_waited_for_although_a_newer_one_has_finished(tmp_path: Path) -> None:
-    with bench(tmp_path) as it:
+    with bench(tmp_path, max_policy_lag=1) as it:
         it.start("a", f"{TURN}; {it.wait('a')}")
         it.wait_for_calls(1)  # its first token has version 0
         it.start("b", TURN)
-        assert [[r.rollout.id for r in group] for group in it.runner.take(1, max_policy_lag=1)] == [["b-r0"]]
+        assert [[r.rollout.id for r in group] for group in it.runner.take(1)] == [["b-r0"]]
         assert [[job.rollout_id for job in group] for group in it.runner.open_jobs()] == [["a-r0"]]
         it.proxy.hold()
         it.start("c", TURN)
@@ -194,12 +199,12 @@ def test_the_older_group_is_waited_for_although_a_newer_one_has_finished(tmp_pat
         it.proxy.release()
         wait_until(lambda: it.runner._groups[1].is_finished)
         it.touch("a")
-        taken = it.runner.take(1, max_policy_lag=1)
+        taken = it.runner.take(1)
         assert [[r.rollout.id for r in group] for group in taken] == [["a-r0"]]
         it.proxy.hold()
         it.change_policy()
         it.proxy.release()
-        ((last,),) = it.runner.take(1, max_policy_lag=1)
+        ((last,),) = it.runner.take(1)
         assert it.runner.open_jobs() == []
     assert versions(last) == [1] * len(REPLY)
 
@@ -211,10 +216,31 @@ def test_more_or_fewer_groups_than_can_be_taken_are_refused(tmp_path: Path) -> N
         it.start("a", TURN)
         it.start("b", TURN)
         with pytest.raises(ValueError, match="2 groups are open: 1 can be taken of 1 to 1 open ones"):
-            it.runner.take(1, max_policy_lag=0)
+            it.runner.take(1)
         with pytest.raises(ValueError, match=r"groups \['b'\] are open already"):
             it.start("b", TURN)
         assert len(it.runner.take(2)) == 2
+
+
+def test_the_group_that_finished_first_is_taken_whatever_its_age(tmp_path: Path) -> None:
+    with bench(tmp_path) as it:
+        with pytest.raises(ValueError, match="no group is open"):
+            it.runner.take_finished()
+        it.start("a", f"{TURN}; {it.wait('a')}")
+        it.start("b", TURN, f"{TURN}; {it.wait('b')}")
+        it.start("c", TURN)
+        assert [result.rollout.id for result in it.runner.take_finished()] == ["c-r0"]
+        it.touch("b")
+        assert [result.rollout.id for result in it.runner.take_finished()] == ["b-r0", "b-r1"]
+        it.touch("a")
+        assert [result.rollout.id for result in it.runner.take_finished()] == ["a-r0"]
+        assert it.runner.open_jobs() == []
+
+
+def test_the_oldest_version_to_train_follows_the_policy(tmp_path: Path) -> None:
+    with bench(tmp_path, max_policy_lag=2) as it:
+        it.change_policy()
+        assert it.runner.oldest_version == -1
 
 
 def test_a_batch_of_its_own_runs_beside_open_groups(tmp_path: Path) -> None:
@@ -288,7 +314,10 @@ def test_a_group_is_graded_while_others_still_run(tmp_path: Path) -> None:
 
 def test_stragglers_are_cut_and_keep_their_traces(tmp_path: Path) -> None:
     with bench(tmp_path, straggler_quantile=0.5) as it:
-        it.start("g", f"{TURN}; sleep 600", TURN, TURN, f"{TURN}; sleep 600")
+        quick = f"{it.wait('asked')}; {TURN}"
+        it.start("g", f"{TURN}; sleep 600", quick, quick, f"{TURN}; sleep 600")
+        it.wait_for_calls(2)  # an agent that is cut before its first answer would have no trace
+        it.touch("asked")
         (group,) = it.runner.take(1)
     reasons = [result.rollout.stop_reason for result in group]
     assert (reasons[0], reasons[3]) == ("straggler", "straggler")
