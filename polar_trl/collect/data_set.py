@@ -26,7 +26,7 @@ from datasets import Dataset, Features, Json, List, Value, disable_progress_bars
 
 from polar_trl.collect.accept import NO_REPO, Acceptance, choose_accepted, count_acceptance, total_acceptance
 from polar_trl.collect.card import Files, render_card
-from polar_trl.collect.rows import Row, build_rows
+from polar_trl.collect.examples import Example, build_examples
 from polar_trl.collect.split import choose_test_tasks
 from polar_trl.errors import ConfigError, PolarError, RecordError
 from polar_trl.eval.sample_tasks import RESULTS_FILE, SampleResult, read_results
@@ -141,10 +141,10 @@ def build_data_set(
             f"none of {total.attempts} graded sessions in {folder} has a reward of {selection.min_reward:g} or more"
             f"{f', and {total.failed} failed without one' if total.failed else ''}; no data set was written"
         )
-    kept: list[tuple[SampleResult, Row]] = []
+    kept: list[tuple[SampleResult, Example]] = []
     left_out: Counter[str] = Counter()
     for number, result in enumerate(chosen, start=1):
-        for row in build_rows(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
+        for row in build_examples(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
             num_tokens = 0 if row.token_ids_T is None else len(row.token_ids_T)
             if selection.max_tokens is not None and num_tokens > selection.max_tokens:
                 left_out["too_long"] += 1
@@ -191,7 +191,7 @@ def _read_accepted(folder: Path, result: SampleResult) -> Rollout:
 
 
 def _split(
-    kept: Sequence[tuple[SampleResult, Row]], selection: Selection, agent: str
+    kept: Sequence[tuple[SampleResult, Example]], selection: Selection, agent: str
 ) -> tuple[_Forms, dict[str, dict[str, dict[str, int]]]]:
     """The columns of every row in its split, and how many rows of each repository are where."""
     repos = {result.task: result.repo or NO_REPO for result, _ in kept}

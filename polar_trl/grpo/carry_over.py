@@ -4,11 +4,9 @@ It refuses nothing of its own: how old a group may get is the runner's to bound 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from polar_trl.grpo.dataset import DataRow
 from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
-
-Rows = Sequence[dict[str, Any]]
 
 
 class CarryOver:
@@ -25,7 +23,7 @@ class CarryOver:
     def __init__(
         self,
         runner: RolloutRunner,
-        build_jobs: Callable[[Rows], list[Job]],
+        build_jobs: Callable[[Sequence[DataRow]], list[Job]],
         *,
         max_policy_lag: int,
         num_generations: int,
@@ -34,13 +32,13 @@ class CarryOver:
         self._build_jobs = build_jobs
         self._max_policy_lag = max_policy_lag
         self._num_generations = num_generations
-        self._row_of: dict[str, dict[str, Any]] = {}
+        self._row_of: dict[str, DataRow] = {}
         """Rollout id -> data row, of all that is open."""
         self._is_begun = False
 
     def roll_out(
-        self, rows: Rows, next_rows: Rows | None, *, show_progress: bool
-    ) -> tuple[list[dict[str, Any]], list[RolloutResult]]:
+        self, rows: Sequence[DataRow], next_rows: Sequence[DataRow] | None, *, show_progress: bool
+    ) -> tuple[list[DataRow], list[RolloutResult]]:
         """Data rows and results of as many rollouts as `rows` has, in whole groups.
 
         Args:
@@ -57,17 +55,17 @@ class CarryOver:
         finished = [result for group in groups for result in group]
         return [self._row_of.pop(result.rollout.id) for result in finished], finished
 
-    def open_rows(self) -> list[dict[str, Any]]:
+    def open_rows(self) -> list[DataRow]:
         """Data rows of all open groups, to be given to `reopen` after a crash."""
         return [self._row_of[job.rollout_id] for group in self._runner.open_jobs() for job in group]
 
-    def reopen(self, rows: Rows) -> None:
+    def reopen(self, rows: Sequence[DataRow]) -> None:
         """Begin anew what was open when the run was cut off; the current batch is among it."""
         if rows:
             self._begin(rows)
             self._is_begun = True
 
-    def _begin(self, rows: Rows) -> None:
+    def _begin(self, rows: Sequence[DataRow]) -> None:
         jobs = self._build_jobs(rows)
         self._row_of |= {job.rollout_id: row for job, row in zip(jobs, rows, strict=True)}
         self._runner.start(jobs)

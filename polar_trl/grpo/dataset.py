@@ -1,4 +1,4 @@
-"""Tasks -> the rows that TRL's samplers deal out, and back."""
+"""Build the data set that TRL samples from, a row per task, and parse its rows back into tasks."""
 
 import dataclasses
 import json
@@ -10,6 +10,9 @@ from datasets import Dataset
 from polar_trl.errors import TaskError
 from polar_trl.tasks.jsonl import parse_test_spec
 from polar_trl.types import Task
+
+DataRow = dict[str, Any]
+"""A row of the data set, not of the loss (that is `grpo.rows.Row`)."""
 
 
 def build_dataset(tasks: Sequence[Task] | Dataset) -> Dataset:

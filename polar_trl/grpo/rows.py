@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polar_trl.grpo.packing.layout import Ids
-from polar_trl.reconstruct.cut import clip_trajectory
+from polar_trl.reconstruct.truncate import truncate_trajectory
 from polar_trl.rollout.runner import RolloutResult
 from polar_trl.types import Trajectory
 
@@ -33,15 +33,15 @@ class Row:
     """-1 where not trainable."""
     call_indices: tuple[int, ...] = ()
     """The calls whose samples it trains."""
-    record: str = ""
-    """Path of its session's record in the run's folder; "" where there is none."""
+    record_path: str = ""
+    """Of its session, in the run's folder; "" where there is none."""
 
     @property
     def num_trainable(self) -> int:
         return int(self.trainable_T.sum())
 
 
-def build_row(trajectory: Trajectory, advantage: float, record: str = "") -> Row:
+def build_row(trajectory: Trajectory, advantage: float, record_path: str = "") -> Row:
     """The trajectory as arrays."""
     return Row(
         rollout_id=trajectory.rollout_id,
@@ -51,7 +51,7 @@ def build_row(trajectory: Trajectory, advantage: float, record: str = "") -> Row
         logprobs_T=np.array(trajectory.logprobs, dtype=np.float32),
         policy_versions_T=np.array(trajectory.policy_versions, dtype=np.int64),
         call_indices=trajectory.call_indices,
-        record=record,
+        record_path=record_path,
     )
 
 
@@ -66,7 +66,7 @@ def build_rows(
 
     Args:
         results: Rollouts and their advantages.
-        max_tokens: Trajectories that are longer are cut after the last call that fits.
+        max_tokens: Trajectories that are longer are truncated after the last call that fits.
         oldest_version: Tokens that an older policy sampled are context only.
         name_record: What rows say of where their session is on disk.
 
@@ -78,7 +78,7 @@ def build_rows(
     dropped: Counter[str] = Counter()
     for result, advantage in results:
         for whole in result.reconstruction.trajectories:
-            trajectory = clip_trajectory(whole, result.rollout, max_tokens)
+            trajectory = truncate_trajectory(whole, result.rollout, max_tokens)
             kept = 0 if trajectory is None else sum(trajectory.trainable)
             dropped["too_long"] += sum(whole.trainable) - kept
             if trajectory is None:
@@ -110,7 +110,7 @@ def token_shares(rows: Sequence[Row], *, loss_type: str, max_completion_length: 
     * "dapo", "cispo" and "vespo" divide by all tokens: 1 / N.
 
     A rollout of 3 tokens in rows of 2 and 1, beside one of 2 tokens in one row: "grpo" gives 1/6, 1/6 and 1/4, and
-    "dapo" 1/5 for each, however the three tokens are cut.
+    "dapo" 1/5 for each, however the three tokens are split.
 
     Args:
         rows: All rows that are averaged over, of all ranks.

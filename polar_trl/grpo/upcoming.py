@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polar_trl.grpo.dataset import parse_task
+from polar_trl.grpo.dataset import DataRow, parse_task
 from polar_trl.sandbox.pool import WarmPool
-
-Rows = list[dict[str, Any]]
 
 
 class UpcomingBatches:
@@ -26,12 +24,12 @@ class UpcomingBatches:
         self._pool = pool
         self._repeats = repeats
         self._num_collated = 0
-        self._batches: deque[Rows] = deque()
+        self._batches: deque[list[DataRow]] = deque()
 
-    def wrap(self, collate: Callable[[Rows], Any]) -> Callable[[Rows], Any]:
+    def wrap(self, collate: Callable[[list[DataRow]], Any]) -> Callable[[list[DataRow]], Any]:
         """The collator, which notes what passes through."""
 
-        def note(rows: Rows) -> Any:
+        def note(rows: list[DataRow]) -> Any:
             if self._num_collated % self._repeats == 0:
                 self._batches.append(rows)
                 if len(self._batches) == 1:
@@ -46,7 +44,7 @@ class UpcomingBatches:
         self._num_collated = num_batches
 
     @property
-    def next_rows(self) -> Rows | None:
+    def next_rows(self) -> list[DataRow] | None:
         """Rows of the batch after the current one; None where the loader has not fetched it, as at an epoch's end."""
         return self._batches[1] if len(self._batches) > 1 else None
 
@@ -57,7 +55,7 @@ class UpcomingBatches:
         if self._batches:
             self._order(self._batches[0])
 
-    def _order(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _order(self, rows: Sequence[DataRow]) -> None:
         if self._pool is not None:
             for row in rows[: self._pool.depth]:
                 self._pool.order(parse_task(row))

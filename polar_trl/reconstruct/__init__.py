@@ -23,7 +23,6 @@ Two kinds of samples are dropped, and counted: calls of purpose "auxiliary" (unl
 Everything else is trained exactly once, which `check_laws` establishes without trusting the builder.
 """
 
-from polar_trl.reconstruct.cut import cut_trajectory
 from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import (
     BUILDERS,
@@ -43,6 +42,5 @@ __all__ = [
     "check_laws",
     "count_as_policy",
     "count_calls",
-    "cut_trajectory",
     "digest",
 ]

@@ -15,7 +15,7 @@ from polar_trl.types import Call, Rollout, Trajectory
 def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
     """Alignment, fidelity and coverage, in that order. Raises `LawError` at the first that is broken.
 
-    For what a builder made, whole or cut into parts; before anything is dropped for its length.
+    For what a builder made, before anything is truncated.
     """
     if texts := [call.index for call in rollout.calls if call.text_only]:
         raise LawError(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_trl.errors import ContextOverflowError, WireError
-from polar_trl.tokens.canonical import digest_conversation
+from polar_trl.tokens.canonical import hash_conversation
 from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Tool, ToolCall
 from polar_trl.wire.base import UNPARSED_ARGUMENTS, Incoming, ItemMemo, ParsedRequest, ReplyHead
 from polar_trl.wire.google import Google
@@ -498,7 +498,7 @@ def test_a_reply_sent_back_is_the_same_message(with_thoughts: bool) -> None:
     if not with_thoughts:
         content["parts"] = [part for part in content["parts"] if "thought" not in part]
     echoed = messages_of(HELLO, content)[1:]
-    assert digest_conversation(echoed, ()) == digest_conversation([TOOLS_REPLY], ())
+    assert hash_conversation(echoed, ()) == hash_conversation([TOOLS_REPLY], ())
     assert echoed[0].reasoning == ("think" if with_thoughts else None)
     assert echoed[0].tool_calls[1] == TOOLS_REPLY.tool_calls[1]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.tokens.canonical import canonical_arguments, digest_conversation
+from polar_trl.tokens.canonical import canonical_arguments, hash_conversation
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Tool, ToolCall
 from polar_trl.wire import DIALECTS
@@ -60,7 +60,7 @@ def test_a_reply_sent_back_matches_its_call(dialect: Dialect, data: st.DataObjec
     client.add(data.draw(others(with_images=True, min_size=1)))
     later = dialect.parse(client.incoming(), memo).request
     num_known = len(request.messages) + 1
-    assert digest_conversation(later.messages[:num_known], later.tools) == digest_conversation(
+    assert hash_conversation(later.messages[:num_known], later.tools) == hash_conversation(
         (*request.messages, message), request.tools
     )
     assert later == dialect.parse(client.incoming(), ItemMemo()).request
@@ -81,7 +81,7 @@ def test_arguments_of_any_depth_are_sent_back(dialect: Dialect, depth: int, stre
     )
     client.read(render(dialect, build_call(request, message, index=0), streamed=streamed), streamed=streamed)
     later = dialect.parse(client.incoming(), ItemMemo()).request
-    assert digest_conversation(later.messages, later.tools) == digest_conversation(
+    assert hash_conversation(later.messages, later.tools) == hash_conversation(
         (*request.messages, message), request.tools
     )
 

@@ -33,7 +33,7 @@ def count_rollout(result: RolloutResult) -> dict[str, float]:
         "calls": len(rollout.calls),
         "sampled_tokens": sum(len(call.completion.token_ids) for call in rollout.calls),
         "trajectories": len(reconstruction.trajectories),
-        "cut_by_length": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
+        "truncated": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
         f"stopped/{rollout.stop_reason}": 1,
     }
     counters = {**rollout.counters, **reconstruction.counters}
@@ -54,7 +54,7 @@ def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str,
         "completions/mean_length": sum(sampled) / num,
         "completions/min_length": min(sampled),
         "completions/max_length": max(sampled),
-        "completions/clipped_ratio": totals["cut_by_length"] / num,
+        "completions/clipped_ratio": totals["truncated"] / num,
         "polar/sampled_tokens": totals["sampled_tokens"],
         "polar/calls_per_rollout": totals["calls"] / num,
         "polar/trajectories_per_rollout": totals["trajectories"] / num,

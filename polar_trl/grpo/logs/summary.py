@@ -91,6 +91,6 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json` and `rewards.png` into the run's folder."""
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     rewards = summary["rewards"]
-    windows = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]
-    curves = {"of the step": rewards, "of the last five steps": [sum(w) / len(w) for w in windows]}
+    last_five = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]
+    curves = {"of the step": rewards, "of the last five steps": [sum(w) / len(w) for w in last_five]}
     plot_rewards(curves, folder / "rewards.png", title=folder.name)

@@ -76,12 +76,12 @@ class TrainedRows:
 
 
 def describe_rollout(
-    rollout: Rollout, record: str, reward: float, advantage: float, *, dropped: str | None
+    rollout: Rollout, record_path: str, reward: float, advantage: float, *, dropped: str | None
 ) -> dict[str, Any]:
     """What of a rollout is written down; `reward` is NaN where there is none."""
     return {
         "rollout": rollout.id,
-        "record": record,
+        "record": record_path,
         "task": rollout.task_id,
         "group": rollout.group_id,
         "reward": None if math.isnan(reward) else reward,
@@ -94,7 +94,7 @@ def describe_row(row: Row) -> dict[str, Any]:
     """What of a row is written down, as JSON values: `trained` are the spans [start, end) of its trained tokens."""
     return {
         "rollout": row.rollout_id,
-        "record": row.record,
+        "record": row.record_path,
         "calls": list(row.call_indices),
         "num_tokens": len(row.token_ids_T),
         "num_trainable": row.num_trainable,

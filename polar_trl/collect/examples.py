@@ -19,7 +19,7 @@ from polar_trl.types import Call, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Example:
     """One sequence to train on."""
 
     id: str
@@ -35,7 +35,7 @@ class Row:
     """1 exactly on what the model sampled in this row."""
 
 
-def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
+def build_examples(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Example]:
     """The rows of a session, in the order of their first call.
 
     Args:
@@ -46,11 +46,11 @@ def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
     if with_auxiliary:
         rollout = count_as_policy(rollout)
     if any(call.text_only for call in rollout.calls):
-        return [_build_row(rollout, number, call) for number, call in enumerate(_list_ends(rollout.calls))]
+        return [_build_example(rollout, number, call) for number, call in enumerate(_list_ends(rollout.calls))]
     reconstruction = BUILDERS["prefix_merging"](rollout)
     check_laws(rollout, reconstruction)
     return [
-        _build_row(
+        _build_example(
             rollout,
             number,
             rollout.calls[trajectory.call_indices[-1]],
@@ -61,14 +61,14 @@ def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
     ]
 
 
-def _build_row(
+def _build_example(
     rollout: Rollout,
     number: int,
     last: Call,
     *,
     token_ids_T: NDArray[np.int32] | None = None,
     mask_T: NDArray[np.int8] | None = None,
-) -> Row:
+) -> Example:
     """Of the conversation that ends with the reply of `last`."""
     conversation = place_system((*last.request.messages, last.message), "first", at_start=True)
     messages: list[dict[str, Any]] | None
@@ -76,7 +76,7 @@ def _build_row(
     tools = [build_tool_dict(tool) for tool in last.request.tools]
     if not (all(map(_has_readable_arguments, messages)) and _survives_json([messages, tools])):
         messages = None
-    return Row(
+    return Example(
         id=f"{rollout.id}-{number}",
         messages=messages,
         tools=tools,
