@@ -126,7 +126,6 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         graphs = cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs]
         with colocated_vllm(
             max_num_seqs=args.engine_slots,
-            sleep_level=args.vllm_sleep_level,
             dtype=args.engine_dtype,
             rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
             **graphs,
@@ -211,7 +210,6 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
                 temperature=args.temperature,
                 stop_token_ids=tuple(sorted(set(self.eos_token_ids))),
             ),
-            model=args.model_label,
         )
 
     def _build_upcoming(self, backend: SandboxBackend) -> UpcomingBatches | None:
