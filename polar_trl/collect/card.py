@@ -1,6 +1,6 @@
-"""What was collected -> the data set's card, whose header tells `datasets.load_dataset` where the rows are.
+"""Render the data set's card, whose header tells `datasets.load_dataset` where the examples are.
 
-It says nothing about licences: those of the tasks, of their repositories and of the model are the user's to know.
+Licenses are left out: those of the tasks, of their repositories and of the model are the user's to know.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ ABOUT = {
 
 
 Files = Mapping[str, Mapping[str, str]]
-"""Form -> split -> path in the data set, of those that have rows."""
+"""Paths in the data set by form and split, of those that have examples."""
 
 
 def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *, agent: str, model: str) -> str:
-    """README.md of a data set.
+    """Render README.md of a data set.
 
     Args:
         selection: The settings that chose the rows, by name.
@@ -39,7 +39,7 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
     if report.text_only_rows:
         lines += [
             f"**Text only:** {report.text_only_rows} rows come from a server that gives no token ids. They are in "
-            "`messages` alone, and what was sampled can only be tokenised again.",
+            "`messages` alone, and what was sampled can only be tokenized again.",
             "",
         ]
     lines += ["| form | train | test | columns |", "|---|---|---|---|"]
@@ -58,7 +58,7 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
 
 
 def _build_configs(files: Files) -> list[dict[str, Any]]:
-    """The first form is what is loaded where none is named."""
+    """Build the header's `configs`; the first form is the default one."""
     configs: list[dict[str, Any]] = []
     for form, paths in files.items():
         data_files = [{"split": split, "path": path} for split, path in paths.items()]

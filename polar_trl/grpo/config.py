@@ -1,6 +1,6 @@
-"""The settings of a run: TRL's `GRPOConfig`, a few defaults changed for agents, and what rollouts add.
+"""Define the settings of a run: TRL's `GRPOConfig`, a few defaults changed for agents, and those of rollouts.
 
-It refuses settings under which the trained distribution would not be the sampled one.
+Settings under which the trained distribution would not be the sampled one raise `ConfigError`.
 """
 
 from dataclasses import dataclass, field, fields
@@ -288,7 +288,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
         return self.engine_max_num_seqs or min(256, 4 * self.max_agents)
 
     def build_rollout_config(self) -> RolloutConfig:
-        """How sessions run."""
+        """Build the settings of the rollout runner."""
         return RolloutConfig(
             max_preparing=self.max_preparing,
             max_agents=self.max_agents,

@@ -1,4 +1,4 @@
-"""A rollout's last conversation -> messages in TRL's conversational form, for its tables and reward functions."""
+"""Build a rollout's last conversation in TRL's conversational form, for its tables and reward functions."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from polar_trl.types import Message, Rollout
 
 
 def conversation_after_instruction(rollout: Rollout) -> list[dict[str, Any]]:
-    """The last call's conversation after its first user message, in TRL's conversational form."""
+    """Return the last call's conversation after its first user message, in TRL's conversational form."""
     calls = [call for call in rollout.calls if call.purpose == "policy"]
     if not calls:
         return [{"role": "assistant", "content": ""}]

@@ -16,7 +16,7 @@ DataRow = dict[str, Any]
 
 
 def build_dataset(tasks: Sequence[Task] | Dataset) -> Dataset:
-    """One row per task: `prompt` (a conversation, for TRL's tables and reward functions) and `task` (JSON).
+    """Build one row per task: `prompt` (a conversation, for TRL's tables and reward functions) and `task` (JSON).
 
     A `Dataset` is read as one task per row, columns being `Task`'s fields; one that was built here passes through.
     """
@@ -40,7 +40,7 @@ def build_dataset(tasks: Sequence[Task] | Dataset) -> Dataset:
 
 
 def parse_task(row: Mapping[str, Any]) -> Task:
-    """The task of a row that `build_dataset` made."""
+    """Parse the task of a row that `build_dataset` made."""
     fields = json.loads(row["task"])
     if fields["tests"] is not None:
         fields["tests"] = parse_test_spec(fields["tests"], f"task {fields['id']!r}")

@@ -1,7 +1,7 @@
-"""What a trainer is given -> what is wrong with it, said in one sentence before anything is loaded.
+"""Check a trainer's model, tasks and rewards before anything is loaded.
 
-It refuses models that lead nowhere, too few tasks for a step, tasks of which only some have a reward, and a run that
-nothing rewards.
+A model that cannot be found, too few tasks for a step, tasks of which only some have a reward, and a run that nothing
+rewards raise `ConfigError`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from polar_trl.sandbox.base import SandboxBackend
 
 
 def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> Any:
-    """The model's configuration, in transformers' own class. Raises `ConfigError` where `model` leads to none."""
+    """Load the model's configuration, in transformers' own class. Raises `ConfigError` where `model` leads to none."""
     config = load_config(model, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     # vLLM, once it has built an engine, puts classes of its own in the place of some of transformers'
@@ -29,7 +29,7 @@ def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> 
 
 
 def require_a_step(train_rows: Dataset | None, args: PolarGRPOConfig) -> None:
-    """TRL leaves out what does not fill a generation batch: of too few tasks it would make no step."""
+    """Raise `ConfigError` for too few tasks: TRL leaves out what does not fill a generation batch."""
     needed = args.generation_batch_size // args.num_generations
     if train_rows is not None and len(train_rows) < needed:
         raise ConfigError(
@@ -40,7 +40,7 @@ def require_a_step(train_rows: Dataset | None, args: PolarGRPOConfig) -> None:
 
 
 def build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> Grader | None:
-    """The tasks' own ways; either all of them have one, or none."""
+    """Build the grader that grades each task in its own way; either all tasks have one, or none."""
     tasks = [parse_task(row) for rows in datasets if rows is not None for row in rows]
     missing = [task.id for task in tasks if find_kind(task) is None]
     if len(missing) == len(tasks):
@@ -55,7 +55,7 @@ def build_default_grader(backend: SandboxBackend, *datasets: Dataset | None) -> 
 def choose_reward_functions(
     grader: Grader | None, reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]]
 ) -> list[Callable[..., Any]]:
-    """What TRL is to call: the grader's verdicts first, if there is a grader. Raises `ConfigError` for none at all."""
+    """List the reward functions for TRL, the grader's first if there is one. Raises `ConfigError` for none at all."""
     functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     if grader is not None:
         functions = [grader_reward, *functions]
@@ -67,7 +67,7 @@ def choose_reward_functions(
 
 
 def grader_reward(rollouts: Sequence[Any], **_: Any) -> list[float | None]:
-    """The reward function that hands the grader's verdicts to TRL; None where there is none."""
+    """Return the grader's rewards, as a reward function of TRL; None where there is none."""
     return [rollout.reward for rollout in rollouts]
 
 

@@ -1,7 +1,7 @@
-"""Rollouts and their advantages -> the rows that train them, and each row's share in the loss.
+"""Build the training rows of rollouts with their advantages, and each row's share in the loss.
 
-It refuses to let the number of rows speak: shares are those of a rollout's tokens, however many trajectories it was
-split into. What is left out is counted by its reason.
+The number of rows does not count: shares are those of a rollout's tokens, however many trajectories it was split into.
+Tokens that are left out are counted by their reason.
 """
 
 from collections import Counter, defaultdict
@@ -26,9 +26,9 @@ class Row:
     advantage: float
     token_ids_T: Ids
     trainable_T: NDArray[np.bool_]
-    """Never on the first token, which nothing predicts."""
+    """The loss mask. Never True on the first token, which nothing predicts."""
     logprobs_T: NDArray[np.float32]
-    """Nats, under the policy that sampled; 0 where not trainable."""
+    """Nats, under the behavior policy, which sampled; 0 where not trainable."""
     policy_versions_T: NDArray[np.int64]
     """-1 where not trainable."""
     call_indices: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class Row:
 
 
 def build_row(trajectory: Trajectory, advantage: float, record_path: str = "") -> Row:
-    """The trajectory as arrays."""
+    """Build the row of a trajectory."""
     return Row(
         rollout_id=trajectory.rollout_id,
         advantage=advantage,
@@ -62,7 +62,7 @@ def build_rows(
     oldest_version: int,
     name_record: Callable[[Path | None], str] = lambda path: "",
 ) -> tuple[list[Row], Counter[str]]:
-    """Rows of the rollouts that are trained.
+    """Build the rows of the rollouts that are trained.
 
     Args:
         results: Rollouts and their advantages.
@@ -93,7 +93,7 @@ def build_rows(
 
 
 def rollout_tokens(rows: Sequence[Row]) -> list[int]:
-    """How many trained tokens the rollout of each row has; all its rows are among the given ones."""
+    """Count, for each row, the trained tokens of its rollout; all its rows are among the given ones."""
     totals: dict[str, int] = defaultdict(int)
     for row in rows:
         totals[row.rollout_id] += row.num_trainable
@@ -101,7 +101,7 @@ def rollout_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def token_shares(rows: Sequence[Row], *, loss_type: str, max_completion_length: int) -> list[float]:
-    """For each row, what the loss of one of its tokens is multiplied by: the loss is the sum over all tokens.
+    """Return each row's weight of a token's loss: the loss is the weighted sum over all tokens.
 
     With T tokens in the token's rollout, R rollouts and N tokens in all:
 

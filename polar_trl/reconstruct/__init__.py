@@ -1,4 +1,4 @@
-"""The calls of a session -> trajectories, the rows that are trained. Knows token ids, and no tokenizer and no text.
+"""Merge a session's calls into trajectories, the rows that are trained, by token prefix; no tokenizer and no text.
 
 Write p for a prompt, a for what was sampled on it, u for what the agent added. A conversation of three turns is three
 calls, and each prompt begins with the one before and its answer:

@@ -1,6 +1,6 @@
-"""Messages to hashes that ignore what agents change when they send a conversation back.
+"""Hash conversations so that the changes which agents make when they send one back do not count.
 
-Agents re-serialise tool arguments, invent tool-call ids, drop reasoning and trim replies. Two conversations get one
+Agents re-serialize tool arguments, invent tool-call ids, drop reasoning and trim replies. Two conversations get one
 hash if and only if they differ in nothing else:
 
 - "developer" and "system" are one role;
@@ -9,7 +9,7 @@ hash if and only if they differ in nothing else:
 - tool calls compare by name and by arguments as JSON values (malformed arguments as raw text), results by order;
   call ids are ignored on both.
 
-Refuses to look at anything but the conversation and its tools: sampling settings and tool choice change no prompt.
+Sampling settings and tool choice are left out: they change no prompt.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ _ROLES = {"system": b"s", "developer": b"s", "user": b"u", "assistant": b"a", "t
 
 
 def hash_tools(tools: Sequence[Tool]) -> bytes:
-    """The hash of a conversation that has no message yet."""
+    """Hash a conversation that has no message yet."""
     return _hash(b"", [canonical_tools(tools)])
 
 
 def extend_hash(before: bytes, message: Message, *, with_arguments: bool = True) -> bytes:
-    """The hash of a conversation (given by its own hash) and one more message.
+    """Hash a conversation (given by its own hash) and one more message.
 
     Args:
         before: Of the messages so far, or `hash_tools`.
@@ -51,7 +51,7 @@ def extend_hash(before: bytes, message: Message, *, with_arguments: bool = True)
 
 
 def hash_conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
-    """One hash of a conversation under its tools: equal for a retry of the same request."""
+    """Hash a conversation under its tools; a retry of the same request has the same hash."""
     key = hash_tools(tools)
     for message in messages:
         key = extend_hash(key, message)
@@ -59,7 +59,7 @@ def hash_conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> byt
 
 
 def canonical_arguments(arguments: str) -> bytes:
-    """JSON text with sorted keys and no whitespace; no arguments are `{}`; text that is no JSON stays as it is."""
+    """Return JSON text with sorted keys and no whitespace; no arguments are `{}`; other text stays as it is."""
     if not arguments.strip():
         return b"{}"
     try:
@@ -69,7 +69,7 @@ def canonical_arguments(arguments: str) -> bytes:
 
 
 def canonical_tools(tools: Sequence[Tool]) -> bytes:
-    """The declared tools, in their order, as JSON text with sorted keys."""
+    """Return the declared tools, in their order, as JSON text with sorted keys."""
     return _dump_sorted([[tool.name, tool.description, dict(tool.parameters)] for tool in tools])
 
 

@@ -1,8 +1,8 @@
-"""A request of an agent to prompt ids that begin with what was sampled before, wherever the messages allow it.
+"""Build prompt ids that begin with the tokens sampled before (token-in-token-out), wherever the messages allow it.
 
-An agent sends the whole conversation with every call. This module recognises the part that is an earlier call and
-its reply, takes over that call's ids as they are, and renders only the messages after it. It refuses to encode
-sampled text again.
+An agent sends the whole conversation with every call. This module recognizes the part that is an earlier call and
+its reply, takes over that call's ids as they are, and renders only the messages after it. Sampled text is
+never encoded again.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from polar_trl.types import Call, ChatRequest, Message, TokenIds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What to give to the engine for a request, and where it came from."""
+    """The prompt of a request for the engine, and the call that it continues."""
 
     ids: TokenIds
     """[P]"""
@@ -63,7 +63,7 @@ class Continuations:
             self._malformed[extend_hash(before, call.message, with_arguments=False)] = key
 
     def build_prompt(self, request: ChatRequest) -> Prompt:
-        """Prompt ids for a request; tokenises only the messages that no call on record covers.
+        """Build the prompt ids of a request; tokenises only the messages that no call on record covers.
 
         Raises `RenderError` if the chat template cannot express the conversation.
         """
@@ -118,7 +118,7 @@ class Continuations:
 def _restore_call_ids(
     messages: Sequence[Message], echoed_reply: Message, recorded_reply: Message
 ) -> tuple[Message, ...]:
-    """Tool results that answer ids which the agent invented, pointed back at the ids on record."""
+    """Point tool results that answer ids which the agent invented back at the recorded ids."""
     recorded = {
         echoed.id: ours.id
         for echoed, ours in zip(echoed_reply.tool_calls, recorded_reply.tool_calls, strict=True)

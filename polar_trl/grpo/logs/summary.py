@@ -1,4 +1,4 @@
-"""A finished run's log -> summary.json, a picture of the reward per step, and a table on the terminal."""
+"""Summarize a finished run: summary.json, a plot of the reward per step, and a table on the terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from polar_trl.errors import ConfigError
 
 
 def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
-    """Figures of a run from TRL's log history (`trainer.state.log_history`, one entry per logged step).
+    """Compute a run's figures from TRL's log history (`trainer.state.log_history`, one entry per logged step).
 
     `reward_first_quarter` and `reward_last_quarter` are means over the first and last quarter of the steps that
     have a reward (at least one each); token counts are sums, `logprob_gap_max` is the largest of all steps, the other
