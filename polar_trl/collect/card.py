@@ -6,7 +6,7 @@ Licenses are left out: those of the tasks, of their repositories and of the mode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import yaml  # type: ignore[import-untyped]
+from huggingface_hub import DatasetCardData
 
 if TYPE_CHECKING:
     from polar_trl.collect.data_set import Report
@@ -28,7 +28,7 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
     Args:
         selection: The settings that chose the rows, by name.
     """
-    lines = ["---", yaml.safe_dump({"configs": _build_configs(files)}, sort_keys=False).strip(), "---", ""]
+    lines = ["---", DatasetCardData(configs=_build_configs(files)).to_yaml(), "---", ""]
     lines += [f"# Sessions of {agent} with {model}", ""]
     lines += [
         f"Collected by `polar-trl collect`: {report.total.accepted} of {report.total.attempts} graded sessions were "
