@@ -229,7 +229,7 @@ class Trajectory:
     token_ids: TokenIds
     """[T]"""
     trainable: tuple[bool, ...]
-    """[T], True exactly on sampled tokens that this trajectory trains."""
+    """[T], the loss mask: True exactly on sampled tokens that this trajectory trains."""
     logprobs: tuple[float, ...]
     """[T], 0.0 where not trainable."""
     policy_versions: tuple[int, ...]

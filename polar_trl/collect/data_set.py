@@ -141,17 +141,7 @@ def build_data_set(
             f"none of {total.attempts} graded sessions in {folder} has a reward of {selection.min_reward:g} or more"
             f"{f', and {total.failed} failed without one' if total.failed else ''}; no data set was written"
         )
-    kept: list[tuple[SampleResult, Example]] = []
-    left_out: Counter[str] = Counter()
-    for number, result in enumerate(chosen, start=1):
-        for row in build_examples(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
-            num_tokens = 0 if row.token_ids_T is None else len(row.token_ids_T)
-            if selection.max_tokens is not None and num_tokens > selection.max_tokens:
-                left_out["too_long"] += 1
-            else:
-                kept.append((result, row))
-        tell(number, len(chosen))
-    left_out["unreadable_messages"] = sum(row.messages is None for _, row in kept)
+    kept, left_out = _read_examples(folder, chosen, selection, tell)
     forms, counts = _split(kept, selection, agent)
     report = Report(
         by_repo=count_acceptance(results, min_reward=selection.min_reward),
@@ -174,6 +164,24 @@ def refuse_foreign(target: Path) -> None:
         raise ConfigError(
             f"{target} holds something else than a data set of polar-trl collect; name another output_dir"
         )
+
+
+def _read_examples(
+    folder: Path, chosen: Sequence[SampleResult], selection: Selection, tell: Callable[[int, int], None]
+) -> tuple[list[tuple[SampleResult, Example]], Counter[str]]:
+    """Build the examples of the chosen sessions, and count those that are left out by reason."""
+    kept: list[tuple[SampleResult, Example]] = []
+    left_out: Counter[str] = Counter()
+    for number, result in enumerate(chosen, start=1):
+        for example in build_examples(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
+            num_tokens = 0 if example.token_ids_T is None else len(example.token_ids_T)
+            if selection.max_tokens is not None and num_tokens > selection.max_tokens:
+                left_out["too_long"] += 1
+            else:
+                kept.append((result, example))
+        tell(number, len(chosen))
+    left_out["unreadable_messages"] = sum(example.messages is None for _, example in kept)
+    return kept, left_out
 
 
 def _read_accepted(folder: Path, result: SampleResult) -> Rollout:

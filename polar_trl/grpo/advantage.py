@@ -77,8 +77,8 @@ def compute_advantages(
 
 def _normalize_columns(values_NGF: Tensor) -> Tensor:
     """Normalize each function's rewards in each group; exactly 0 where the function gave one reward only."""
-    centred_NGF = values_NGF - torch.nanmean(values_NGF, dim=1, keepdim=True)
-    normalized_NGF = centred_NGF / (_nanstd(values_NGF, 1) + EPSILON)
+    centered_NGF = values_NGF - torch.nanmean(values_NGF, dim=1, keepdim=True)
+    normalized_NGF = centered_NGF / (_nanstd(values_NGF, 1) + EPSILON)
     spread_N1F = _spread(values_NGF, ~torch.isnan(values_NGF))[:, None]
     return torch.where((spread_N1F == 0) & ~torch.isnan(values_NGF), 0.0, normalized_NGF)
 

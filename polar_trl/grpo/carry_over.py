@@ -1,6 +1,6 @@
-"""Batches of data rows that overlap: the next one begins early, and groups stay open until a step takes them.
+"""Overlap rollouts with training: the next batch begins early, and groups stay open until a step takes them.
 
-It refuses nothing of its own: how old a group may get is the runner's to bound (`RolloutRunner.take`).
+How stale a group may get is the runner's to bound (`RolloutRunner.take`).
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class CarryOver:
         return [self._row_of[job.rollout_id] for group in self._runner.open_jobs() for job in group]
 
     def reopen(self, rows: Sequence[DataRow]) -> None:
-        """Begin anew what was open when the run was cut off; the current batch is among it."""
+        """Begin anew what was open when the run was killed; the current batch is among it."""
         if rows:
             self._begin(rows)
             self._is_begun = True

@@ -187,7 +187,9 @@ class PolarGRPOConfig(PackedGRPOConfig):
     )
     max_trajectory_tokens: int | None = field(
         default=None,
-        metadata={"help": "Longer trajectories are cut after the last call that fits. None: the model's context."},
+        metadata={
+            "help": "Longer trajectories are truncated after the last call that fits. None: the model's context."
+        },
     )
     engine_max_num_seqs: int | None = field(
         default=None, metadata={"help": "Requests the engine samples at once; None: four per agent, 256 at most."}

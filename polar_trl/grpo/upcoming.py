@@ -1,6 +1,6 @@
-"""The batches that the data loader has fetched ahead: orders for their sandboxes, and their rows for an early start.
+"""Look ahead in the data loader: order sandboxes for the next batch, and give its rows for an early start.
 
-It refuses to order sandboxes for later while earlier batches still need theirs.
+Sandboxes for a later batch are ordered once the earlier ones have theirs.
 """
 
 from collections import deque

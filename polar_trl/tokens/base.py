@@ -25,7 +25,7 @@ class Renderer(Protocol):
         """Return `prompt_ids + completion_ids`, the end of that turn if it is missing, then only `new_messages`.
 
         The result begins with `prompt_ids + completion_ids` exactly. None where the template would rewrite what
-        came before (its own rules drop earlier reasoning, say): the caller renders anew, and the record forks.
+        came before (its own rules drop earlier reasoning, say): the caller renders anew, and a fork begins.
         """
         ...
 

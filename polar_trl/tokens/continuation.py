@@ -24,13 +24,13 @@ class Prompt:
     forked: bool
     """An earlier call matched by its messages, but its tokens could not be kept: rendered anew."""
     request: ChatRequest
-    """The request, with the matched messages as they are on record: reasoning, ids and arguments as sampled."""
+    """The request, with the matched messages as they were recorded: reasoning, ids and arguments as sampled."""
 
 
 class Continuations:
     """The calls of one session so far, found by a hash of their messages and reply (see `canonical`).
 
-    With calls a = (s, u) -> r and b = (s, u, r, t) -> q on record, the request (s, u, r, t, q, v) continues b: its
+    With recorded calls a = (s, u) -> r and b = (s, u, r, t) -> q, the request (s, u, r, t, q, v) continues b: its
     prompt is b's prompt, b's sampled ids, then v. The request (s, u, r, w) continues a. The request (s, u, r, t, x, v)
     with an x that was never sampled matches a, whose reply is followed by more than new messages: rendered anew, and
     counted as forked. Of calls with equal messages and equal replies the latest is continued.
@@ -63,7 +63,7 @@ class Continuations:
             self._malformed[extend_hash(before, call.message, with_arguments=False)] = key
 
     def build_prompt(self, request: ChatRequest) -> Prompt:
-        """Build the prompt ids of a request; tokenises only the messages that no call on record covers.
+        """Build the prompt ids of a request; tokenizes only the messages that no recorded call covers.
 
         Raises `RenderError` if the chat template cannot express the conversation.
         """

@@ -42,8 +42,8 @@ class FamilyRenderer:
         family: One of `FAMILIES`.
         thinking: Templates of reasoning models remove the reasoning of earlier turns once a new user message comes.
             "keep" continues with the sampled tokens all the same: prompts then hold what was sampled, which the
-            template alone would not show the model. "template" renders anew as the template says; the record forks
-            there, and the fork is counted.
+            template alone would not show the model. "template" renders anew as the template says,
+            which is counted as a fork.
         template_kwargs: Switches of the family's chat template, such as `enable_thinking`; unknown ones are refused.
     """
 

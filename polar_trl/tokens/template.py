@@ -26,7 +26,7 @@ class TemplateRenderer:
     Args:
         tokenizer: A `transformers` tokenizer with a chat template.
         thinking: Where the template removes reasoning from earlier turns, "keep" continues with the sampled tokens
-            all the same, and "template" renders anew, which forks the record.
+            all the same, and "template" renders anew, which begins a fork.
         template_kwargs: Handed to the chat template, such as `enable_thinking`.
         strict: Raise `RenderError` where some replies, or all, could not be continued.
     """
