@@ -112,7 +112,7 @@ def build_data_set(
     *,
     agent: str,
     model: str,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Write the data set of a folder of `sample_tasks`.
 
@@ -121,7 +121,7 @@ def build_data_set(
         target: Replaced if it holds an earlier data set.
         agent: Whose sessions they are, and
         model: what answered it, for the card.
-        tell: Hears how many accepted sessions have been read, and of how many.
+        on_progress: Called with how many accepted sessions have been read, and of how many.
 
     Raises:
         PolarError: nothing was accepted. An earlier data set is left as it was.
@@ -141,7 +141,7 @@ def build_data_set(
             f"none of {total.attempts} graded sessions in {folder} has a reward of {selection.min_reward:g} or more"
             f"{f', and {total.failed} failed without one' if total.failed else ''}; no data set was written"
         )
-    kept, left_out = _read_examples(folder, chosen, selection, tell)
+    kept, left_out = _read_examples(folder, chosen, selection, on_progress)
     forms, counts = _split(kept, selection, agent)
     report = Report(
         by_repo=count_acceptance(results, min_reward=selection.min_reward),
@@ -167,7 +167,7 @@ def refuse_foreign(target: Path) -> None:
 
 
 def _read_examples(
-    folder: Path, chosen: Sequence[SampleResult], selection: Selection, tell: Callable[[int, int], None]
+    folder: Path, chosen: Sequence[SampleResult], selection: Selection, on_progress: Callable[[int, int], None]
 ) -> tuple[list[tuple[SampleResult, Example]], Counter[str]]:
     """Build the examples of the chosen sessions, and count those that are left out by reason."""
     kept: list[tuple[SampleResult, Example]] = []
@@ -179,7 +179,7 @@ def _read_examples(
                 left_out["too_long"] += 1
             else:
                 kept.append((result, example))
-        tell(number, len(chosen))
+        on_progress(number, len(chosen))
     left_out["unreadable_messages"] = sum(example.messages is None for _, example in kept)
     return kept, left_out
 

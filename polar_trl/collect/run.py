@@ -59,7 +59,7 @@ def run_collection(collection: Collection, *, show_progress: bool = True) -> Rep
     disable = None if show_progress else True  # on a terminal alone, where the line is wiped away at the end
     with tqdm(desc="accepted sessions", unit="session", disable=disable, leave=False) as bar:
 
-        def tell(done: int, total: int) -> None:
+        def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
@@ -69,5 +69,5 @@ def run_collection(collection: Collection, *, show_progress: bool = True) -> Rep
             collection.selection,
             agent=setup.run.agent,
             model=model,
-            tell=tell,
+            on_progress=show,
         )

@@ -18,7 +18,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 logger = logging.getLogger(__name__)
 
 
-def tell_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def mark_not_finite(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a TRL reward function under the same name, so that it gives infinity for each number that is not finite.
 
     TRL makes a float32 of it, by which numbers that float32 cannot hold become infinity as well. A reward model, or
@@ -41,7 +41,7 @@ def tell_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_not_finite(rewards_RF: Tensor, functions: Sequence[Any]) -> Tensor:
-    """Return [R, F]: where a reward that TRL collected from functions of `tell_apart` is there, but not finite."""
+    """Return [R, F]: where a reward of a function of `mark_not_finite` is there, but not finite."""
     is_model_F = torch.tensor([isinstance(function, nn.Module) for function in functions], device=rewards_RF.device)
     return torch.isinf(rewards_RF) | (torch.isnan(rewards_RF) & is_model_F)
 

@@ -45,7 +45,7 @@ from polar_trl.grpo.preflight import (
     require_a_step,
 )
 from polar_trl.grpo.resume.resumable import ResumableTrainer
-from polar_trl.grpo.rewards import find_not_finite, tell_apart, warn_not_finite, without_trl_warning
+from polar_trl.grpo.rewards import find_not_finite, mark_not_finite, warn_not_finite, without_trl_warning
 from polar_trl.grpo.rows import Row, build_rows
 from polar_trl.grpo.selfcheck import check_engine
 from polar_trl.grpo.upcoming import UpcomingBatches
@@ -113,7 +113,7 @@ class PolarGRPOTrainer(ResumableTrainer, PackedGRPOTrainer):
         eval_rows = build_dataset(eval_dataset) if eval_dataset is not None else None
         backend = sandbox or LocalSandboxBackend()
         self.grader = grader or build_default_grader(backend, train_rows, eval_rows)
-        functions = [tell_apart(function) for function in choose_reward_functions(self.grader, reward_funcs)]
+        functions = [mark_not_finite(function) for function in choose_reward_functions(self.grader, reward_funcs)]
         require_a_step(train_rows, args)
         harness.install()
         if is_multimodal(config):

@@ -1,4 +1,4 @@
-"""Recorded sessions -> a data set: what is in it, what is not, where it is, and that it is the same every time."""
+"""Recorded sessions become a data set: its rows, its split, its files, and the same files every time."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Which tokens of a rollout are trained, and what is counted instead."""
+"""Tokens of a rollout are trained, or counted by the reason why not."""
 
 from reconstruct_sessions import build_call
 

@@ -1,4 +1,4 @@
-"""What agents send comes back as the normal form it was made from, and replies sent back as history match their calls.
+"""Requests come back as the normal form they were made from, and replies sent back as history match their calls.
 
 The agents are those of `clients`; what a format cannot say is stated in each client's `carry`.
 """

@@ -1,4 +1,4 @@
-"""What trackers hold of a run, read back from their own files: curves by step, and a table of rollouts per step."""
+"""Trackers hold a run, read back from their own files: curves by step, and a table of rollouts per step."""
 
 import json
 import math
