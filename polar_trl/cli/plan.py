@@ -68,7 +68,6 @@ def _build_plan_json(found: "Plan", advice: Sequence["Advice"]) -> dict[str, Any
         "kv_tokens": found.kv_tokens,
         "kv_sessions": found.kv_sessions,
         "max_model_len": found.max_model_len,
-        "host_bytes_asleep": found.host_bytes,
         "kernels": asdict(found.kernels),
         "advice": [asdict(item) for item in advice],
     }
@@ -92,8 +91,6 @@ def _print_plan(found: "Plan", advice: Sequence["Advice"]) -> None:
     console.print(
         f"key-value cache: {found.kv_tokens:,} tokens, {found.kv_sessions:,} sessions of {found.max_model_len:,}"
     )
-    if found.host_bytes:
-        console.print(f"host memory for sleeping engines: {_gib(found.host_bytes)} GiB")
     if found.is_hybrid:
         console.print(f"gated delta nets: {_DELTA_NETS[found.kernels.fla]}", markup=False)
     console.print("it fits" if found.fits else "it does not fit")

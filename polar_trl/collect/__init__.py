@@ -1,5 +1,5 @@
-"""Graded sessions -> a data set for supervised fine-tuning: chosen (`accept`), made rows (`rows`), split by task
-(`split`), written with a card (`data_set`, `card`).
+"""Collect graded sessions into a data set for supervised fine-tuning (rejection sampling).
 
-It takes what the grader accepted as it was sampled, and refuses to repair, shorten or tokenise anything.
+Accepted sessions are chosen (`accept`), made examples (`examples`), split by task (`split`) and written with a card
+(`data_set`, `card`), as they were sampled: nothing is repaired, truncated or tokenized again.
 """

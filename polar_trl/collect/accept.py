@@ -1,6 +1,6 @@
-"""Results of sessions -> those whose work was accepted, and how many were, per repository.
+"""Choose the sessions that the grader accepted, and compute the acceptance rate of each repository.
 
-It refuses to take a session without a reward for one that was rejected: it is in no rate, and counted apart.
+A session without a reward was not rejected: it is in no rate, and counted apart.
 """
 
 from collections import Counter, defaultdict
@@ -15,10 +15,10 @@ NO_REPO = "(none)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acceptance:
-    """What a grader made of the sessions of one repository, or of all."""
+    """Counts of graded and accepted sessions of one repository, or of all."""
 
     tasks: int
-    """That were graded at least once."""
+    """Tasks that were graded at least once."""
     attempts: int
     """Sessions with a reward."""
     accepted: int
@@ -32,14 +32,14 @@ class Acceptance:
 
 
 def is_accepted(result: SampleResult, min_reward: float) -> bool:
-    """Whether the grader gave it enough."""
+    """Return whether the session's reward is at least `min_reward`."""
     return result.reward is not None and result.reward >= min_reward
 
 
 def choose_accepted(
     results: Sequence[SampleResult], *, min_reward: float, max_per_task: int | None = None
 ) -> list[SampleResult]:
-    """The accepted sessions in the order of task id and sample, at most so many of each task: the first samples."""
+    """Return the accepted sessions by task id and sample, at most `max_per_task` of each task: the first samples."""
     chosen: list[SampleResult] = []
     kept: Counter[str] = Counter()
     for result in sorted(results, key=lambda result: (result.task, result.sample, result.attempt)):
@@ -50,7 +50,7 @@ def choose_accepted(
 
 
 def count_acceptance(results: Sequence[SampleResult], *, min_reward: float) -> dict[str, Acceptance]:
-    """Repository -> its counts, the highest rate first."""
+    """Count the sessions of each repository, the highest acceptance rate first."""
     by_repo: defaultdict[str, list[SampleResult]] = defaultdict(list)
     for result in results:
         by_repo[result.repo or NO_REPO].append(result)
@@ -59,7 +59,7 @@ def count_acceptance(results: Sequence[SampleResult], *, min_reward: float) -> d
 
 
 def total_acceptance(results: Sequence[SampleResult], *, min_reward: float) -> Acceptance:
-    """The counts of all repositories together."""
+    """Count the sessions of all repositories together."""
     return _count(results, min_reward)
 
 

@@ -1,12 +1,12 @@
-"""What was collected -> the data set's card, whose header tells `datasets.load_dataset` where the rows are.
+"""Render the data set's card, whose header tells `datasets.load_dataset` where the examples are.
 
-It says nothing about licences: those of the tasks, of their repositories and of the model are the user's to know.
+Licenses are left out: those of the tasks, of their repositories and of the model are the user's to know.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import yaml  # type: ignore[import-untyped]
+from huggingface_hub import DatasetCardData
 
 if TYPE_CHECKING:
     from polar_trl.collect.data_set import Report
@@ -19,16 +19,16 @@ ABOUT = {
 
 
 Files = Mapping[str, Mapping[str, str]]
-"""Form -> split -> path in the data set, of those that have rows."""
+"""Paths in the data set by form and split, of those that have examples."""
 
 
 def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *, agent: str, model: str) -> str:
-    """README.md of a data set.
+    """Render README.md of a data set.
 
     Args:
         selection: The settings that chose the rows, by name.
     """
-    lines = ["---", yaml.safe_dump({"configs": _build_configs(files)}, sort_keys=False).strip(), "---", ""]
+    lines = ["---", DatasetCardData(configs=_build_configs(files)).to_yaml(), "---", ""]
     lines += [f"# Sessions of {agent} with {model}", ""]
     lines += [
         f"Collected by `polar-trl collect`: {report.total.accepted} of {report.total.attempts} graded sessions were "
@@ -39,7 +39,7 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
     if report.text_only_rows:
         lines += [
             f"**Text only:** {report.text_only_rows} rows come from a server that gives no token ids. They are in "
-            "`messages` alone, and what was sampled can only be tokenised again.",
+            "`messages` alone, and what was sampled can only be tokenized again.",
             "",
         ]
     lines += ["| form | train | test | columns |", "|---|---|---|---|"]
@@ -58,7 +58,7 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
 
 
 def _build_configs(files: Files) -> list[dict[str, Any]]:
-    """The first form is what is loaded where none is named."""
+    """Build the header's `configs`; the first form is the default one."""
     configs: list[dict[str, Any]] = []
     for form, paths in files.items():
         data_files = [{"split": split, "path": path} for split, path in paths.items()]

@@ -1,13 +1,13 @@
-"""A folder of graded sessions -> a folder with a Hugging Face data set of those that were accepted.
+"""Write a Hugging Face data set of the accepted sessions of a folder.
 
     DATA_SET/README.md                            the card; tells `datasets.load_dataset` what there is
-    DATA_SET/tokens/{train,test}-DIGEST.parquet   input_ids and assistant_masks, exactly as sampled
-    DATA_SET/messages/{train,test}-DIGEST.parquet messages and tools, to be tokenised by whoever trains
+    DATA_SET/tokens/{train,test}-HASH.parquet     input_ids and assistant_masks, exactly as sampled
+    DATA_SET/messages/{train,test}-HASH.parquet   messages and tools, to be tokenized by whoever trains
     DATA_SET/acceptance.json                      the counts
 
-The same sessions and settings give the same files. Their names have a digest of what is in them: `datasets` knows what
-it has loaded by a folder's own name and its card, and would otherwise give the rows of another data set. It refuses to
-write a data set without a row to train on, and replaces an earlier one only when the new one is whole.
+The same sessions and settings give the same files. Their names have a hash of their content: `datasets` caches by a
+folder's own name and its card, and would otherwise give the rows of another data set. Without a row to train on,
+nothing is written (`PolarError`); an earlier data set is replaced only when the new one is whole.
 """
 
 import json
@@ -26,7 +26,7 @@ from datasets import Dataset, Features, Json, List, Value, disable_progress_bars
 
 from polar_trl.collect.accept import NO_REPO, Acceptance, choose_accepted, count_acceptance, total_acceptance
 from polar_trl.collect.card import Files, render_card
-from polar_trl.collect.rows import Row, build_rows
+from polar_trl.collect.examples import Example, build_examples
 from polar_trl.collect.split import choose_test_tasks
 from polar_trl.errors import ConfigError, PolarError, RecordError
 from polar_trl.eval.sample_tasks import RESULTS_FILE, SampleResult, read_results
@@ -39,7 +39,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What of the sessions becomes the data set."""
+    """Settings that choose the examples of the data set."""
 
     num_samples: int | None = None
     """The first so many sessions of each task; None takes all."""
@@ -65,19 +65,19 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What was collected, and what became of it."""
+    """Counts of what was collected, kept and left out."""
 
     by_repo: Mapping[str, Acceptance]
     total: Acceptance
     rows: Mapping[str, Mapping[str, Mapping[str, int]]]
-    """Form ("tokens", "messages") -> repository -> split -> rows."""
+    """Numbers of rows by form ("tokens", "messages"), repository and split."""
     left_out: Mapping[str, int]
-    """Reason -> rows: "too_long" of both forms, "unreadable_messages" of the messages."""
+    """Numbers of rows by reason: "too_long" of both forms, "unreadable_messages" of the messages."""
     text_only_rows: int
     """Rows without token ids."""
 
     def num_rows(self, form: str, split: str | None = None) -> int:
-        """Rows of a form, of one split or of both."""
+        """Return the number of rows of a form, of one split or of both."""
         return sum(
             count
             for counts in self.rows[form].values()
@@ -86,7 +86,7 @@ class Report:
         )
 
     def render(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         acceptances = {repo: _render_acceptance(counts) for repo, counts in self.by_repo.items()}
         return {
             "by_repo": acceptances,
@@ -112,7 +112,7 @@ def build_data_set(
     *,
     agent: str,
     model: str,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Write the data set of a folder of `sample_tasks`.
 
@@ -121,12 +121,12 @@ def build_data_set(
         target: Replaced if it holds an earlier data set.
         agent: Whose sessions they are, and
         model: what answered it, for the card.
-        tell: Hears how many accepted sessions have been read, and of how many.
+        on_progress: Called with how many accepted sessions have been read, and of how many.
 
     Raises:
         PolarError: nothing was accepted. An earlier data set is left as it was.
         ConfigError: `target` holds something else.
-        LawError, RecordError: a session's record does not hold, or cannot be read.
+        LawError, RecordError: a session's trajectories break a law, or its record cannot be read.
     """
     refuse_foreign(target)
     results = [
@@ -141,17 +141,7 @@ def build_data_set(
             f"none of {total.attempts} graded sessions in {folder} has a reward of {selection.min_reward:g} or more"
             f"{f', and {total.failed} failed without one' if total.failed else ''}; no data set was written"
         )
-    kept: list[tuple[SampleResult, Row]] = []
-    left_out: Counter[str] = Counter()
-    for number, result in enumerate(chosen, start=1):
-        for row in build_rows(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
-            num_tokens = 0 if row.token_ids_T is None else len(row.token_ids_T)
-            if selection.max_tokens is not None and num_tokens > selection.max_tokens:
-                left_out["too_long"] += 1
-            else:
-                kept.append((result, row))
-        tell(number, len(chosen))
-    left_out["unreadable_messages"] = sum(row.messages is None for _, row in kept)
+    kept, left_out = _read_examples(folder, chosen, selection, on_progress)
     forms, counts = _split(kept, selection, agent)
     report = Report(
         by_repo=count_acceptance(results, min_reward=selection.min_reward),
@@ -169,15 +159,33 @@ def build_data_set(
 
 
 def refuse_foreign(target: Path) -> None:
-    """Raises `ConfigError` where a data set would replace something else."""
+    """Raise `ConfigError` where a data set would replace something else."""
     if target.exists() and not (target / REPORT_FILE).exists():
         raise ConfigError(
             f"{target} holds something else than a data set of polar-trl collect; name another output_dir"
         )
 
 
+def _read_examples(
+    folder: Path, chosen: Sequence[SampleResult], selection: Selection, on_progress: Callable[[int, int], None]
+) -> tuple[list[tuple[SampleResult, Example]], Counter[str]]:
+    """Build the examples of the chosen sessions, and count those that are left out by reason."""
+    kept: list[tuple[SampleResult, Example]] = []
+    left_out: Counter[str] = Counter()
+    for number, result in enumerate(chosen, start=1):
+        for example in build_examples(_read_accepted(folder, result), with_auxiliary=selection.with_auxiliary):
+            num_tokens = 0 if example.token_ids_T is None else len(example.token_ids_T)
+            if selection.max_tokens is not None and num_tokens > selection.max_tokens:
+                left_out["too_long"] += 1
+            else:
+                kept.append((result, example))
+        on_progress(number, len(chosen))
+    left_out["unreadable_messages"] = sum(example.messages is None for _, example in kept)
+    return kept, left_out
+
+
 def _read_accepted(folder: Path, result: SampleResult) -> Rollout:
-    """A session as it was graded: one that was cut since has lost tokens, and is no row."""
+    """Read a session as it was graded: a record that was shortened since has lost tokens, and is no example."""
     path = folder / result.record
     try:
         record = read_record(path)
@@ -191,9 +199,9 @@ def _read_accepted(folder: Path, result: SampleResult) -> Rollout:
 
 
 def _split(
-    kept: Sequence[tuple[SampleResult, Row]], selection: Selection, agent: str
+    kept: Sequence[tuple[SampleResult, Example]], selection: Selection, agent: str
 ) -> tuple[_Forms, dict[str, dict[str, dict[str, int]]]]:
-    """The columns of every row in its split, and how many rows of each repository are where."""
+    """Put every example into its split, and count those of each repository."""
     repos = {result.task: result.repo or NO_REPO for result, _ in kept}
     test = choose_test_tasks(repos, share=selection.test_share, seed=selection.seed)
     forms = _Forms()
@@ -224,7 +232,7 @@ def _render_json(values: Sequence[Any]) -> list[str]:
 
 
 def _render_text(text: str) -> str:
-    """As UTF-8 holds it: an id may have half a surrogate pair."""
+    """Return the text as UTF-8 holds it: an id may have half a surrogate pair."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -233,7 +241,7 @@ def _count(counts: dict[str, dict[str, int]], repo: str, split: str) -> None:
 
 
 def _write(target: Path, forms: _Forms, report: Report, render: Callable[[Files], str]) -> None:
-    """All files into a folder beside the target, which then takes its place. `render` makes the card."""
+    """Write all files into a folder beside the target, which then takes its place. `render` makes the card."""
     name = f".{target.name}.{secrets.token_hex(4)}"
     draft, before = (target.with_name(f"{name}{end}") for end in ("", ".before"))
     files: dict[str, dict[str, str]] = {}

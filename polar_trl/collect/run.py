@@ -1,7 +1,6 @@
-"""The settings of a run and a model -> graded sessions in a folder, and the data set of those that were accepted.
+"""Run graded sessions of the training tasks into a folder, and build the data set of the accepted ones.
 
-The sessions are those of an evaluation (`grpo.evaluate`) of the tasks to train on. It refuses to build a data set
-while sessions are still to be run.
+The sessions are those of an evaluation (`eval.evaluate`); the data set is built once all of them have run.
 """
 
 from collections.abc import Sequence
@@ -26,12 +25,12 @@ class Collection:
 
     @property
     def data_set(self) -> Path:
-        """Where it goes."""
+        """The data set's folder."""
         return self.setup.folder / DATA_SET_FOLDER
 
 
 def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path, selection: Selection) -> Collection:
-    """Settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
+    """Parse the settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
 
     The tasks are those to train on, whether or not the run file has others to evaluate on.
     """
@@ -60,7 +59,7 @@ def run_collection(collection: Collection, *, show_progress: bool = True) -> Rep
     disable = None if show_progress else True  # on a terminal alone, where the line is wiped away at the end
     with tqdm(desc="accepted sessions", unit="session", disable=disable, leave=False) as bar:
 
-        def tell(done: int, total: int) -> None:
+        def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
@@ -70,5 +69,5 @@ def run_collection(collection: Collection, *, show_progress: bool = True) -> Rep
             collection.selection,
             agent=setup.run.agent,
             model=model,
-            tell=tell,
+            on_progress=show,
         )

@@ -1,6 +1,6 @@
-"""Tasks and their repositories -> which tasks are for testing. All rows of a task are on one side.
+"""Split tasks into train and test, a share of every repository. All examples of a task are on one side.
 
-It refuses to take a repository's only task for testing: nothing of that repository would be left to train on.
+A repository's only task is never for testing: nothing of that repository would be left to train on.
 """
 
 from collections import defaultdict
@@ -9,7 +9,7 @@ from hashlib import sha256
 
 
 def choose_test_tasks(repos: Mapping[str, str], *, share: float, seed: int) -> frozenset[str]:
-    """About `share` of the tasks of every repository.
+    """Choose about `share` of the tasks of every repository for testing.
 
     Each repository gives the whole number of tasks below its share; what is then missing of the share of all of them
     comes from those that were rounded down most (the largest remainders). Which tasks of a repository are taken

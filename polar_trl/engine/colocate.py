@@ -42,7 +42,6 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
 
     Args:
         llm_kwargs: Overrides for `vllm.LLM`.
-        sleep_level: 1 keeps the weights in host memory while the engine sleeps, 2 drops them.
         dtype: What the engine computes in ("bfloat16", "float16", "float32"); None: what the trainer's pass does, and
             on a CPU what vLLM's CPU build can.
         rounding_seed: Of the offsets with which merged adapters are rounded; None rounds to nearest.
@@ -52,13 +51,11 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         self,
         *args: Any,
         llm_kwargs: dict[str, Any],
-        sleep_level: int = 2,
         dtype: str | None = None,
         rounding_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         self._llm_kwargs = llm_kwargs
-        self._sleep_level = sleep_level
         self._dtype = dtype
         self._rounding_seed = rounding_seed
         self.on_merged: Callable[[str, torch.Tensor, torch.Tensor], None] | None = None
@@ -132,15 +129,14 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         self._asleep.clear()
 
     def sleep(self) -> None:
-        """Give the engine's memory to training. At level 2 the next use has to push the weights again."""
+        """Give the engine's memory to training. The next use has to push the weights again."""
         if not self.enable_sleep_mode:
             return
         with self.engine.paused():
             torch.cuda.empty_cache()
-            self.llm.sleep(level=self._sleep_level)
+            self.llm.sleep(level=2)
         self._asleep |= _SLEEPING_PARTS
-        # TRL's own flag: whether the weights are gone. At level 1 they come back with `wake`.
-        self._llm_weights_sleeping = self._sleep_level == 2
+        self._llm_weights_sleeping = True  # TRL's own flag: the weights are gone
 
 
 def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
@@ -196,11 +192,9 @@ def _find_free_port() -> int:
 
 
 @contextmanager
-def colocated_vllm(
-    *, sleep_level: int = 2, dtype: str | None = None, rounding_seed: int | None = None, **llm_kwargs: Any
-) -> Iterator[None]:
+def colocated_vllm(*, dtype: str | None = None, rounding_seed: int | None = None, **llm_kwargs: Any) -> Iterator[None]:
     """While the block runs, a `GRPOTrainer` that is built makes a `ColocatedVllm`. TRL has no argument for it."""
-    ours: dict[str, Any] = {"sleep_level": sleep_level, "dtype": dtype, "rounding_seed": rounding_seed}
+    ours: dict[str, Any] = {"dtype": dtype, "rounding_seed": rounding_seed}
 
     def make(*args: Any, **kwargs: Any) -> ColocatedVllm:
         return ColocatedVllm(*args, llm_kwargs=llm_kwargs, **ours, **kwargs)

@@ -131,7 +131,7 @@ def open_runner(
     # an evaluation that cuts agents would measure how quick the others were
     config = replace(args.build_rollout_config(), straggler_quantile=None)
     params = replace(params, stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})))
-    with Proxy(engine, renderer, params=params, model=args.model_label) as proxy:
+    with Proxy(engine, renderer, params=params) as proxy:
         runner = RolloutRunner(
             proxy=proxy, backend=parts.backend, harness=parts.harness, grader=parts.grader, config=config
         )

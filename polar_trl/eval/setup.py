@@ -167,7 +167,7 @@ def build_settings(
     )
     of_sessions = (
         *("max_completion_length", "max_session_calls", "max_session_tokens", "vllm_max_model_length"),
-        *("renderer", "thinking", "chat_template_kwargs", "model_label"),
+        *("renderer", "thinking", "chat_template_kwargs"),
     )
     return {
         "model": checkpoint.identity,

@@ -1,4 +1,4 @@
-"""Rewards of all rollouts of a step -> one advantage per rollout, before any rollout is split into rows.
+"""Compute group-relative advantages (GRPO), one per rollout, before any rollout is split into rows.
 
 A rollout without a reward (NaN for every reward function) enters no baseline and gets no advantage. The formulas are
 those of TRL's `GRPOTrainer` (`scale_rewards`, `multi_objective_aggregation`), computed in float64. A group is constant
@@ -54,12 +54,12 @@ class RolloutAdvantage(NamedTuple):
 def compute_advantages(
     rewards_RF: Tensor, weights_F: Tensor, *, num_generations: int, scale_rewards: str, aggregation: str
 ) -> Advantages:
-    """Advantages of R rollouts under F reward functions.
+    """Compute the advantages of R rollouts under F reward functions.
 
     Args:
         rewards_RF: Rewards, NaN where a function gave none; R is a multiple of `num_generations`, groups adjacent.
         weights_F: Weight of each function.
-        scale_rewards: "group", "batch" or "none": what the centred reward is divided by the deviation of.
+        scale_rewards: "group", "batch" or "none": whose deviation the centered reward is divided by.
         aggregation: "sum_then_normalize" or "normalize_then_sum".
     """
     given_RF = rewards_RF.double()
@@ -94,9 +94,9 @@ def compute_advantages(
 
 
 def _normalize_columns(values_NGF: Tensor) -> Tensor:
-    """Each function's rewards in each group, centred and scaled; exactly 0 where the function gave one reward only."""
-    centred_NGF = values_NGF - torch.nanmean(values_NGF, dim=1, keepdim=True)
-    normalized_NGF = centred_NGF / (_nanstd(values_NGF, 1) + EPSILON)
+    """Normalize each function's rewards in each group; exactly 0 where the function gave one reward only."""
+    centered_NGF = values_NGF - torch.nanmean(values_NGF, dim=1, keepdim=True)
+    normalized_NGF = centered_NGF / (_nanstd(values_NGF, 1) + EPSILON)
     spread_N1F = _spread(values_NGF, ~torch.isnan(values_NGF))[:, None]
     return torch.where((spread_N1F == 0) & ~torch.isnan(values_NGF), 0.0, normalized_NGF)
 
@@ -120,7 +120,7 @@ def replace_groups(constant_WN: Tensor, usable_WM: Tensor) -> list[list[tuple[in
 
 
 def _find_constant(terms_NGF: Tensor, scored_NG: Tensor) -> Tensor:
-    """[N]: whether the sums of a group's scored rollouts are equal.
+    """Return [N]: whether the sums of a group's scored rollouts are equal.
 
     One function that varies decides exactly. Several may cancel, up to the rounding of their terms.
     """
@@ -132,14 +132,14 @@ def _find_constant(terms_NGF: Tensor, scored_NG: Tensor) -> Tensor:
 
 
 def _spread(values_NG: Tensor, present_NG: Tensor) -> Tensor:
-    """Largest minus smallest present value over the second dimension; 0 where none is present."""
+    """Return the largest minus the smallest present value over the second dimension; 0 where none is present."""
     largest = values_NG.masked_fill(~present_NG, -torch.inf).amax(dim=1)
     smallest = values_NG.masked_fill(~present_NG, torch.inf).amin(dim=1)
     return torch.where(present_NG.any(dim=1), largest - smallest, 0.0)
 
 
 def _nanstd(x: Tensor, dim: int) -> Tensor:
-    """Sample standard deviation over `dim` (kept) of the entries that are not NaN; 0 where fewer than two are."""
+    """Return the sample standard deviation over `dim` (kept) of what is not NaN; 0 where fewer than two are."""
     mean = torch.nanmean(x, dim=dim, keepdim=True)
     count = (~torch.isnan(x)).sum(dim=dim, keepdim=True)
     return (torch.nansum((x - mean) ** 2, dim=dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

@@ -1,6 +1,6 @@
-"""A run file and flags -> the settings of a run: one YAML file is a whole run, every key of it can be a flag.
+"""Parse a run's settings from a YAML file and flags: one file is a whole run, and every key of it can be a flag.
 
-It refuses keys that nobody reads, with the nearest known name, and values of another type.
+A key that nobody reads raises `ConfigError` with the nearest known name, as does a value of another type.
 """
 
 import argparse
@@ -57,21 +57,21 @@ class RunParser(TrlParser):  # type: ignore[misc]
         self.set_defaults_with_config(**values)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but that nothing may be unknown."""
+        """Parse as argparse does, but raise `ConfigError` for an unknown flag."""
         found, rest = super().parse_known_args(args, namespace)
         names = [word.split("=")[0] for word in rest if word.startswith("--")]
         self._refuse_unknown("flags", names or rest)
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """What is wrong with the flags as such."""
+        """Raise `ConfigError` in the place of argparse's usage and exit."""
         required = "the following arguments are required: --"
         if message.startswith(required):
             raise ConfigError(f"{message.removeprefix(required)} is needed, in the run file (--config) or as a flag")
         raise ConfigError(message.removeprefix("argument "))
 
     def _convert(self, action: argparse.Action, hint: Any, value: Any) -> Any:
-        """A value of the file. argparse looks at texts alone, and at no text's choices."""
+        """Convert a value of the file. argparse looks at texts alone, and at no text's choices."""
         kinds = [
             kind
             for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,))
@@ -112,13 +112,13 @@ class RunParser(TrlParser):  # type: ignore[misc]
 def parse_run(
     parser: RunParser, arguments: Sequence[str] | None = None
 ) -> tuple[RunArguments, PolarGRPOConfig, ModelConfig]:
-    """Settings from `--config FILE` and flags, which win; None reads the command line. Raises as `parse_groups`."""
+    """Parse settings from `--config FILE` and flags, which win; None: the command line. Raises as `parse_groups`."""
     run, args, model = parse_groups(parser, arguments)
     return run, args, model
 
 
 def parse_groups(parser: RunParser, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """The same, with what the parser reads `more`: one object of each dataclass.
+    """Parse the same, with what the parser reads `more`: one object of each dataclass.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value cannot work.
@@ -137,7 +137,7 @@ def parse_groups(parser: RunParser, arguments: Sequence[str] | None = None) -> t
 
 
 def refuse_unread(model_config: ModelConfig) -> None:
-    """Keys of TRL's `ModelConfig` that a run does not pass on must not look as if it did."""
+    """Raise `ConfigError` for keys of TRL's `ModelConfig` that a run does not pass on."""
     for item in dataclasses.fields(ModelConfig):
         name, value = item.name, getattr(model_config, item.name)
         if name == "model_name_or_path" or name == "use_peft" or name.startswith(("lora_", "use_rslora", "use_dora")):
@@ -147,7 +147,7 @@ def refuse_unread(model_config: ModelConfig) -> None:
 
 
 def _take_config(words: Iterable[str]) -> tuple[str | None, list[str]]:
-    """The run file, the last if several are given, and the other words."""
+    """Return the run file, the last if several are given, and the other words."""
     path, rest, words = None, [], iter(words)
     for word in words:
         if word == "--config":

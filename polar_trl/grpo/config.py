@@ -1,6 +1,6 @@
-"""The settings of a run: TRL's `GRPOConfig`, a few defaults changed for agents, and what rollouts add.
+"""Define the settings of a run: TRL's `GRPOConfig`, a few defaults changed for agents, and those of rollouts.
 
-It refuses settings under which the trained distribution would not be the sampled one.
+Settings under which the trained distribution would not be the sampled one raise `ConfigError`.
 """
 
 from dataclasses import dataclass, field, fields
@@ -125,7 +125,10 @@ class PolarGRPOConfig(PackedGRPOConfig):
     `gradient_accumulation_steps` count rollouts; a rollout may become several rows.
     """
 
-    use_vllm: bool = field(default=True, metadata={"help": "Always on: the engine shares this process."})
+    use_vllm: bool = field(
+        default=True,
+        metadata={"help": "TRL's key; always on, since agents are served by the engine, which shares this process."},
+    )
     max_agents: int = field(default=16, metadata={"help": "Agents that run at the same time, per process."})
     max_preparing: int = field(default=4, metadata={"help": "Sandboxes prepared at the same time, per process."})
     max_grading: int = field(default=4, metadata={"help": "Sessions graded at the same time, per process."})
@@ -135,15 +138,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
     max_session_tokens: int | None = field(
         default=None, metadata={"help": "Tokens a session may sample in all; None sets no limit."}
     )
-    trajectory_builder: str = field(
-        default="prefix_merging",
-        metadata={"help": "How calls become rows: merged by token prefix, or one row per call ('per_request')."},
-    )
     train_auxiliary: bool = field(
         default=False,
-        metadata={"help": "Train what an agent asks beside its task, such as titles and summaries, like the rest."},
+        metadata={
+            "help": "Train what an agent asks beside its task like the rest: titles, but also the summaries that a "
+            "compacted session goes on from."
+        },
     )
-    model_label: str = field(default="policy", metadata={"help": "The model name that agents are told."})
     renderer: str | None = field(
         default=None,
         metadata={
@@ -173,7 +174,8 @@ class PolarGRPOConfig(PackedGRPOConfig):
         default=None,
         metadata={
             "help": "Once this share of a batch's agents has ended, those that have used as much time as the slowest "
-            "of them are stopped, graded and trained; the rest may use as much. None: wait for all."
+            "of them are stopped, graded and trained; the rest may use as much. None: wait for all. A simulated step "
+            "takes a third less time at 0.9, but hard tasks are the ones that are stopped."
         },
     )
     max_policy_lag: int = field(
@@ -185,7 +187,9 @@ class PolarGRPOConfig(PackedGRPOConfig):
     )
     max_trajectory_tokens: int | None = field(
         default=None,
-        metadata={"help": "Longer trajectories are cut after the last call that fits. None: the model's context."},
+        metadata={
+            "help": "Longer trajectories are truncated after the last call that fits. None: the model's context."
+        },
     )
     engine_max_num_seqs: int | None = field(
         default=None, metadata={"help": "Requests the engine samples at once; None: four per agent, 256 at most."}
@@ -201,15 +205,9 @@ class PolarGRPOConfig(PackedGRPOConfig):
         default="default",
         metadata={
             "help": "CUDA graphs of the engine: 'default' is vLLM's own choice (FULL_AND_PIECEWISE and torch.compile, "
-            "slow to start), 'decode' is FULL_DECODE_ONLY without torch.compile (quick to start), 'none' is eager. "
-            "vLLM's mode FULL is refused: it gives wrong text. A CPU has none."
-        },
-    )
-    vllm_sleep_level: int = field(
-        default=2,
-        metadata={
-            "help": "With vllm_enable_sleep_mode: 1 moves the engine's weights to host memory between rollouts, 2 "
-            "drops them and has the trainer push its own; the key-value cache is freed by both."
+            "slow to start), 'decode' is FULL_DECODE_ONLY without torch.compile (quick to start), 'none' is eager, "
+            "for a card on which graphs do not compute what the trainer computes. vLLM's mode FULL is refused: it "
+            "gives wrong text. A CPU has none."
         },
     )
     show_rollout_progress: bool = field(default=True, metadata={"help": "Draw a bar of sessions by stage."})
@@ -234,18 +232,12 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "mask_truncated_completions",
             "is not supported: a session is not one completion. Bound it with max_session_calls instead",
         )
-        self._require(
-            self.trajectory_builder in ("prefix_merging", "per_request"),
-            "trajectory_builder",
-            "must be 'prefix_merging' or 'per_request'",
-        )
         check_cuda_graphs(self.engine_cuda_graphs)
         self._require(
             self.engine_dtype in (None, "bfloat16", "float16", "float32"),
             "engine_dtype",
             "must be 'bfloat16', 'float16', 'float32', or left out",
         )
-        self._require(self.vllm_sleep_level in (1, 2), "vllm_sleep_level", "must be 1 or 2")
         self._require(self.thinking in ("keep", "template"), "thinking", "must be 'keep' or 'template'")
         for name in ("max_policy_lag", "resample_zero_variance"):
             value = getattr(self, name)
@@ -298,13 +290,12 @@ class PolarGRPOConfig(PackedGRPOConfig):
         return self.engine_max_num_seqs or min(256, 4 * self.max_agents)
 
     def build_rollout_config(self) -> RolloutConfig:
-        """How sessions run."""
+        """Build the settings of the rollout runner."""
         return RolloutConfig(
             max_preparing=self.max_preparing,
             max_agents=self.max_agents,
             max_grading=self.max_grading,
             limits=SessionLimits(max_calls=self.max_session_calls, max_sampled_tokens=self.max_session_tokens),
-            builder=self.trajectory_builder,
             train_auxiliary=self.train_auxiliary,
             max_policy_lag=self.max_policy_lag,
             straggler_quantile=self.straggler_quantile,

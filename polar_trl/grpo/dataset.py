@@ -9,6 +9,9 @@ from polar_trl.errors import TaskError
 from polar_trl.tasks.jsonl import read_task
 from polar_trl.types import Task
 
+DataRow = dict[str, Any]
+"""A row of the data set, not of the loss (that is `grpo.rows.Row`)."""
+
 
 def read_tasks(tasks: Sequence[Task] | Dataset | None) -> dict[str, Task]:
     """Return tasks by id, in their order; none of None. A `Dataset` has a task per row, columns being `Task`'s fields.

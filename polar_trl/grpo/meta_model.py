@@ -16,7 +16,7 @@ _SHAPE_ATTENTION = "polar_shapes"
 
 
 def build_meta_model(config: Any, *, dtype: torch.dtype, peft_config: Any = None) -> Any:
-    """The model that TRL would make of this configuration, with an adapter if there is one, without memory.
+    """Build the model that TRL would make of this configuration, with an adapter if there is one, without memory.
 
     TRL takes the class that the configuration names (`trl.trainer.utils.create_model_from_path`).
     """
@@ -34,7 +34,7 @@ def build_meta_model(config: Any, *, dtype: torch.dtype, peft_config: Any = None
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """FlexAttention in transformers' calling convention: [1, H, N, D] -> [1, N, H, D]."""
+    """Stand in for FlexAttention in transformers' calling convention: from [1, H, N, D] to [1, N, H, D]."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))  # as autocast does for attention
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
@@ -53,6 +53,6 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, normaliser = ctx.saved_tensors
-        _delta = torch.empty_like(normaliser)
+        query, key, value, _, normalizer = ctx.saved_tensors
+        _delta = torch.empty_like(normalizer)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -1,8 +1,8 @@
-"""A multimodal checkpoint (Qwen3.5's published class, say) -> a policy that reads and writes text.
+"""Train the text part of a multimodal checkpoint, such as Qwen3.5's published class.
 
 Agents exchange text, so no gradient reaches the parts that read images, video or sound: they are kept as they are,
-neither trained nor adapted, and saved with the rest. A model without such parts is left alone. It refuses to guess
-parts by name: one counts as unreached where none of its weights is in the decoder, the embeddings or the LM head.
+neither trained nor adapted, and saved with the rest. A model without such parts is left alone. Parts are
+not found by name: one counts as unreached where none of its weights is in the decoder, the embeddings or the LM head.
 """
 
 import logging
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether a model's text settings are only a part of its configuration."""
+    """Return whether a model's text settings are only a part of its configuration."""
     return config.get_text_config() is not config
 
 
 def load_processing_class(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
-    """The processor of a multimodal checkpoint, which is saved with the model, or else its tokenizer.
+    """Load the processor of a multimodal checkpoint, which is saved with the model, or else its tokenizer.
 
     A processor needs torchvision, which text does not.
     """
@@ -47,7 +47,7 @@ def load_processing_class(name_or_path: str, *, trust_remote_code: bool = False)
 
 
 def find_unreached(model: Any) -> list[str]:
-    """Names of the topmost modules of a multimodal model whose weights text never meets; none of another model."""
+    """Find the topmost modules of a multimodal model whose weights text never meets; none of another model."""
     base = find_causal_model(model)
     if not is_multimodal(base.config):
         return []

@@ -114,7 +114,7 @@ def list_reward_functions(
         raise ConfigError(
             "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
         )
-    functions = [tell_apart(function) for function in functions]
+    functions = [mark_not_finite(function) for function in functions]
     return functions if grader is None else [_grader_column, *functions]
 
 
@@ -149,8 +149,8 @@ def _message_to_dict(message: Message) -> dict[str, Any]:
     return plain
 
 
-def tell_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A TRL reward function under the same name, which gives infinity for each number that is not finite.
+def mark_not_finite(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a TRL reward function under the same name, so that it gives infinity for each number that is not finite.
 
     TRL makes a float32 of it, by which numbers that float32 cannot hold become infinity as well. A reward model, or
     the name of one, is left as it is: it never abstains, and a NaN of it is one.
@@ -172,13 +172,13 @@ def tell_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_not_finite(rewards_RF: Tensor, functions: Sequence[Any]) -> Tensor:
-    """[R, F]: where what TRL collected from functions of `tell_apart`, of all ranks, is no number and not absent."""
+    """Return [R, F]: where a reward of a function of `mark_not_finite` is there, but not finite."""
     is_model_F = torch.tensor([isinstance(function, nn.Module) for function in functions], device=rewards_RF.device)
     return torch.isinf(rewards_RF) | (torch.isnan(rewards_RF) & is_model_F)
 
 
 def warn_not_finite(rollout_ids: Sequence[str], names: Sequence[str], not_finite_RF: Tensor) -> None:
-    """A line in the log for each rollout that has no reward for it."""
+    """Warn of each rollout that has no reward because one was not finite."""
     for rollout_id, found_F in zip(rollout_ids, not_finite_RF.tolist(), strict=True):
         if given := ", ".join(name for name, found in zip(names, found_F, strict=True) if found):
             logger.warning("rollout %s has no reward: that of %s is not a finite number", rollout_id, given)
@@ -186,7 +186,7 @@ def warn_not_finite(rollout_ids: Sequence[str], names: Sequence[str], not_finite
 
 @contextmanager
 def without_trl_warning() -> Iterator[None]:
-    """TRL prints a whole rollout where one has no reward; `polar/rollouts_without_reward` counts them."""
+    """Silence TRL's warning, which prints a whole rollout; `polar/rollouts_without_reward` counts them."""
     trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
     trl_logger.addFilter(_is_of_use)
     try:

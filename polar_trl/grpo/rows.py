@@ -1,7 +1,7 @@
-"""Rollouts and their advantages -> the rows that train them, and each row's share in the loss.
+"""Build the training rows of rollouts with their advantages, and each row's share in the loss.
 
-It refuses to let the number of rows speak: shares are those of a rollout's tokens, however many trajectories it was
-split into. What is left out is counted by its reason.
+The number of rows does not count: shares are those of a rollout's tokens, however many trajectories it was split into.
+Tokens that are left out are counted by their reason.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polar_trl.grpo.packing.layout import Ids
-from polar_trl.reconstruct.cut import clip_trajectory
+from polar_trl.reconstruct.truncate import truncate_trajectory
 from polar_trl.rollout.runner import RolloutResult
 from polar_trl.types import Trajectory
 
@@ -26,23 +26,23 @@ class Row:
     advantage: float
     token_ids_T: Ids
     trainable_T: NDArray[np.bool_]
-    """Never on the first token, which nothing predicts."""
+    """The loss mask. Never True on the first token, which nothing predicts."""
     logprobs_T: NDArray[np.float32]
-    """Nats, under the policy that sampled; 0 where not trainable."""
+    """Nats, under the behavior policy, which sampled; 0 where not trainable."""
     policy_versions_T: NDArray[np.int64]
     """-1 where not trainable."""
     call_indices: tuple[int, ...] = ()
     """The calls whose samples it trains."""
-    record: str = ""
-    """Path of its session's record in the run's folder; "" where there is none."""
+    record_path: str = ""
+    """Of its session, in the run's folder; "" where there is none."""
 
     @property
     def num_trainable(self) -> int:
         return int(self.trainable_T.sum())
 
 
-def build_row(trajectory: Trajectory, advantage: float, record: str = "") -> Row:
-    """The trajectory as arrays."""
+def build_row(trajectory: Trajectory, advantage: float, record_path: str = "") -> Row:
+    """Build the row of a trajectory."""
     return Row(
         rollout_id=trajectory.rollout_id,
         advantage=advantage,
@@ -51,7 +51,7 @@ def build_row(trajectory: Trajectory, advantage: float, record: str = "") -> Row
         logprobs_T=np.array(trajectory.logprobs, dtype=np.float32),
         policy_versions_T=np.array(trajectory.policy_versions, dtype=np.int64),
         call_indices=trajectory.call_indices,
-        record=record,
+        record_path=record_path,
     )
 
 
@@ -62,11 +62,11 @@ def build_rows(
     oldest_version: int,
     name_record: Callable[[Path | None], str] = lambda path: "",
 ) -> tuple[list[Row], Counter[str]]:
-    """Rows of the rollouts that are trained.
+    """Build the rows of the rollouts that are trained.
 
     Args:
         results: Rollouts and their advantages.
-        max_tokens: Trajectories that are longer are cut after the last call that fits.
+        max_tokens: Trajectories that are longer are truncated after the last call that fits.
         oldest_version: Tokens that an older policy sampled are context only.
         name_record: What rows say of where their session is on disk.
 
@@ -78,7 +78,7 @@ def build_rows(
     dropped: Counter[str] = Counter()
     for result, advantage in results:
         for whole in result.reconstruction.trajectories:
-            trajectory = clip_trajectory(whole, result.rollout, max_tokens)
+            trajectory = truncate_trajectory(whole, result.rollout, max_tokens)
             kept = 0 if trajectory is None else sum(trajectory.trainable)
             dropped["too_long"] += sum(whole.trainable) - kept
             if trajectory is None:
@@ -93,7 +93,7 @@ def build_rows(
 
 
 def rollout_tokens(rows: Sequence[Row]) -> list[int]:
-    """How many trained tokens the rollout of each row has; all its rows are among the given ones."""
+    """Count, for each row, the trained tokens of its rollout; all its rows are among the given ones."""
     totals: dict[str, int] = defaultdict(int)
     for row in rows:
         totals[row.rollout_id] += row.num_trainable
@@ -101,7 +101,7 @@ def rollout_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def token_shares(rows: Sequence[Row], *, loss_type: str, max_completion_length: int) -> list[float]:
-    """For each row, what the loss of one of its tokens is multiplied by: the loss is the sum over all tokens.
+    """Return each row's weight of a token's loss: the loss is the weighted sum over all tokens.
 
     With T tokens in the token's rollout, R rollouts and N tokens in all:
 
@@ -110,7 +110,7 @@ def token_shares(rows: Sequence[Row], *, loss_type: str, max_completion_length: 
     * "dapo", "cispo" and "vespo" divide by all tokens: 1 / N.
 
     A rollout of 3 tokens in rows of 2 and 1, beside one of 2 tokens in one row: "grpo" gives 1/6, 1/6 and 1/4, and
-    "dapo" 1/5 for each, however the three tokens are cut.
+    "dapo" 1/5 for each, however the three tokens are split.
 
     Args:
         rows: All rows that are averaged over, of all ranks.

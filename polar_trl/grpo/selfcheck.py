@@ -1,4 +1,4 @@
-"""A few greedy tokens from the engine, scored again by the trainer: a mismatch stops the run before it starts.
+"""Score a few sampled tokens of the engine again by the trainer: a mismatch stops the run before it starts.
 
 An engine can be wrong without an error: a bad attention kernel, a graph mode that corrupts small batches, weights
 that were pushed under other names. What it samples then reads like text and would be trained on.
@@ -29,7 +29,7 @@ def check_engine(
     temperature: float,
     dtypes: Sequence[torch.dtype],
 ) -> float:
-    """Mean gap in nats between engine and trainer on sampled tokens, from small prompts and a cold cache.
+    """Return the mean gap in nats between engine and trainer on sampled tokens, from small prompts and a cold cache.
 
     Args:
         score: The trainer's log-probabilities [C] of C sampled tokens after a prompt, under `temperature`.
@@ -62,5 +62,5 @@ def check_engine(
 
 
 def find_tolerance(dtypes: Sequence[torch.dtype]) -> tuple[float, str]:
-    """The mean gap in nats that is allowed between computations in these dtypes, and the dtype that it is due to."""
+    """Return the allowed mean gap in nats between computations in these dtypes, and the dtype that it is due to."""
     return max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]), str(dtype)) for dtype in dtypes)

@@ -192,7 +192,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             temperature=args.temperature,
             stop_token_ids=tuple(sorted(set(self.eos_token_ids))),
         )
-        return Proxy(self.vllm_generation.engine, renderer, params=params, model=args.model_label)
+        return Proxy(self.vllm_generation.engine, renderer, params=params)
 
     def _describe_run(self, agent: str) -> dict[str, Any]:
         """What whoever looks at the run's folder wants to know of it."""
@@ -264,7 +264,6 @@ def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:
     set_environment(cpu=args.device.type == "cpu")
     return colocated_vllm(
         max_num_seqs=args.engine_slots,
-        sleep_level=args.vllm_sleep_level,
         dtype=args.engine_dtype,
         rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
         **cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs],

@@ -1,4 +1,4 @@
-"""The calls of a session -> trajectories, the rows that are trained. Knows token ids, and no tokenizer and no text.
+"""Merge a session's calls into trajectories, the rows that are trained, by token prefix; no tokenizer and no text.
 
 Write p for a prompt, a for what was sampled on it, u for what the agent added. A conversation of three turns is three
 calls, and each prompt begins with the one before and its answer:
@@ -23,7 +23,6 @@ Two kinds of samples are dropped, and counted: calls of purpose "auxiliary" (unl
 Everything else is trained exactly once, which `check_laws` establishes without trusting the builder.
 """
 
-from polar_trl.reconstruct.cut import cut_trajectory
 from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import (
     BUILDERS,
@@ -43,6 +42,5 @@ __all__ = [
     "check_laws",
     "count_as_policy",
     "count_calls",
-    "cut_trajectory",
     "digest",
 ]

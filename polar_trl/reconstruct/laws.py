@@ -1,4 +1,4 @@
-"""A rollout and its trajectories -> nothing, or a `LawError` that names the rollout and shows both sides.
+"""Check a rollout's trajectories against its calls; a `LawError` names the rollout and shows both sides.
 
 An independent check: it compares with the recorded calls, shares no code with the builders, and repairs nothing.
 """
@@ -13,9 +13,9 @@ from polar_trl.types import Call, Rollout, Trajectory
 
 
 def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
-    """Alignment, fidelity and coverage, in that order. Raises `LawError` at the first that is broken.
+    """Check alignment, fidelity and coverage, in that order. Raises `LawError` at the first that is broken.
 
-    For what a builder made, whole or cut into parts; before anything is dropped for its length.
+    For what a builder made, before anything is truncated.
     """
     if texts := [call.index for call in rollout.calls if call.text_only]:
         raise LawError(
@@ -35,7 +35,7 @@ def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
 
 
 def _check_logprobs(rollout: Rollout) -> None:
-    """Of all that was sampled, trained or not; fidelity shows later that trajectories have the same."""
+    """Check the logprobs of all samples, trained or not; fidelity shows later that trajectories have the same."""
     for call in rollout.calls:
         for position, logprob in enumerate(call.completion.logprobs):
             if not -math.inf < logprob <= 0.0:
@@ -54,7 +54,7 @@ def _check_alignment(where: str, trajectory: Trajectory) -> None:
 
 
 def _check_fidelity(where: str, trajectory: Trajectory, calls: Sequence[Call]) -> None:
-    """Each span against its call; between spans and outside of them nothing may be trained."""
+    """Check each span against its call; between spans and outside of them nothing may be trained."""
     end = 0
     for index in trajectory.call_indices:
         if not 0 <= index < len(calls):
@@ -93,7 +93,7 @@ def _check_untrained(what: str, trajectory: Trajectory, start: int, end: int) ->
 
 
 def _compare(what: str, ours: Sequence[object], theirs: Sequence[object]) -> None:
-    """Raises unless the trajectory's values are the record's; shows the neighbourhood of the first difference."""
+    """Compare the trajectory's values with the recorded ones; show the neighbourhood of the first difference."""
     if ours == theirs:
         return
     pairs = zip(ours, theirs, strict=False)
@@ -106,7 +106,7 @@ def _compare(what: str, ours: Sequence[object], theirs: Sequence[object]) -> Non
 
 
 def _check_coverage(rollout: Rollout, reconstruction: Reconstruction) -> None:
-    """Whole calls are trained or dropped (fidelity has shown that spans are whole), so calls are what is counted."""
+    """Check that whole calls are trained or dropped, by counting calls: fidelity has shown that spans are whole."""
     where = f"rollout {rollout.id}"
     trained = [index for trajectory in reconstruction.trajectories for index in trajectory.call_indices]
     twice = sorted(index for index, times in Counter(trained).items() if times > 1)
@@ -126,7 +126,7 @@ def _check_coverage(rollout: Rollout, reconstruction: Reconstruction) -> None:
 def _check_drop_reasons(
     where: str, calls: Sequence[Call], trained: frozenset[int], reconstruction: Reconstruction
 ) -> None:
-    """A reason is a claim about calls: "auxiliary" ones are never trained, "superseded" ones have a trained twin."""
+    """Check the drop reasons: "auxiliary" calls are never trained, "superseded" ones have a trained twin."""
     auxiliary = {call.index for call in calls if call.purpose == "auxiliary"}
     if auxiliary & trained:
         raise LawError(f"{where}: auxiliary calls {sorted(auxiliary & trained)} are trained")

@@ -1,4 +1,4 @@
-"""A rollout's calls -> trajectories, by comparing token ids only. Never shortens a chain: what does not fit on forks.
+"""Merge a rollout's calls into trajectories by token prefix. A call that extends none of them starts a fork.
 
 Cost: each call's ids are packed once into eight bytes per token, after which "begins with" is one comparison of
 memory that stops at the first difference. A hundred calls of a hundred thousand tokens take less than half a second.
@@ -19,7 +19,7 @@ DropReason = Literal["auxiliary", "superseded"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconstruction:
-    """What became of a rollout's calls."""
+    """A rollout's trajectories, and counts of the samples that are in none."""
 
     trajectories: tuple[Trajectory, ...]
     """In order of their first trained call."""
@@ -30,7 +30,7 @@ class Reconstruction:
 
 
 def build_prefix_merged(rollout: Rollout) -> Reconstruction:
-    """As few trajectories as the prefixes allow: see the package's docstring for the rule.
+    """Build as few trajectories as the prefixes allow: see the package's docstring for the rule.
 
     Of two trajectories with the same ids (two identical copies that were both continued) the later one is extended.
     """
@@ -53,7 +53,7 @@ def build_prefix_merged(rollout: Rollout) -> Reconstruction:
 
 
 def build_per_request(rollout: Rollout) -> Reconstruction:
-    """One trajectory per call. The same calls are dropped as by prefix merging, so both train the same tokens."""
+    """Build one trajectory per call, the baseline. Both builders drop the same calls and train the same tokens."""
     drops = _find_drops(_pack_calls(rollout.calls))
     chains = [[call] for call in rollout.calls if call.completion.token_ids and call.index not in drops]
     return _build_reconstruction(rollout, chains, drops)
@@ -66,13 +66,13 @@ BUILDERS: Mapping[str, Callable[[Rollout], Reconstruction]] = {
 
 
 def count_as_policy(rollout: Rollout) -> Rollout:
-    """The rollout with its auxiliary calls taken for the policy's own: what a run trains that was told to."""
+    """Return the rollout with its auxiliary calls taken for the policy's own (`train_auxiliary`)."""
     calls = tuple(replace(call, purpose="policy") if call.purpose == "auxiliary" else call for call in rollout.calls)
     return replace(rollout, calls=calls)
 
 
 def count_calls(rollout: Rollout, reconstruction: Reconstruction) -> dict[str, Any]:
-    """Counts that a record's end brings, so that a list of sessions need not read their tokens (JSON values)."""
+    """Count what a record's end holds, so that a list of sessions need not read their tokens (JSON values)."""
     return {
         "calls": len(rollout.calls),
         "sampled_tokens": sum(len(call.completion.token_ids) for call in rollout.calls),
@@ -82,7 +82,7 @@ def count_calls(rollout: Rollout, reconstruction: Reconstruction) -> dict[str, A
 
 
 def digest(trajectories: Sequence[Trajectory]) -> str:
-    """SHA-256 (hex) over ids, masks and the exact logprobs, whatever the order of the trajectories.
+    """Return SHA-256 (hex) over ids, masks and the exact logprobs, whatever the order of the trajectories.
 
     Stored when a session was trained, it proves at a later replay that the record still gives the same rows.
     """
@@ -113,7 +113,7 @@ def _pack_ids(ids: TokenIds) -> bytes:
 
 
 def _find_drops(packed: Sequence[_PackedCall]) -> dict[int, DropReason]:
-    """Index of each call whose samples are not trained -> why. Calls without samples are in neither camp."""
+    """Map each call whose samples are not trained to its drop reason. Calls without samples are not listed."""
     drops: dict[int, DropReason] = {}
     copies: defaultdict[bytes, list[_PackedCall]] = defaultdict(list)
     for this in packed:
@@ -130,7 +130,7 @@ def _find_drops(packed: Sequence[_PackedCall]) -> dict[int, DropReason]:
 
 
 def _find_continued(siblings: Sequence[_PackedCall], packed: Sequence[_PackedCall]) -> set[int]:
-    """Indices of the copies that a later call goes on from; that call may be an auxiliary or an empty one.
+    """Find the indices of the copies that a later call goes on from; that call may be an auxiliary or an empty one.
 
     Where copies sampled the same ids, it went on from the latest of them before it: a retry's answer is what reached
     the agent.
@@ -165,7 +165,7 @@ def _build_reconstruction(
 
 
 def _build_trajectory(rollout_id: str, calls: Sequence[Call]) -> Trajectory:
-    """The last call's prompt and samples, in which every call's samples are trainable.
+    """Build the last call's prompt and samples, in which every call's samples are trainable.
 
     A token's policy version is that of its call's first token, the oldest that can have sampled it.
     """

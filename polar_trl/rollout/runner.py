@@ -39,7 +39,6 @@ class RolloutConfig:
     """Agents that run at once. More than the engine has slots for keep it busy while their tools run."""
     max_grading: int = 4
     limits: SessionLimits = SessionLimits()
-    builder: str = "prefix_merging"
     train_auxiliary: bool = False
     """Train what the agent asked beside its task (titles, summaries) like the rest."""
     max_policy_lag: int = 0
@@ -77,7 +76,6 @@ class RolloutRunner:
             harness=harness,
             grader=grader,
             limits=config.limits,
-            builder=config.builder,
             train_auxiliary=config.train_auxiliary,
             stage_slots={
                 "prepare": threading.BoundedSemaphore(config.max_preparing),

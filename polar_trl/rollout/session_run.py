@@ -22,7 +22,7 @@ from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, count_calls, digest
+from polar_trl.reconstruct.merge import Reconstruction, build_prefix_merged, count_as_policy, count_calls, digest
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.progress import StageProgress
@@ -69,7 +69,6 @@ class RunnerContext:
     harness: Harness
     grader: Grader | None
     limits: SessionLimits
-    builder: str
     train_auxiliary: bool
     stage_slots: Mapping[str, threading.BoundedSemaphore]
     progress: StageProgress
@@ -240,12 +239,12 @@ class SessionRun:
         """Rebuild the trajectories, check the laws, and close the record with a digest to check them by again."""
         context = self._context
         trained = count_as_policy(rollout) if context.train_auxiliary else rollout
-        reconstruction = BUILDERS[context.builder](trained)
+        reconstruction = build_prefix_merged(trained)
         if not context.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
             check_laws(trained, reconstruction)
         extra = {
             "trajectory_digest": digest(reconstruction.trajectories),
-            "builder": context.builder,
+            "builder": "prefix_merging",
             "train_auxiliary": context.train_auxiliary,
             "summary": count_calls(rollout, reconstruction),
         }

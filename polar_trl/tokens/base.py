@@ -1,4 +1,4 @@
-"""What the proxy asks of a chat template: messages to ids, ids to a message, and an exact continuation."""
+"""Define a renderer: a chat template that also parses replies and continues a prompt token for token."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ class Renderer(Protocol):
     """Tokens that end an assistant turn."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
-        """The whole conversation and the opening of the next assistant turn.
+        """Render the whole conversation and the opening of the next assistant turn.
 
         Raises `RenderError` if the template cannot express it.
         """
@@ -22,13 +22,13 @@ class Renderer(Protocol):
     def extend(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> TokenIds | None:
-        """`prompt_ids + completion_ids`, the end of that turn if it was cut off, then only `new_messages`.
+        """Return `prompt_ids + completion_ids`, the end of that turn if it is missing, then only `new_messages`.
 
         The result begins with `prompt_ids + completion_ids` exactly. None where the template would rewrite what
-        came before (its own rules drop earlier reasoning, say): the caller renders anew, and the record forks.
+        came before (its own rules drop earlier reasoning, say): the caller renders anew, and a fork begins.
         """
         ...
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
-        """The assistant message that the sampled ids spell. Bad tool calls are kept and marked, never dropped."""
+        """Parse the sampled ids into an assistant message. Bad tool calls are kept and marked, never dropped."""
         ...

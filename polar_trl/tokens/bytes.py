@@ -1,6 +1,6 @@
-"""A renderer without a tokenizer: ids 0-255 are the bytes of the text, five more are the marks of a chat format.
+"""Render without a tokenizer: ids 0-255 are the bytes of the text, five more are the marks of a chat format.
 
-Exact by construction, so tests can check token-in-token-out without a model. Refuses images.
+Exact by construction, so tests can check token-in-token-out without a model. Images raise `RenderError`.
 
     <start>role\\n text <end>                                         system, developer, user and tool turns
     <start>assistant\\n [<think>reasoning<think_end>] text [<call>name\\narguments]... <end>
@@ -52,7 +52,7 @@ class ByteRenderer:
         return Message(role="assistant", text=text, reasoning=reasoning, tool_calls=tuple(map(_parse_call, spans)))
 
     def spell(self, message: Message) -> TokenIds:
-        """The ids that a model would sample to say this assistant message, the end of the turn included."""
+        """Return the ids that a model would sample to say this assistant message, the end of the turn included."""
         ids: list[int] = []
         if message.reasoning is not None:
             ids += [THINK, *message.reasoning.encode(), THINK_END]

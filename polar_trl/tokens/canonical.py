@@ -1,7 +1,7 @@
-"""Messages to digests that ignore what agents change when they send a conversation back.
+"""Hash conversations so that the changes which agents make when they send one back do not count.
 
-Agents re-serialise tool arguments, invent tool-call ids, drop reasoning and trim replies. Two conversations get one
-digest if and only if they differ in nothing else:
+Agents re-serialize tool arguments, invent tool-call ids, drop reasoning and trim replies. Two conversations get one
+hash if and only if they differ in nothing else:
 
 - "developer" and "system" are one role;
 - reasoning is ignored: what was sampled is what the model saw, whether or not the agent echoes it;
@@ -9,7 +9,7 @@ digest if and only if they differ in nothing else:
 - tool calls compare by name and by arguments as JSON values (malformed arguments as raw text), results by order;
   call ids are ignored on both.
 
-Refuses to look at anything but the conversation and its tools: sampling settings and tool choice change no prompt.
+Sampling settings and tool choice are left out: they change no prompt.
 """
 
 import hashlib
@@ -24,18 +24,18 @@ from polar_trl.types import Message, Tool
 _ROLES = {"system": b"s", "developer": b"s", "user": b"u", "assistant": b"a", "tool": b"t"}
 
 
-def digest_tools(tools: Sequence[Tool]) -> bytes:
-    """The digest of a conversation that has no message yet."""
-    return _digest(b"", [canonical_tools(tools)])
+def hash_tools(tools: Sequence[Tool]) -> bytes:
+    """Hash a conversation that has no message yet."""
+    return _hash(b"", [canonical_tools(tools)])
 
 
-def extend_digest(digest: bytes, message: Message, *, with_arguments: bool = True) -> bytes:
-    """The digest of a conversation (given by its own digest) and one more message.
+def extend_hash(before: bytes, message: Message, *, with_arguments: bool = True) -> bytes:
+    """Hash a conversation (given by its own hash) and one more message.
 
     Args:
-        digest: Of the messages before, or `digest_tools`.
+        before: Of the messages so far, or `hash_tools`.
         message: The next message.
-        with_arguments: Whether tool arguments count. Without them, the digest is in no chain; it finds calls whose
+        with_arguments: Whether tool arguments count. Without them, the hash is in no chain; it finds calls whose
             malformed arguments an agent could not repeat.
     """
     is_assistant = message.role == "assistant"
@@ -47,19 +47,19 @@ def extend_digest(digest: bytes, message: Message, *, with_arguments: bool = Tru
     ]
     for call in message.tool_calls:
         parts += [_encode(call.name), canonical_arguments(call.arguments) if with_arguments else b"*"]
-    return _digest(digest, parts)
+    return _hash(before, parts)
 
 
-def digest_conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
-    """One digest of a conversation under its tools: equal for a retry of the same request."""
-    digest = digest_tools(tools)
+def hash_conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+    """Hash a conversation under its tools; a retry of the same request has the same hash."""
+    key = hash_tools(tools)
     for message in messages:
-        digest = extend_digest(digest, message)
-    return digest
+        key = extend_hash(key, message)
+    return key
 
 
 def canonical_arguments(arguments: str) -> bytes:
-    """JSON text with sorted keys and no whitespace; no arguments are `{}`; text that is no JSON stays as it is."""
+    """Return JSON text with sorted keys and no whitespace; no arguments are `{}`; other text stays as it is."""
     if not arguments.strip():
         return b"{}"
     try:
@@ -69,12 +69,12 @@ def canonical_arguments(arguments: str) -> bytes:
 
 
 def canonical_tools(tools: Sequence[Tool]) -> bytes:
-    """The declared tools, in their order, as JSON text with sorted keys."""
+    """Return the declared tools, in their order, as JSON text with sorted keys."""
     return _dump_sorted([[tool.name, tool.description, dict(tool.parameters)] for tool in tools])
 
 
-def _digest(previous: bytes, parts: list[bytes]) -> bytes:
-    # lengths first: without them, text could move between neighbouring fields and keep the digest
+def _hash(previous: bytes, parts: list[bytes]) -> bytes:
+    # lengths first: without them, text could move between neighbouring fields and keep the hash
     hasher = hashlib.blake2b(previous, digest_size=16)
     hasher.update(b",".join([b"%d" % len(part) for part in parts]) + b";")
     for part in parts:

@@ -1,6 +1,6 @@
-"""Normal form to the dictionaries that chat templates read, with system messages where the template takes them.
+"""Build the dictionaries that chat templates read, with system messages where the template takes them.
 
-Refuses images: the engine is given token ids only.
+Images raise `RenderError`: the engine is given token ids only.
 """
 
 import json
@@ -12,7 +12,7 @@ from polar_trl.errors import RenderError
 from polar_trl.types import Message, Tool
 
 SystemPlacement = Literal["anywhere", "first", "never"]
-"""Where a chat template accepts system messages and writes them out."""
+"""Place at which a chat template accepts system messages and writes them out."""
 
 
 def place_system(messages: Sequence[Message], placement: SystemPlacement, *, at_start: bool) -> list[Message]:
@@ -38,7 +38,7 @@ def place_system(messages: Sequence[Message], placement: SystemPlacement, *, at_
 
 
 def build_message_dict(message: Message, *, parse_arguments: bool) -> dict[str, Any]:
-    """One message as a chat template reads it.
+    """Build one message as a chat template reads it.
 
     Args:
         message: Images raise `RenderError`.
@@ -68,7 +68,7 @@ def build_message_dict(message: Message, *, parse_arguments: bool) -> dict[str, 
 
 
 def build_tool_dict(tool: Tool) -> dict[str, Any]:
-    """A tool in the envelope that chat templates were trained with."""
+    """Build a tool in the envelope that chat templates were trained with."""
     return {
         "type": "function",
         "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},

@@ -1,4 +1,4 @@
-"""A conversation to the text that a tokenizer's own chat template writes, with what the template lacks made up for.
+"""Apply a tokenizer's own chat template, and make up for what it lacks.
 
 What a template accepts is found by trying, once, when it is wrapped:
 
@@ -8,7 +8,7 @@ What a template accepts is found by trying, once, when it is wrapped:
   the tools are listed in the system message, calls are JSON in <tool_call> tags, and results are user messages with
   <tool_response> tags.
 
-Refuses a tokenizer without a chat template.
+A tokenizer without a chat template raises `RenderError`.
 """
 
 import json
@@ -24,7 +24,7 @@ from polar_trl.types import Message, Tool, ToolCall
 
 
 class ChatTokenizer(Protocol):
-    """What we use of a `transformers` tokenizer."""
+    """The part of a `transformers` tokenizer that is used here."""
 
     chat_template: Any
     eos_token_id: int | None
@@ -68,7 +68,7 @@ class ChatTemplate:
         self.has_tools = self._find_tools()
 
     def write(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_reply: bool = True) -> str:
-        """The conversation's text; with `opens_reply`, up to where the model's next reply begins.
+        """Write the conversation's text; with `opens_reply`, up to where the model's next reply begins.
 
         Raises `RenderError`, with the template's own words, if the template refuses the conversation.
         """

@@ -1,21 +1,21 @@
-"""A request of an agent to prompt ids that begin with what was sampled before, wherever the messages allow it.
+"""Build prompt ids that begin with the tokens sampled before (token-in-token-out), wherever the messages allow it.
 
-An agent sends the whole conversation with every call. This module recognises the part that is an earlier call and
-its reply, takes over that call's ids as they are, and renders only the messages after it. It refuses to encode
-sampled text again.
+An agent sends the whole conversation with every call. This module recognizes the part that is an earlier call and
+its reply, takes over that call's ids as they are, and renders only the messages after it. Sampled text is
+never encoded again.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from polar_trl.tokens.base import Renderer
-from polar_trl.tokens.canonical import digest_conversation, digest_tools, extend_digest
+from polar_trl.tokens.canonical import extend_hash, hash_conversation, hash_tools
 from polar_trl.types import Call, ChatRequest, Message, TokenIds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What to give to the engine for a request, and where it came from."""
+    """The prompt of a request for the engine, and the call that it continues."""
 
     ids: TokenIds
     """[P]"""
@@ -24,13 +24,13 @@ class Prompt:
     forked: bool
     """An earlier call matched by its messages, but its tokens could not be kept: rendered anew."""
     request: ChatRequest
-    """The request, with the matched messages as they are on record: reasoning, ids and arguments as sampled."""
+    """The request, with the matched messages as they were recorded: reasoning, ids and arguments as sampled."""
 
 
 class Continuations:
-    """The calls of one session so far, found by the digest of their messages and reply (see `canonical`).
+    """The calls of one session so far, found by a hash of their messages and reply (see `canonical`).
 
-    With calls a = (s, u) -> r and b = (s, u, r, t) -> q on record, the request (s, u, r, t, q, v) continues b: its
+    With recorded calls a = (s, u) -> r and b = (s, u, r, t) -> q, the request (s, u, r, t, q, v) continues b: its
     prompt is b's prompt, b's sampled ids, then v. The request (s, u, r, w) continues a. The request (s, u, r, t, x, v)
     with an x that was never sampled matches a, whose reply is followed by more than new messages: rendered anew, and
     counted as forked. Of calls with equal messages and equal replies the latest is continued.
@@ -42,28 +42,28 @@ class Continuations:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._calls: dict[bytes, Call] = {}
-        """Digest of a call's messages and reply -> the call."""
-        self._digests: dict[int, bytes] = {}
-        """Index of a call -> that digest."""
+        """Hash of a call's messages and reply -> the call."""
+        self._hashes: dict[int, bytes] = {}
+        """Index of a call -> that hash."""
         self._walked: list[tuple[bytes, Message, bytes]] = []
-        """The messages of the last request, each between the digests before and after it. A dialect gives a history
-        that was read before as the same objects, whose digests are then known."""
+        """The messages of the last request, each between the hashes before and after it. A dialect gives a history
+        that was read before as the same objects, whose hashes are then known."""
         self._malformed: dict[bytes, bytes] = {}
-        """For replies with malformed arguments: the digest without any arguments -> the digest with them."""
+        """For replies with malformed arguments: the hash without any arguments -> the hash with them."""
 
     def add(self, call: Call) -> None:
         """Make a finished call known. One that sampled nothing (a budget message) is never continued."""
         if not call.is_answered:
             return
-        before = self._digest_request(call)
-        key = extend_digest(before, call.message)
+        before = self._hash_request(call)
+        key = extend_hash(before, call.message)
         self._calls[key] = call
-        self._digests[call.index] = key
+        self._hashes[call.index] = key
         if any(tool_call.parse_status == "malformed" for tool_call in call.message.tool_calls):
-            self._malformed[extend_digest(before, call.message, with_arguments=False)] = key
+            self._malformed[extend_hash(before, call.message, with_arguments=False)] = key
 
     def build_prompt(self, request: ChatRequest) -> Prompt:
-        """Prompt ids for a request; tokenises only the messages that no call on record covers.
+        """Build the prompt ids of a request; tokenizes only the messages that no recorded call covers.
 
         Raises `RenderError` if the chat template cannot express the conversation.
         """
@@ -84,32 +84,32 @@ class Continuations:
         ids = self._renderer.render(request.messages, request.tools)
         return Prompt(ids=ids, parent=None, forked=True, request=request)
 
-    def _digest_request(self, call: Call) -> bytes:
+    def _hash_request(self, call: Call) -> bytes:
         if call.parent is None:
-            return digest_conversation(call.request.messages, call.request.tools)
-        digest = self._digests[call.parent]
-        parent = self._calls[digest]
+            return hash_conversation(call.request.messages, call.request.tools)
+        key = self._hashes[call.parent]
+        parent = self._calls[key]
         for message in call.request.messages[len(parent.request.messages) + 1 :]:
-            digest = extend_digest(digest, message)
-        return digest
+            key = extend_hash(key, message)
+        return key
 
     def _find_parent(self, request: ChatRequest) -> tuple[Call | None, int]:
         parent, num_matched = None, 0
         if not self._calls:
             return parent, num_matched
-        digest = digest_tools(request.tools)
+        key = hash_tools(request.tools)
         known, self._walked = self._walked, []
         for position, message in enumerate(request.messages, start=1):
-            before = digest
+            before = key
             if position <= len(known) and known[position - 1][0] == before and known[position - 1][1] is message:
-                digest = known[position - 1][2]
+                key = known[position - 1][2]
             else:
-                digest = extend_digest(before, message)
-            self._walked.append((before, message, digest))
-            if self._malformed and message.tool_calls and digest not in self._calls:
-                loose = extend_digest(before, message, with_arguments=False)
-                digest = self._malformed.get(loose, digest)
-            call = self._calls.get(digest)
+                key = extend_hash(before, message)
+            self._walked.append((before, message, key))
+            if self._malformed and message.tool_calls and key not in self._calls:
+                loose = extend_hash(before, message, with_arguments=False)
+                key = self._malformed.get(loose, key)
+            call = self._calls.get(key)
             if call is not None:
                 parent, num_matched = call, position
         return parent, num_matched
@@ -118,7 +118,7 @@ class Continuations:
 def _restore_call_ids(
     messages: Sequence[Message], echoed_reply: Message, recorded_reply: Message
 ) -> tuple[Message, ...]:
-    """Tool results that answer ids which the agent invented, pointed back at the ids on record."""
+    """Point tool results that answer ids which the agent invented back at the recorded ids."""
     recorded = {
         echoed.id: ours.id
         for echoed, ours in zip(echoed_reply.tool_calls, recorded_reply.tool_calls, strict=True)

@@ -1,7 +1,7 @@
-"""The model families that the package `renderers` knows, behind our `Renderer`.
+"""Wrap the chat formats of the package `renderers` (Qwen3, GLM, Kimi and others) as a `Renderer`.
 
-Refuses what the package does not promise: a continuation that does not begin with the sampled tokens raises, and tool
-calls are read from their own text, so that arguments stay as sampled and none is lost.
+Beyond what the package promises, a continuation that does not begin with the sampled tokens raises, and tool calls are
+read from their own text, so that arguments stay as sampled and none is lost.
 """
 
 import difflib
@@ -42,8 +42,8 @@ class FamilyRenderer:
         family: One of `FAMILIES`.
         thinking: Templates of reasoning models remove the reasoning of earlier turns once a new user message comes.
             "keep" continues with the sampled tokens all the same: prompts then hold what was sampled, which the
-            template alone would not show the model. "template" renders anew as the template says; the record forks
-            there, and the fork is counted.
+            template alone would not show the model. "template" renders anew as the template says,
+            which is counted as a fork.
         template_kwargs: Switches of the family's chat template, such as `enable_thinking`; unknown ones are refused.
     """
 
@@ -72,7 +72,7 @@ class FamilyRenderer:
         self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
-        """The whole conversation and the opening of the next assistant turn. Raises `RenderError`."""
+        """Render the whole conversation and the opening of the next assistant turn. Raises `RenderError`."""
         if not messages:
             raise RenderError("the conversation is empty; send at least one message")
         dicts = self._build_dicts(messages, at_start=True)
@@ -85,7 +85,7 @@ class FamilyRenderer:
     def extend(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> TokenIds | None:
-        """As `Renderer.extend`. A turn that was cut off is closed: its reasoning first if that is still open.
+        """As `Renderer.extend`. A turn that ended at its token limit is closed, its reasoning first if that is open.
 
         Raises `RenderError` if `renderers` breaks its promise to keep what was sampled.
         """
@@ -109,7 +109,7 @@ class FamilyRenderer:
         return ids
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
-        """The message that the sampled ids spell; text after a tool call is kept too."""
+        """Parse the message that the sampled ids spell; text after a tool call is kept too."""
         try:
             parsed = self._renderer.parse_response(
                 list(completion_ids), tools=_build_tools(tools), prompt_ids=list(prompt_ids)
@@ -129,7 +129,7 @@ class FamilyRenderer:
         )
 
     def _parse_tags(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> Message:
-        """The message by its tags alone; a call in it that cannot be read is marked."""
+        """Parse the message by its tags alone; a call in it that cannot be read is marked."""
         end = next((i for i, token in enumerate(completion_ids) if token in self.stop_token_ids), len(completion_ids))
         text = self._tokenizer.decode(list(completion_ids[:end]), skip_special_tokens=False)
         reasoning, closed, rest = text.partition("</think>")
@@ -142,7 +142,7 @@ class FamilyRenderer:
         )
 
     def _texts_after_calls(self, parsed: ParsedResponse, completion_ids: TokenIds) -> list[str]:
-        """Text between and after tool calls, which parsers leave out. Only where calls are all that stands there."""
+        """Return text between and after tool calls, which parsers leave out, where all else there is calls."""
         if not self.family.startswith("qwen") or not parsed.tool_calls:
             return []
         end = next((i for i, token in enumerate(completion_ids) if token in self.stop_token_ids), len(completion_ids))
@@ -179,7 +179,7 @@ def _describe_unknown(family: str) -> str:
 
 
 def _read_call(call: ParsedToolCall, tools: Sequence[Tool]) -> ParsedCall:
-    """A call from its own text where that is in a known form; otherwise as `renderers` read it."""
+    """Read a call from its own text where that is in a known form; otherwise as `renderers` read it."""
     xml = parse_xml_call(call.raw, tools)
     if xml is not None:
         return xml

@@ -1,8 +1,8 @@
-"""A tokenizer and a model's name or folder to the renderer for it, with the reason logged.
+"""Choose the renderer for a tokenizer and a model's name or folder, and log the reason.
 
 A family of `renderers` is taken only if it writes what the tokenizer's own chat template writes, token for token, on
 probe conversations. So a folder of a Qwen3 checkpoint is recognised whatever it is called, and another model's ChatML
-is not taken for Qwen3's. Refuses to guess by name alone, unless the tokenizer has no template to compare with.
+is not taken for Qwen3's. A name alone decides only where the tokenizer has no template to compare with.
 """
 
 import json
@@ -36,7 +36,7 @@ _FAMILIES_OF_MARKS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("<function=", "<|im_start|>"), ("qwen3.5", "qwen3.6", "qwen3.8")),
     (("<tool_call>", "<think>", "<|im_start|>"), ("qwen3",)),
 )
-"""What a chat template mentions, and the families to compare with: for folders without a config.json."""
+"""Words of a chat template, and the families to compare with: for folders without a config.json."""
 
 _TOOLS = (
     Tool(
@@ -61,7 +61,7 @@ def load_renderer(
     template_kwargs: Mapping[str, Any] | None = None,
     strict: bool = False,
 ) -> Renderer:
-    """The renderer for a model.
+    """Load the renderer for a model.
 
     Args:
         tokenizer: Its `transformers` tokenizer.
@@ -91,7 +91,7 @@ def load_renderer(
 
 
 def _list_candidates(tokenizer: Any, model_name_or_path: str) -> list[str]:
-    """Families that the model may be of, the likeliest first."""
+    """List the families that the model may be of, the likeliest first."""
     names = (model_name_or_path, getattr(tokenizer, "name_or_path", ""))
     candidates = [MODEL_RENDERER_MAP[name] for name in names if name in MODEL_RENDERER_MAP]
     candidates += _FAMILIES_OF_MODEL_TYPE.get(_read_model_type(Path(model_name_or_path)), ())
@@ -116,7 +116,7 @@ def _read_model_type(folder: Path) -> str:
 def _try_family(
     tokenizer: Any, family: str, *, thinking: Literal["keep", "template"], kwargs: dict[str, Any]
 ) -> FamilyRenderer | None:
-    """The family's renderer if it writes what the tokenizer's chat template writes.
+    """Return the family's renderer if it writes what the tokenizer's chat template writes.
 
     Small Qwen3.5 models do not think unless told to, and a folder's name does not say which one it holds: both
     settings are compared with the template's own, and what is logged is about the settings that were asked for.
@@ -146,7 +146,7 @@ def _try_family(
 def _find_difference(
     renderer: FamilyRenderer, tokenizer: Any, family: str, kwargs: dict[str, Any], variant: dict[str, Any]
 ) -> str | None:
-    """The name of a probe that family and template write differently; None if there is none.
+    """Return the name of a probe that family and template write differently; None if there is none.
 
     Without thinking, `renderers` departs from the template on purpose: earlier replies keep the empty reasoning that
     they were prompted with. Conversations with earlier replies are therefore compared with thinking.

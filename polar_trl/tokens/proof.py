@@ -1,8 +1,8 @@
-"""A chat template to a proof that conversations can be continued token by token, or to the reason why not.
+"""Prove that a chat template lets conversations be continued token by token, or say why not.
 
 The law, on probe conversations of several shapes: what the template writes for (head, reply, tail) is what it writes
 for the head with the reply opened, then the reply, then the end-of-turn token, then a text that depends on the tail
-alone. Refuses to believe a template's looks: only what it writes counts.
+alone. Nothing is concluded from a template's source: only its output counts.
 """
 
 import re
@@ -28,7 +28,7 @@ class TurnEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """What a chat template does to a reply once more messages follow it."""
+    """The treatment of a reply by a chat template once more messages follow it."""
 
     refusal: str | None = None
     """Why no reply can be continued; None if replies can."""
@@ -48,7 +48,7 @@ class _Probe:
 
 
 def find_turn_end(template: ChatTemplate, tokenizer: ChatTokenizer) -> TurnEnd | None:
-    """The token that the template writes straight after a reply; None if it writes none of its own."""
+    """Find the token that the template writes straight after a reply; None if it writes none of its own."""
     text = template.write([_USER, Message(role="assistant", text=_MARK)], opens_reply=False)
     _, found, close = text.rpartition(_MARK)
     ids = tokenizer.encode(close, add_special_tokens=False)
@@ -61,7 +61,7 @@ def find_turn_end(template: ChatTemplate, tokenizer: ChatTokenizer) -> TurnEnd |
 
 
 def write_tail(template: ChatTemplate, turn_end: TurnEnd, tail: Sequence[Message]) -> str:
-    """What the template writes after an assistant turn's end for these messages, up to the next reply.
+    """Write these messages as the template does after an assistant turn's end, up to the next reply.
 
     Written after a stand-in conversation of one question and one reply, whose length does not grow with the session.
     """
@@ -126,7 +126,7 @@ def _check(template: ChatTemplate, turn_end: TurnEnd, probe: _Probe) -> Continua
 
 
 def _write_reasoning(opened: str, reasoning: str | None) -> str:
-    """Reasoning as a model writes it after this prompt, which may have opened it already."""
+    """Write reasoning as a model does after this prompt, which may have opened it already."""
     if opened.rstrip().endswith("<think>"):
         return f"{reasoning or ''}\n</think>\n\n"
     return f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""

@@ -1,7 +1,7 @@
-"""Any Jinja chat template as a renderer: conversation to ids, ids to a message, and a proven continuation.
+"""Make a renderer of any Jinja chat template, with continuations that were proven (see `proof`).
 
-For models that `families` does not know. Refuses to continue a conversation where the template would have rewritten
-the reply (see `proof`): the caller then renders anew.
+For models that `families` does not know. Where the template would have rewritten the reply, `extend` returns
+None, and the caller renders anew.
 """
 
 import logging
@@ -26,7 +26,7 @@ class TemplateRenderer:
     Args:
         tokenizer: A `transformers` tokenizer with a chat template.
         thinking: Where the template removes reasoning from earlier turns, "keep" continues with the sampled tokens
-            all the same, and "template" renders anew, which forks the record.
+            all the same, and "template" renders anew, which begins a fork.
         template_kwargs: Handed to the chat template, such as `enable_thinking`.
         strict: Raise `RenderError` where some replies, or all, could not be continued.
     """
@@ -54,17 +54,17 @@ class TemplateRenderer:
 
     @property
     def continuation_refusal(self) -> str | None:
-        """Why every turn is rendered anew; None where replies can be continued."""
+        """The reason why every turn is rendered anew; None where replies can be continued."""
         return self._continuation.refusal
 
     @property
     def prompts_tools(self) -> bool:
-        """Whether tools are described in the system message, because the template has no place for them."""
+        """True where tools are described in the system message, because the template has no place for them."""
         return not self._template.has_tools
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Which replies cannot be continued and why, in sentences; empty if all can."""
+        """Sentences that say which replies cannot be continued, and why; empty if all can."""
         found = self._continuation
         limits = []
         if found.refusal is not None:
@@ -76,7 +76,7 @@ class TemplateRenderer:
         return tuple(limits)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
-        """The whole conversation and the opening of the next assistant turn. Raises `RenderError`."""
+        """Render the whole conversation and the opening of the next assistant turn. Raises `RenderError`."""
         if not messages:
             raise RenderError("the conversation is empty; send at least one message")
         return tuple(self._tokenizer.encode(self._template.write(messages, tools), add_special_tokens=False))
@@ -100,7 +100,7 @@ class TemplateRenderer:
         return (*prompt_ids, *completion_ids, *close, *ids)
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
-        """Text, reasoning in <think> tags (if the template knows them), and JSON calls in <tool_call> tags."""
+        """Parse text, reasoning in <think> tags (if the template knows them), and JSON calls in <tool_call> tags."""
         text, reasoning = self._decode(completion_ids), None
         if self._template.has_thinking:
             text, reasoning = _split_reasoning(text, is_open=self._opens_thinking(prompt_ids))
@@ -124,7 +124,7 @@ class TemplateRenderer:
         return self._tokenizer.decode(list(completion_ids), skip_special_tokens=False)
 
     def _decode_opening(self, prompt_ids: TokenIds) -> str:
-        """The last tokens of a prompt, from the last end of turn on."""
+        """Decode the last tokens of a prompt, from the last end of turn on."""
         tail = list(prompt_ids[-_NUM_OPENING_TOKENS:])
         for position in range(len(tail) - 1, -1, -1):
             if tail[position] in self.stop_token_ids:
@@ -146,7 +146,7 @@ class TemplateRenderer:
 
 
 def _split_reasoning(text: str, *, is_open: bool) -> tuple[str, str | None]:
-    """A reply without its leading <think> block, and the block. An unclosed block is all reasoning."""
+    """Split a reply from its leading <think> block. An unclosed block is all reasoning."""
     start = text.lstrip()
     if not is_open and not start.startswith("<think>"):
         return text, None

@@ -1,6 +1,6 @@
-"""The text of tool calls in a reply to `ToolCall`s: JSON in <tool_call> tags, and the XML of Qwen3.5 and Qwen3-Coder.
+"""Parse tool calls in a reply's text: JSON in <tool_call> tags, and the XML of Qwen3.5 and Qwen3-Coder.
 
-Refuses to lose a call: one that cannot be read keeps its text as arguments and is marked malformed.
+No call is lost: one that cannot be read keeps its text as arguments and is marked malformed.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _PYTHON_LITERALS = {"True": True, "False": False, "None": None}
 
 
 def build_tool_calls(calls: Sequence[ParsedCall], prompt_ids: TokenIds, completion_ids: TokenIds) -> list[ToolCall]:
-    """Tool calls with ids of their own: a hash of what was sampled and where, so that a session has no two equal."""
+    """Build tool calls with ids of their own: a hash of the sample and its place, unique in a session."""
     if not calls:
         return []
     content = ",".join(map(str, (len(prompt_ids), *completion_ids))).encode()
@@ -42,7 +42,7 @@ def build_tool_calls(calls: Sequence[ParsedCall], prompt_ids: TokenIds, completi
 
 
 def split_tagged_calls(text: str) -> tuple[str, list[ParsedCall]]:
-    """A reply's text without its <tool_call> blocks, and the calls in them.
+    """Split a reply into its text without <tool_call> blocks, and the calls in them.
 
     A tag opens a call if JSON follows or if it stands first on its line; otherwise it is prose about tool calls and
     stays text. A call whose JSON is whole needs no closing tag.
@@ -69,7 +69,7 @@ def split_tagged_calls(text: str) -> tuple[str, list[ParsedCall]]:
 
 
 def parse_json_call(body: str) -> ParsedCall:
-    """`{"name": ..., "arguments": {...}}` to a name and the arguments' own text, exactly as it stands there."""
+    """Parse `{"name": ..., "arguments": {...}}` into a name and the arguments' own text, exactly as it stands."""
     body = body.strip()
     fields = _object_fields(body)
     if fields is None:
@@ -84,7 +84,7 @@ def parse_json_call(body: str) -> ParsedCall:
 
 
 def parse_xml_call(body: str, tools: Sequence[Tool]) -> ParsedCall | None:
-    """`<function=name><parameter=key>value</parameter></function>` to a name and JSON arguments; None if not such.
+    """Parse `<function=name><parameter=key>value</parameter></function>` into a name and JSON arguments, or None.
 
     Values keep their indentation: only the line breaks that the format puts around them are removed. They are read
     by the type that the tool declares. Any text left over (an unclosed parameter, a value that closes one early) makes
@@ -115,7 +115,7 @@ def _json_end(text: str, start: int) -> int | None:
 
 
 def _object_fields(text: str) -> dict[str, str] | None:
-    """Key -> the value's own text, for the outermost object; None if `text` is not one whole JSON object."""
+    """Map each key of the outermost object to its value's own text; None if `text` is not one whole JSON object."""
     fields: dict[str, str] = {}
     try:
         value, end = _DECODER.raw_decode(text)
@@ -140,7 +140,7 @@ def _skip(text: str, position: int, separator: str) -> int:
 
 
 def _declared_types(schema: Any) -> set[str]:
-    """The JSON types that a parameter's schema allows; empty if it does not say."""
+    """Return the JSON types that a parameter's schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type", [])
@@ -151,7 +151,7 @@ def _declared_types(schema: Any) -> set[str]:
 
 
 def _read_value(text: str, types: set[str]) -> tuple[Any, bool]:
-    """A parameter's value, and whether its text could be read as one of the types (any, where none is declared)."""
+    """Read a parameter's value; tell whether its text was of one of the types (any, where none is declared)."""
     if types == {"string"}:
         return text, True
     stripped = text.strip()

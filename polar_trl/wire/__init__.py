@@ -1,4 +1,4 @@
-"""Wire formats: request and reply bodies to and from normal form. `DIALECTS` is every one that the proxy serves."""
+"""Parse requests of the providers' APIs and render replies; `DIALECTS` lists every format that the proxy serves."""
 
 from polar_trl.wire.anthropic import Anthropic
 from polar_trl.wire.base import Dialect

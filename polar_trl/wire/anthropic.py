@@ -1,7 +1,7 @@
-"""Anthropic Messages: `/v1/messages` bodies to normal form, recorded calls to messages or events.
+"""Parse `/v1/messages` bodies (Anthropic Messages) and render calls as messages or events.
 
-Refuses nothing for a beta header or a field that it does not know: a 400 makes Claude Code ask again six times, each
-time with another prompt. Format: the Claude API reference, "Messages", "Streaming" and "Errors".
+Unknown beta headers and fields are let through: a 400 makes Claude Code ask again six times, each time with another
+prompt. Format: the Claude API reference, "Messages", "Streaming" and "Errors".
 """
 
 import json
@@ -139,7 +139,7 @@ def _render_blocks(message: Message, *, raw_input: bool) -> Iterator[_Part]:
 
 
 def _spell_input(arguments: str) -> str:
-    """Tool input as a JSON object, in the model's own spelling where that can be read again."""
+    """Spell tool input as a JSON object, in the model's own spelling where that can be read again."""
     # objects that are nested too deeply to be read again are wrapped as well
     value = read_arguments(arguments)
     is_as_written = arguments.strip() and UNPARSED_ARGUMENTS not in value
@@ -147,7 +147,7 @@ def _spell_input(arguments: str) -> str:
 
 
 def _is_no_json(arguments: str) -> bool:
-    """Whether no parser reads it. (NaN, half an emoji and the like are read by some.)"""
+    """Return whether no parser reads the text. (NaN, half an emoji and the like are read by some.)"""
     try:
         json.loads(arguments)
     except RecursionError:
@@ -158,7 +158,7 @@ def _is_no_json(arguments: str) -> bool:
 
 
 def _block(part: _Part) -> dict[str, Any]:
-    """The whole block of a plain reply."""
+    """Build the whole block of a plain reply."""
     block, deltas = part
     for delta in deltas:
         if delta["type"] == "input_json_delta":

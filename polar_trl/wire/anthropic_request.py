@@ -1,7 +1,7 @@
-"""Bodies of Anthropic Messages to normal form.
+"""Parse bodies of Anthropic Messages into normal form.
 
 Blocks that carry no text of the conversation (redacted thinking, results of server tools) are left out and named in
-`unread`, as are tools that Anthropic's own servers run. It refuses a role or a block that it cannot place.
+`unread`, as are tools that Anthropic's own servers run. An unknown role or block raises `WireError`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,7 @@ _UNREAD_BLOCKS = {
 
 
 def parse_request(body: Mapping[str, Any], memo: ItemMemo) -> ChatRequest:
-    """The request in normal form. Raises `WireError` naming the field that is wrong."""
+    """Parse the request into normal form. Raises `WireError` naming the field that is wrong."""
     unread = list(list_unread(body, _BODY_FIELDS, ""))
     system = _parse_system(body, unread)
     items = _parse_messages(body, unread, memo)
@@ -119,7 +119,7 @@ def _parse_messages(body: Mapping[str, Any], unread: list[str], memo: ItemMemo) 
 
 
 def _join_assistants(messages: Iterable[Message]) -> list[Message]:
-    """One message per assistant turn: in this format, neighbours of one role are one turn."""
+    """Join the messages of an assistant turn into one: in this format, neighbours of one role are one turn."""
     joined: list[Message] = []
     for message in messages:
         if joined and message.role == joined[-1].role == "assistant":

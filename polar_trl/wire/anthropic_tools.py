@@ -1,4 +1,4 @@
-"""Tools of Anthropic Messages to functions.
+"""Parse tools of Anthropic Messages into functions.
 
 Tools that Anthropic defines and the client runs (bash, the text editor, memory) carry no schema in the request; what
 is written here is their documented input. Tools that run on Anthropic's servers are left out and named in `unread`, as
@@ -65,7 +65,7 @@ _CLIENT_TOOLS = {"bash_": _BASH, "text_editor_": _EDITOR, "memory_": _MEMORY}
 
 
 def parse_tools(body: Mapping[str, Any], unread: list[str], named: AbstractSet[str]) -> tuple[Tool, ...]:
-    """The tools that the model is shown.
+    """Parse the tools that the model is shown.
 
     Args:
         body: Of the request.
@@ -87,8 +87,10 @@ def parse_tools(body: Mapping[str, Any], unread: list[str], named: AbstractSet[s
 
 
 def has_only_server_tools(body: Mapping[str, Any]) -> bool:
-    """Whether the request is one of a client's own searches and the like, which no policy can answer. The tools must
-    have been read before."""
+    """Return whether the request is a client's own search or the like, which no policy can answer.
+
+    The tools must have been parsed before.
+    """
     items = body.get("tools") or []
     return bool(items) and all(_find_kind(item, "") is None for item in items)
 
@@ -109,7 +111,7 @@ def parse_tool_choice(body: Mapping[str, Any], unread: list[str]) -> str:
 
 
 def _parse_tool(item: Mapping[str, Any], path: str) -> Tool | None:
-    """None for a tool that runs on a server."""
+    """Parse a tool; None for one that runs on a server."""
     known = _find_kind(item, path)
     if known is None:
         return None
@@ -123,7 +125,7 @@ def _parse_tool(item: Mapping[str, Any], path: str) -> Tool | None:
 
 
 def _find_kind(item: Mapping[str, Any], path: str) -> Tool | None:
-    """What the request leaves out of a tool that its client runs; None for a tool that runs on a server."""
+    """Return the documented fields of a tool that its client runs; None for a tool that runs on a server."""
     kind = read_field(item, "type", str, path) or "custom"
     if kind == "custom":
         return _CUSTOM

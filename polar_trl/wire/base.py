@@ -1,4 +1,4 @@
-"""What the proxy asks of a wire format: request bodies to normal form, recorded calls to reply bodies.
+"""Define a dialect: parse request bodies into normal form, render recorded calls as reply bodies.
 
 Pure: no sockets, no clocks, no tokens. A dialect never decides what is sampled; it only reads and writes.
 """
@@ -55,14 +55,14 @@ class ParsedRequest:
 
     request: ChatRequest
     reply_options: tuple[str, ...] = ()
-    """What it asks of the reply's form only, in its dialect's words, such as "include_usage"."""
+    """Wishes for the reply's form only, in the dialect's words, such as "include_usage"."""
     purpose: Purpose = "policy"
     """"auxiliary" where the request itself says so: a compaction endpoint, a search of a server tool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyHead:
-    """What is known of a reply before anything was sampled."""
+    """The part of a reply that is known before anything was sampled."""
 
     id: str
     """Unique in the session; dialects put their own prefix before it."""
@@ -103,48 +103,52 @@ class Dialect(Protocol):
     routes: tuple[Route, ...]
 
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
-        """The request in normal form; `memo` is the session's. Raises `WireError` naming the field that is wrong."""
+        """Parse the request into normal form. Raises `WireError` naming the field that is wrong.
+
+        Args:
+            memo: The session's.
+        """
         ...
 
     def render(self, head: ReplyHead, call: Call) -> bytes:
-        """The body of a plain reply."""
+        """Render the body of a plain reply."""
         ...
 
     def stream_start(self, head: ReplyHead) -> bytes:
-        """What a stream begins with, sent before the engine is asked. May be empty."""
+        """Render the beginning of a stream, sent before the engine is asked; it may be empty."""
         ...
 
     def ping(self) -> bytes:
-        """Keeps an open stream alive; clients of this format ignore it."""
+        """Render a keep-alive event for an open stream, which clients of this format ignore."""
         ...
 
     def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        """The events after `stream_start`, the format's end of stream included."""
+        """Render the events after `stream_start`, the format's end of stream included."""
         ...
 
     def stream_error(self, error: WireError) -> bytes:
-        """The last event of a stream that failed after its headers were sent."""
+        """Render the last event of a stream that failed after its headers were sent."""
         ...
 
     def render_error(self, error: WireError) -> bytes:
-        """The body of an error reply."""
+        """Render the body of an error reply."""
         ...
 
     def error_status(self, error: WireError) -> int:
-        """The HTTP status of an error reply: `error.status`, or what this format's clients understand better."""
+        """Return the HTTP status of an error reply: `error.status`, or one that these clients understand better."""
         ...
 
     def render_count(self, num_prompt_tokens: int) -> bytes:
-        """The body for a route of kind "count"."""
+        """Render the body for a route of kind "count"."""
         ...
 
     def render_models(self, incoming: Incoming, model: str) -> bytes:
-        """The body for a route of kind "models"."""
+        """Render the body for a route of kind "models"."""
         ...
 
 
 def parse_key(incoming: Incoming) -> str | None:
-    """The session key, wherever any provider's clients put it; None where there is none."""
+    """Return the session key, wherever any provider's clients put it; None where there is none."""
     headers = incoming.headers
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and bearer.strip():
@@ -153,12 +157,12 @@ def parse_key(incoming: Incoming) -> str | None:
 
 
 def find_tool(request: ChatRequest, name: str) -> Tool | None:
-    """The declared tool that a tool call names; None where the model made it up."""
+    """Return the declared tool that a tool call names; None where the model made it up."""
     return next((tool for tool in request.tools if tool.name == name), None)
 
 
 def read_arguments(arguments: str) -> dict[str, Any]:
-    """Tool arguments for formats that carry an object. What is no JSON object is passed on under one key, as text:
+    """Parse tool arguments for formats that carry an object. Text that is no JSON object is passed on under one key:
     the tool then complains to the model about what the model wrote."""
     if not arguments.strip():
         return {}
@@ -171,14 +175,14 @@ def read_arguments(arguments: str) -> dict[str, Any]:
 
 
 def render_arguments(value: Mapping[str, Any]) -> str:
-    """The inverse of `read_arguments`: the arguments' text as close to what the model wrote as can be known."""
+    """Invert `read_arguments`: the arguments' text as close to what the model wrote as can be known."""
     if value.keys() == {UNPARSED_ARGUMENTS} and isinstance(value[UNPARSED_ARGUMENTS], str):
         return str(value[UNPARSED_ARGUMENTS])
     return orjson.dumps(value).decode()
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that a request body holds."""
+    """Parse the JSON object that a request body holds."""
     with _COLLECTOR_PAUSE if len(body) > _LARGE_BODY_BYTES else nullcontext():
         try:
             value = orjson.loads(body)
@@ -226,7 +230,7 @@ def _parse_with_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> A
 
 
 def json_type(value: object) -> str:
-    """The name that JSON gives to a value's type, for messages."""
+    """Return the name that JSON gives to a value's type, for messages."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
@@ -234,7 +238,7 @@ def json_type(value: object) -> str:
 
 
 def read_field(holder: Mapping[str, Any], key: str, kind: type | tuple[type, ...], path: str) -> Any:
-    """`holder[key]` if it has the wanted type, None where it is absent or null.
+    """Return `holder[key]` if it has the wanted type, None where it is absent or null.
 
     `path` is the holder's own, "" for the body.
     """
@@ -250,7 +254,7 @@ def read_field(holder: Mapping[str, Any], key: str, kind: type | tuple[type, ...
 
 
 def require_string(holder: Mapping[str, Any], key: str, path: str) -> str:
-    """`holder[key]`, which must be there."""
+    """Return `holder[key]`, which must be there."""
     value = holder.get(key)
     if not isinstance(value, str):
         raise WireError(f"{path}{'.' if path else ''}{key}: must be a string, not {json_type(value)}")
@@ -258,7 +262,7 @@ def require_string(holder: Mapping[str, Any], key: str, path: str) -> str:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a tool call's arguments are what they should be."""
+    """Return whether a tool call's arguments are a JSON object."""
     try:
         return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:
@@ -266,7 +270,7 @@ def is_json_object(text: str) -> bool:
 
 
 def list_unread(holder: Mapping[str, Any], known: AbstractSet[str], path: str) -> tuple[str, ...]:
-    """Paths of the fields of `holder` that nobody reads."""
+    """List the paths of the fields of `holder` that nobody reads."""
     if holder.keys() <= known:
         return ()
     return tuple(f"{path}{'.' if path else ''}{key}" for key in holder if key not in known)

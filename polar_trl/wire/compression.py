@@ -1,4 +1,4 @@
-"""A compressed request body to its bytes, never more of them than a limit: a small body can unpack to gigabytes.
+"""Decompress a request body up to a size limit: a small body can unpack to gigabytes (a zip bomb).
 
 Refuses content codings that no client of ours was seen to use (RFC 9110, section 8.4; zstd is RFC 8878).
 """
@@ -14,7 +14,7 @@ _ZLIB_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 def decode_body(body: bytes, content_encoding: str, max_bytes: int) -> bytes:
-    """The body as it was before its codings, given in the header's order. Raises `WireError` 400, 413 or 415."""
+    """Undo the body's content codings, given in the header's order. Raises `WireError` 400, 413 or 415."""
     codings = [coding.strip().lower() for coding in content_encoding.split(",")]
     for coding in reversed(codings):
         if coding in ("", "identity"):

@@ -1,6 +1,6 @@
-"""Custom tools, whose input is one plain text, to functions with one string and back. OpenAI's formats have them.
+"""Map custom tools (free-form input, in OpenAI's formats) to functions with one string argument, and back.
 
-It refuses to lose what the model wrote: arguments that are not exactly {"input": text} go to the client whole, and
+Nothing that the model wrote is lost: arguments that are not exactly {"input": text} go to the client whole, and
 the call's id says so when it comes back.
 """
 
@@ -21,13 +21,13 @@ FREEFORM_PARAMETERS: Mapping[str, Any] = {
 
 
 def describe_grammar(description: str, syntax: str, definition: str) -> str:
-    """A tool's description with its grammar in words: nothing here samples under one."""
+    """Describe a tool with its grammar in words: nothing here samples under one."""
     grammar = f"The input must match this grammar ({syntax}):\n{definition}"
     return f"{description}\n\n{grammar}" if description else grammar
 
 
 def render_input(tool_call: ToolCall) -> tuple[str, str]:
-    """The id and the input with which a client sees a call of a custom tool."""
+    """Render the id and the input with which a client sees a call of a custom tool."""
     try:
         value = orjson.loads(tool_call.arguments)
     except orjson.JSONDecodeError:
@@ -38,5 +38,5 @@ def render_input(tool_call: ToolCall) -> tuple[str, str]:
 
 
 def parse_input(call_id: str, text: str) -> str:
-    """The inverse of `render_input`: the call's arguments."""
+    """Invert `render_input`: return the call's arguments."""
     return text if call_id.endswith(RAW_INPUT_SUFFIX) else orjson.dumps({"input": text}).decode()

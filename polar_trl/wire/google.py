@@ -1,4 +1,4 @@
-"""Google's generateContent, streamGenerateContent and countTokens: bodies to normal form, recorded calls to replies.
+"""Parse bodies of Google's generateContent, streamGenerateContent and countTokens, and render calls as replies.
 
 Refuses a stream that is no server-sent events (without `alt=sse`): that is one JSON array, which pings cannot keep
 open.

@@ -1,8 +1,8 @@
-"""Bodies of Google's generateContent to normal form.
+"""Parse bodies of Google's generateContent into normal form.
 
-Field names are read in camelCase and in snake_case, as Google does; paths in messages are in camelCase. What a chat
-model could not see anyway (searches, code that Google runs) is left out and named in `unread`. It refuses what would
-make the answer a wrong one: several candidates, a cached prefix that nobody here has, media other than images.
+Field names are read in camelCase and in snake_case, as Google does; paths in messages are in camelCase. Parts that
+a chat model could not see anyway (searches, code that Google runs) are left out and named in `unread`. What would
+make the answer a wrong one (several candidates, a cached prefix, media other than images) raises `WireError`.
 """
 
 import mimetypes
@@ -36,7 +36,7 @@ _PLAIN_RESPONSE_KEYS = ("output", "error", "result")
 
 
 def parse_request(raw: Mapping[str, Any], memo: ItemMemo, *, model: str, stream: bool) -> ChatRequest:
-    """The request in normal form. Raises `WireError` naming the field that is wrong."""
+    """Parse the request into normal form. Raises `WireError` naming the field that is wrong."""
     body = read_fields(raw, "")
     if body.get("cachedContent") is not None:
         raise WireError("cachedContent: nothing is cached here; send the whole conversation")
@@ -112,8 +112,8 @@ def _parse_contents(body: Mapping[str, Any], unread: list[str], memo: ItemMemo) 
 
 
 def _split_at_replies(contents: list[Any]) -> list[list[Any]]:
-    """The contents in runs that each begin with a reply of the model (the first may not), each run led by the index
-    of its first content: a run is read without knowing what was before it, and what was read once is known again."""
+    """Split the contents into runs that each begin with a reply (the first may not), led by the index of the first
+    content: a run is read without knowing what was before it, and what was read once is known again."""
     runs: list[list[Any]] = []
     was_reply = False
     for index, content in enumerate(contents):
@@ -168,7 +168,7 @@ class _Waiting:
             self._by_name.setdefault(call.name, deque()).append(call.id)
 
     def take(self, result: _Result) -> str | None:
-        """The id of the call that it answers; without a known id, that is the first of its name that still waits."""
+        """Return the id of the call that a result answers; without a known id, the first of its name that waits."""
         call_id = result.id
         if call_id not in self._ids:
             queue = self._by_name.get(result.name, deque())
@@ -253,7 +253,7 @@ def _parse_result(raw: Any, path: str) -> _Result:
 
 
 def _build_result_text(response: Mapping[str, Any], path: str) -> str:
-    """The text of a function's response: the whole object as JSON, or the one plain text that it wraps."""
+    """Build the text of a function's response: the whole object as JSON, or the one plain text that it wraps."""
     if len(response) == 1:
         key, value = next(iter(response.items()))
         if key in _PLAIN_RESPONSE_KEYS and isinstance(value, str):
@@ -269,7 +269,7 @@ def _dump(value: Mapping[str, Any], path: str, render: Any) -> str:
 
 
 def _parse_image(part: Mapping[str, Any], path: str) -> str:
-    """The URL of the image in an inlineData or fileData part."""
+    """Parse the URL of the image in an inlineData or fileData part."""
     if part.get("inlineData") is not None:
         here = f"{path}.inlineData"
         data = read_fields(part["inlineData"], here)

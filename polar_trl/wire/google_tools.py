@@ -1,4 +1,4 @@
-"""Google's tools: declarations with its own Schema to tools with a JSON schema, and the choice among them.
+"""Parse Google's tools, whose own Schema becomes a JSON schema, and the choice among them.
 
 Also reads an object's fields under either spelling. It refuses schemas nested deeper than any tool's.
 """
@@ -20,7 +20,7 @@ _SCHEMA_COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperti
 
 
 def parse_tools(body: Mapping[str, Any], unread: list[str]) -> tuple[Tool, ...]:
-    """The declared functions. Tools that Google would run itself are named in `unread`."""
+    """Parse the declared functions. Tools that Google would run itself are named in `unread`."""
     tools = []
     for index, raw in enumerate(read_field(body, "tools", list, "") or []):
         path = f"tools[{index}]"
@@ -45,7 +45,7 @@ def _parse_declaration(raw: Any, path: str, unread: list[str]) -> Tool:
 
 
 def _build_json_schema(raw: Any, path: str, depth: int) -> Any:
-    """Google's Schema as a JSON schema: types in lower case, counts as numbers, `nullable` as a second type."""
+    """Build a JSON schema from Google's Schema: types in lower case, counts as numbers, `nullable` as a type."""
     if not isinstance(raw, dict):
         return raw  # additionalProperties may be a boolean
     if depth > MAX_SCHEMA_DEPTH:
@@ -96,7 +96,7 @@ def parse_tool_choice(body: Mapping[str, Any], unread: list[str]) -> str:
 
 
 def read_fields(raw: Any, path: str) -> dict[str, Any]:
-    """An object's fields under their camelCase names. The object itself where they are: read, never changed."""
+    """Return an object's fields under their camelCase names. The object itself where they are: read, never changed."""
     if not isinstance(raw, dict):
         raise WireError(f"{path}: must be an object, not {json_type(raw)}")
     if "_" not in "".join(raw):

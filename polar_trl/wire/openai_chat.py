@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions: `/v1/chat/completions` bodies to normal form, recorded calls to completions or chunks.
+"""Parse `/v1/chat/completions` bodies (OpenAI Chat Completions) and render calls as completions or chunks.
 
 Refuses more than one choice per request: a session is one line of conversation per call.
 Format: the OpenAI API reference, "Chat" and "Streaming"; `reasoning_content` as DeepSeek and vLLM write it.

@@ -1,6 +1,6 @@
-"""OpenAI Responses: `/v1/responses` bodies to normal form, recorded calls to responses or events.
+"""Parse `/v1/responses` bodies (OpenAI Responses) and render calls as responses or events.
 
-Refuses to remember: a request holds the whole conversation, and nothing that was answered can be fetched again.
+Stateless: a request holds the whole conversation, and no earlier response can be fetched again.
 Format: the OpenAI API reference, "Responses" and its streaming events; what Codex 0.171.0 needs beyond it.
 """
 
@@ -75,7 +75,7 @@ class OpenAIResponses:
         yield events.render(f"response.{response['status']}", response=response)
 
     def stream_error(self, error: WireError) -> bytes:
-        """Twice: openai-python and most agents read "error", Codex 0.171.0 only "response.failed"."""
+        """Render the error twice: openai-python and most agents read "error", Codex 0.171.0 only "response.failed"."""
         events = Events(_NUM_FIRST_EVENTS)
         details: dict[str, Any] = orjson.loads(self.render_error(error))["error"]
         if error.kind == "overloaded" and error.retry_after_s is not None:

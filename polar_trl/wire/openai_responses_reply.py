@@ -1,7 +1,7 @@
-"""Recorded calls to Responses: the output items of a reply, the response around them, and the events of a stream.
+"""Render calls as Responses: the output items of a reply, the response around them, and the events of a stream.
 
-Items call tools as they were declared. It refuses to dress up arguments that a kind of call cannot carry: the client
-gets them as they were sampled, and its complaint goes to the model.
+Items call tools as they were declared. Arguments that a kind of call cannot carry are not repaired: the client gets
+them as they were sampled, and its complaint goes to the model.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _SIGNATURE = "cG9sYXItdHJs"
 
 
 def build_response(head: ReplyHead, status: str, output: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    """A response object, with the fields that the clients' types ask for."""
+    """Build a response object, with the fields that the clients' types ask for."""
     response = {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -53,7 +53,7 @@ def build_response(head: ReplyHead, status: str, output: list[dict[str, Any]], *
 
 
 def build_finished_response(head: ReplyHead, call: Call) -> dict[str, Any]:
-    """The whole reply. One that was cut at its token limit is "incomplete"."""
+    """Build the whole reply. One that ended at its token limit is "incomplete"."""
     output = build_output(head, call)
     if call.completion.finish_reason != "length":
         return build_response(head, "completed", output, usage=_build_usage(head, call))
@@ -62,7 +62,7 @@ def build_finished_response(head: ReplyHead, call: Call) -> dict[str, Any]:
 
 
 def build_compacted_response(head: ReplyHead, call: Call) -> dict[str, Any]:
-    """The reply of the endpoint that makes summaries."""
+    """Build the reply of the endpoint that makes summaries (compaction)."""
     return {
         "id": f"resp_{head.id}",
         "object": "response.compaction",
@@ -73,7 +73,7 @@ def build_compacted_response(head: ReplyHead, call: Call) -> dict[str, Any]:
 
 
 def build_output(head: ReplyHead, call: Call) -> list[dict[str, Any]]:
-    """The items of a reply: reasoning, a message, the tool calls; or a compaction item alone."""
+    """Build the items of a reply: reasoning, a message, the tool calls; or a compaction item alone."""
     message = call.message
     if COMPACTION in head.options:
         summary = message.text.strip() or "(no summary was written)"
@@ -127,7 +127,7 @@ def _build_call(tool_call: ToolCall, call: Call, item_id: str) -> dict[str, Any]
 
 
 def _read_action(arguments: str) -> dict[str, Any] | None:
-    """The action of a local_shell_call; None where it would not carry these arguments unchanged."""
+    """Return the action of a local_shell_call; None where it would not carry these arguments unchanged."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -159,13 +159,13 @@ class Events:
         self._number = first
 
     def render(self, kind: str, **fields: Any) -> bytes:
-        """One event."""
+        """Render one event."""
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return render_event(orjson.dumps(event), event=kind)
 
     def render_item(self, item: dict[str, Any], index: int) -> Iterator[bytes]:
-        """An output item: what it begins as, its text in one piece, the whole."""
+        """Render an output item: its beginning, its text in one piece, the whole."""
         place = {"item_id": item["id"], "output_index": index}
         yield self.render("response.output_item.added", output_index=index, item=_empty(item))
         if item["type"] == "reasoning":
@@ -202,6 +202,6 @@ class Events:
 
 
 def _empty(item: dict[str, Any]) -> dict[str, Any]:
-    """An item before its text came."""
+    """Build an item as it is before its text came."""
     empty: dict[str, Any] = {"content": [], "summary": [], "arguments": "", "input": "", "status": "in_progress"}
     return item | {key: value for key, value in empty.items() if key in item}

@@ -1,4 +1,4 @@
-"""Responses bodies to normal form: `input` items to messages, and what else a body says.
+"""Parse Responses bodies: `input` items become messages of the normal form.
 
 Refuses what only a server with a memory could answer (`previous_response_id`, `conversation`, `item_reference`).
 Format: the OpenAI API reference, "Responses"; Codex 0.171.0 for items that it does not list.
@@ -59,7 +59,7 @@ _ITEM_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Turn:
-    """What one or more items of `input` come to."""
+    """The messages that one or more items of `input` stand for."""
 
     message: Message | None = None
     tools: tuple[Tool, ...] = ()
@@ -68,7 +68,7 @@ class _Turn:
 
 
 def parse_body(body: dict[str, Any], memo: ItemMemo, *, compact: bool) -> tuple[ChatRequest, bool]:
-    """The request, and whether it asks for a summary of the conversation.
+    """Parse the request; return it, and whether it asks for a summary of the conversation.
 
     Args:
         body: The JSON object.
@@ -136,7 +136,7 @@ def _parse_sampling(body: Mapping[str, Any]) -> RequestedSampling:
 
 
 def _parse_input(body: Mapping[str, Any], memo: ItemMemo) -> tuple[list[_Turn], bool]:
-    """The turns of `input`, and whether it ends in a compaction trigger."""
+    """Parse the turns of `input`; return them, and whether it ends in a compaction trigger."""
     raw = body.get("input")
     if isinstance(raw, str):
         raw = [{"role": "user", "content": raw}]
@@ -244,7 +244,7 @@ def _list_unread(item: dict[str, Any], kind: str, path: str) -> tuple[tuple[str,
 
 
 def _parse_content(item: Mapping[str, Any], key: str, path: str) -> tuple[str, tuple[str, ...]]:
-    """Text and images of a string or an array of parts."""
+    """Parse text and images of a string or an array of parts."""
     content = item.get(key)
     if isinstance(content, str):
         return content, ()
@@ -267,7 +267,7 @@ def _parse_content(item: Mapping[str, Any], key: str, path: str) -> tuple[str, t
 
 
 def _parse_reasoning(item: Mapping[str, Any], path: str) -> str:
-    """The reasoning itself if it was sent, else its summary. What is encrypted is not ours to read."""
+    """Return the reasoning itself if it was sent, else its summary. What is encrypted is not ours to read."""
     for key in ("content", "summary"):
         parts = read_field(item, key, list, path) or []
         texts = []
@@ -301,12 +301,12 @@ def _parse_call(item: Mapping[str, Any], kind: str, path: str) -> ToolCall:
 
 
 def encode_summary(summary: str) -> str:
-    """A summary as the opaque content of a compaction item."""
+    """Encode a summary as the opaque content of a compaction item."""
     return base64.b64encode(summary.encode()).decode()
 
 
 def decode_summary(content: str, path: str) -> str:
-    """The inverse; `path` is the content's own."""
+    """Invert `encode_summary`; `path` is the content's own."""
     try:
         return base64.b64decode(content, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""The tools of the Responses API: declarations of every kind to tools with a JSON schema, and the choice among them.
+"""Parse the tools of the Responses API: declarations of every kind, and the choice among them.
 
-It refuses to pretend: what a server would run itself (web_search, mcp, code_interpreter, tool_search ...) is left out
-and named as unread.
+Tools that a server would run itself (web_search, mcp, code_interpreter, tool_search ...) are left out and named in
+`unread`.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _LOCAL_SHELL_TOOL = Tool(
 
 
 def parse_tools(items: list[Any], path: str, unread: list[str]) -> tuple[Tool, ...]:
-    """The tools of a `tools` array at `path`; those left out are appended to `unread` by their path."""
+    """Parse the tools of a `tools` array at `path`; those left out are appended to `unread` by their path."""
     tools: list[Tool] = []
     for index, item in enumerate(items):
         here = f"{path}[{index}]"
@@ -73,7 +73,7 @@ def parse_tool_choice(value: object, unread: list[str]) -> str:
 
 
 def qualify_name(holder: Mapping[str, Any], path: str) -> str:
-    """A tool's name as the model sees it: with its namespace before it."""
+    """Return a tool's name as the model sees it: with its namespace before it."""
     name = require_string(holder, "name", path)
     namespace = read_field(holder, "namespace", str, path)
     return f"{namespace}__{name}" if namespace else name
@@ -92,7 +92,7 @@ def _parse_namespace(item: dict[str, Any], path: str, unread: list[str]) -> list
 
 
 def _parse_tool(item: dict[str, Any], path: str, unread: list[str], namespace: str = "") -> list[Tool]:
-    """The tool, or nothing where it is of a kind that no function stands for."""
+    """Parse a tool; None where it is of a kind that no function stands for."""
     kind = item.get("type")
     if kind == LOCAL_SHELL and not namespace:
         return [_LOCAL_SHELL_TOOL]
@@ -119,7 +119,7 @@ def _parse_tool(item: dict[str, Any], path: str, unread: list[str], namespace: s
 
 
 def _add_format(description: str, form: Mapping[str, Any], path: str, unread: list[str]) -> str:
-    """A custom tool's description, with what its input must look like."""
+    """Describe a custom tool together with the format of its input."""
     kind = form.get("type")
     if kind == "grammar":
         return describe_grammar(

@@ -1,11 +1,11 @@
-"""Server-sent events (WHATWG HTML, section 9.2): payloads to the bytes of one event.
+"""Render server-sent events (WHATWG HTML, section 9.2).
 
-Writes only payloads of one line: a payload with a line break is refused, since it would be cut in two.
+A payload with a line break raises `ValueError`, since clients would read it as two.
 """
 
 
 def render_event(data: bytes, *, event: str | None = None) -> bytes:
-    """One event. `data` is JSON as orjson writes it, on one line."""
+    """Render one event. `data` is JSON as orjson writes it, on one line."""
     if b"\n" in data or b"\r" in data:
         raise ValueError("the data of an event must be one line")
     if event is None:
@@ -14,5 +14,5 @@ def render_event(data: bytes, *, event: str | None = None) -> bytes:
 
 
 def render_comment(text: str) -> bytes:
-    """A comment line, which clients skip."""
+    """Render a comment line, which clients skip."""
     return b": " + text.encode() + b"\n\n"

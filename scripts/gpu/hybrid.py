@@ -93,7 +93,6 @@ def build_config(args: argparse.Namespace) -> PolarGRPOConfig:
         vllm_max_model_length=1024,
         vllm_gpu_memory_utilization=0.3,
         vllm_enable_sleep_mode=on_gpu,
-        vllm_sleep_level=2,
         engine_cuda_graphs=args.graphs,
         sequence_layout="tree" if is_full else None,
         use_cpu=not on_gpu,

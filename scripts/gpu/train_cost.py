@@ -317,7 +317,7 @@ def build_setup(case: Case, *, tiny: bool) -> Setup:
         gpu_bytes=80 << 30,
         engine_share=0.0,
         engine_num_seqs=1,
-        sleep_level=2,
+        sleeps=True,
         max_model_len=case.tokens,
         kernels=Kernels(fla=has_fla and case.model == "qwen3.5-4b", liger=case.liger),
     )

@@ -1,4 +1,4 @@
-"""Recorded sessions -> a data set: what is in it, what is not, where it is, and that it is the same every time."""
+"""Recorded sessions become a data set: its rows, its split, its files, and the same files every time."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from tiny_qwen import build_tiny_qwen3
 
 from polar_trl.collect.accept import Acceptance
 from polar_trl.collect.data_set import Report, Selection, build_data_set
-from polar_trl.collect.rows import build_rows
+from polar_trl.collect.examples import build_examples
 from polar_trl.collect.split import choose_test_tasks
 from polar_trl.errors import ConfigError, LawError, PolarError, RecordError
 from polar_trl.recording.log import read_session
@@ -301,7 +301,7 @@ def test_text_is_never_taken_for_tokens() -> None:
         message=Message(role="assistant", text="hello"),
         text_only=True,
     )
-    [row] = build_rows(Rollout(id="s", task_id="t", group_id="g", calls=(call,)))
+    [row] = build_examples(Rollout(id="s", task_id="t", group_id="g", calls=(call,)))
     assert (row.token_ids_T, row.mask_T) == (None, None)
     assert row.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -310,12 +310,12 @@ def test_a_record_that_breaks_a_law_is_no_row(recorder: Recorder) -> None:
     rollout = read_session(recorder.folder / "sessions" / "start" / "b0-s0.jsonl")
     calls = (rollout.calls[0], dataclasses.replace(rollout.calls[1], index=5))
     with pytest.raises(LawError, match="b0-s0"):
-        build_rows(dataclasses.replace(rollout, calls=calls))
+        build_examples(dataclasses.replace(rollout, calls=calls))
 
 
 def test_titles_are_rows_only_if_asked_for(recorder: Recorder) -> None:
     rollout = read_session(recorder.folder / "sessions" / "start" / "a1-s0.jsonl")
-    assert [row.messages and row.messages[0]["content"] for row in build_rows(rollout, with_auxiliary=True)] == [
+    assert [row.messages and row.messages[0]["content"] for row in build_examples(rollout, with_auxiliary=True)] == [
         "Name this.",
         "List the files of a1.",
         "Summary of a1: one file. Go on.",

@@ -100,7 +100,6 @@ def test_what_the_paper_states(agent: str, kind: str) -> None:
     batch = processes * args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert batch == args.generation_batch_size == 4 * 16
     assert (args.num_train_epochs, args.max_steps) == (1, -1)
-    assert args.trajectory_builder == "prefix_merging"
     assert args.vllm_importance_sampling_correction
     assert args.vllm_importance_sampling_mode == "token_truncate"
     assert args.weight_decay == 0.1
@@ -152,7 +151,7 @@ def test_every_value_is_the_papers_or_has_a_reason(kind: str) -> None:
         "tasks", "agent", "agent_options", "sandbox", "model_name_or_path", "output_dir", "use_peft",
         "logging_steps",
         # the paper's, by their heading
-        "per_device_train_batch_size", "num_generations", "weight_decay", "trajectory_builder",
+        "per_device_train_batch_size", "num_generations", "weight_decay",
         "vllm_importance_sampling_correction", "learning_rate",
     }  # fmt: skip
     text = (CONFIGS / f"{name_paper_run('pi', kind)}.yaml").read_text()

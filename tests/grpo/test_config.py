@@ -58,7 +58,6 @@ def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
         ({"weight_rounding": "down"}, "weight_rounding must be one of dithered, nearest"),
         ({"engine_dtype": "fp8"}, "engine_dtype must be 'bfloat16', 'float16', 'float32', or left out"),
         ({"optim": "schedule_free_adamw"}, "optim must change weights in its step and nowhere else"),
-        ({"trajectory_builder": "merge"}, "trajectory_builder must be"),
         ({"max_agents": 0}, "max_agents must be at least 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a trainer is given is looked at before anything is loaded."""
+"""Model, tasks and rewards are checked before anything is loaded."""
 
 import json
 from dataclasses import replace

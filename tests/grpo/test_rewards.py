@@ -21,7 +21,7 @@ from trl.trainer.utils import is_async_callable
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
 from polar_trl.grade.command import CommandGrader
-from polar_trl.grpo.rewards import Rewards, find_not_finite, list_reward_functions, tell_apart
+from polar_trl.grpo.rewards import Rewards, find_not_finite, list_reward_functions, mark_not_finite
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.recording.log import read_session
 from polar_trl.types import Rollout, Task
@@ -135,19 +135,19 @@ class Giver:
     [(give, "give"), (functools.partial(give, unused=1), "give"), (Giver(), "Giver"), (give_later, "give_later")],
 )
 def test_numbers_that_are_none_become_infinite_and_names_stay(function: Any, name: str) -> None:
-    wrapped = tell_apart(function)
+    wrapped = mark_not_finite(function)
     assert wrapped.__name__ == name and is_async_callable(wrapped) == (function is give_later)
     values = [None, 0.25, math.nan, -math.inf, np.float64("nan"), torch.tensor(math.nan), 10**400, True]
     given = wrapped(values=values)
     given = asyncio.run(given) if function is give_later else given
     assert given == [None, 0.25, math.inf, -math.inf, math.inf, math.inf, math.inf, 1.0]
-    assert tell_apart(give)(values=np.array([1.5, math.nan])) == [1.5, math.inf]
+    assert mark_not_finite(give)(values=np.array([1.5, math.nan])) == [1.5, math.inf]
 
 
 def test_a_reward_model_never_abstains() -> None:
     rewards = torch.tensor([[math.nan, 1.0], [1.0, math.nan], [math.inf, 1.0], [1.0, 1.0]])
     model = torch.nn.Linear(1, 1)
-    assert tell_apart(model) is model and tell_apart("a/model") == "a/model"
+    assert mark_not_finite(model) is model and mark_not_finite("a/model") == "a/model"
     found = find_not_finite(rewards, [give, model])
     assert found.tolist() == [[False, False], [False, True], [True, False], [False, False]]
 

@@ -1,10 +1,10 @@
-"""Which tokens of a rollout are trained, and what is counted instead."""
+"""Tokens of a rollout are trained, or counted by the reason why not."""
 
 from reconstruct_sessions import build_call
 
 from polar_trl.grpo.rows import build_rows
-from polar_trl.reconstruct.cut import clip_trajectory
 from polar_trl.reconstruct.merge import build_prefix_merged
+from polar_trl.reconstruct.truncate import truncate_trajectory
 from polar_trl.rollout.runner import RolloutResult
 from polar_trl.types import Rollout
 
@@ -29,7 +29,7 @@ def test_everything_is_trained_where_nothing_is_in_the_way() -> None:
     assert not dropped
 
 
-def test_a_long_trajectory_is_cut_after_the_last_call_that_fits() -> None:
+def test_a_long_trajectory_is_truncated_after_the_last_call_that_fits() -> None:
     # calls end at 3, 6, 9 and 12 tokens
     for max_tokens, num_calls in ((12, 4), (11, 3), (9, 3), (8, 2), (3, 1)):
         (row,), dropped = build_rows([(build_result(), 1.0)], max_tokens=max_tokens, oldest_version=0)
@@ -47,12 +47,12 @@ def test_a_trajectory_whose_first_call_does_not_fit_is_left_out_and_counted() ->
 def test_what_is_kept_has_the_context_that_it_was_sampled_in() -> None:
     result = build_result()
     (whole,) = result.reconstruction.trajectories
-    part = clip_trajectory(whole, result.rollout, 8)
+    part = truncate_trajectory(whole, result.rollout, 8)
     assert part is not None
     assert part.call_indices == (0, 1)
     assert part.token_ids == whole.token_ids[:6]
     assert part.logprobs == whole.logprobs[:6]
-    assert clip_trajectory(whole, result.rollout, 12) is whole
+    assert truncate_trajectory(whole, result.rollout, 12) is whole
 
 
 def test_stale_tokens_are_context_only() -> None:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from polar_trl.types import ChatRequest, Message, RequestedSampling, Tool, ToolCall, ToolKind
+from polar_trl.types import (
+    Call,
+    ChatRequest,
+    Completion,
+    FinishReason,
+    Message,
+    RequestedSampling,
+    Tool,
+    ToolCall,
+    ToolKind,
+)
 
 ODD_TEXTS = (
     "",
@@ -26,6 +36,56 @@ ODD_TEXTS = (
 )
 MALFORMED = ("", "  ", "{", '{"a": ', "[1]", "null", '"text"', "ls -l", '{"a": NaN}', '{"half": "\\ud83d"}')
 IMAGES = ("data:image/png;base64,iVBORw0KGgo=", "data:image/jpeg;base64,/9j/4AAQ", "https://example.org/a.png?b=1&c")
+
+PNG = "data:image/png;base64,AA=="
+WHOLE_REQUEST = ChatRequest(
+    messages=(
+        Message(role="system", text="be brief"),
+        Message(role="user", text="hello"),
+        Message(
+            role="assistant",
+            text="I look.",
+            reasoning="hm",
+            tool_calls=(ToolCall(id="c1", name="sh", arguments='{"cmd":"ls"}'),),
+        ),
+        Message(role="tool", text="a.txt", tool_call_id="c1"),
+        Message(role="user", text="see this", images=(PNG,)),
+    ),
+    tools=(
+        Tool(
+            name="sh",
+            description="run",
+            parameters={"type": "object", "properties": {"cmd": {"type": "string"}}},
+        ),
+    ),
+    tool_choice="sh",
+    sampling=RequestedSampling(max_tokens=9, temperature=1, top_p=0.5, top_k=3, stop=("END",)),
+    stream=True,
+    model="policy",
+)
+"""What the tests of each dialect write as a body of that format, word for word."""
+
+
+def build_reply(
+    message: Message,
+    request: ChatRequest | None = None,
+    *,
+    index: int = 4,
+    finish_reason: FinishReason = "stop",
+    stop_text: str | None = None,
+) -> Call:
+    """A call of ten prompt tokens, answered by `message` in three."""
+    return Call(
+        session_id="s",
+        index=index,
+        dialect="any",
+        request=request or ChatRequest(messages=(Message(role="user", text="hello"),)),
+        prompt_ids=tuple(range(10)),
+        completion=Completion(token_ids=(1, 2, 3), logprobs=(-0.5,) * 3, finish_reason=finish_reason),
+        message=message,
+        stop_text=stop_text,
+    )
+
 
 texts = st.sampled_from(ODD_TEXTS) | st.text(max_size=20)
 shown_texts = texts.filter(lambda text: bool(text.strip()))

@@ -1,4 +1,4 @@
-"""Which calls become which rows: exact ids and masks in named cases, and a slow restatement of the rule at random."""
+"""Calls become rows by prefix merging: exact ids and masks in named cases, and a slow restatement at random."""
 
 from hypothesis import given, settings
 from reconstruct_sessions import build_rollout, rollouts

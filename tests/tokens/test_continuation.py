@@ -16,7 +16,7 @@ from tiny_tokenizers import (
     user,
 )
 
-from polar_trl.tokens.canonical import canonical_arguments, digest_conversation
+from polar_trl.tokens.canonical import canonical_arguments, hash_conversation
 from polar_trl.tokens.continuation import Continuations
 from polar_trl.tokens.template import TemplateRenderer
 from polar_trl.types import ChatRequest, Message, Tool
@@ -253,8 +253,8 @@ def test_text_cannot_move_between_fields_and_keep_its_digest():
         (user("ab"), calling("{}", "{}", text="c")),
         (user("\ud800ab"), user("c")),
     ]
-    digests = {digest_conversation(messages, ()) for messages in conversations}
-    assert len(digests) == len(conversations)
-    assert digest_conversation((user("a"),), (READ_FILE,)) != digest_conversation((user("a"),), ())
+    hashes = {hash_conversation(messages, ()) for messages in conversations}
+    assert len(hashes) == len(conversations)
+    assert hash_conversation((user("a"),), (READ_FILE,)) != hash_conversation((user("a"),), ())
     developer = Message(role="developer", text="ab")
-    assert digest_conversation((developer, user("c")), ()) == digest_conversation((system("ab"), user("c")), ())
+    assert hash_conversation((developer, user("c")), ()) == hash_conversation((system("ab"), user("c")), ())

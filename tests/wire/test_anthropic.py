@@ -1,12 +1,11 @@
-"""Messages bodies to normal form and back; no body that is JSON may fail with anything but a `WireError`."""
+"""Parse Anthropic's Messages bodies into normal form, and render calls as messages and events."""
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from conversations import WHOLE_REQUEST, build_reply
 
 from polar_trl.errors import ContextOverflowError, WireError
-from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Tool, ToolCall
+from polar_trl.types import Message, ToolCall
 from polar_trl.wire.anthropic import SIGNATURE, Anthropic
 from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead
 
@@ -30,20 +29,6 @@ def result(content: object, **fields: object) -> dict[str, object]:
     return {"type": "tool_result", "tool_use_id": "c1", "content": content, **fields}
 
 
-def call(message: Message, finish_reason: str = "stop", stop_text: str | None = None) -> Call:
-    completion = Completion(token_ids=(1, 2, 3), logprobs=(-0.5,) * 3, finish_reason=finish_reason)  # type: ignore[arg-type]
-    return Call(
-        session_id="s",
-        index=4,
-        dialect="anthropic",
-        request=ChatRequest(messages=(Message(role="user", text="hello"),)),
-        prompt_ids=tuple(range(10)),
-        completion=completion,
-        message=message,
-        stop_text=stop_text,
-    )
-
-
 def head(*options: str) -> ReplyHead:
     return ReplyHead(id="s-4", model="policy", created_s=1700000000.7, num_prompt_tokens=10, options=options)
 
@@ -60,62 +45,58 @@ def events(*parts: bytes) -> list[dict[str, object]]:
 
 def test_a_whole_request_in_normal_form() -> None:
     parsed = parse(
-        model="claude",
+        model="policy",
         stream=True,
-        system=[{"type": "text", "text": "be brief"}, {"type": "text", "text": "be kind"}],
+        system=[{"type": "text", "text": "be brief"}],
         messages=[
-            {"role": "user", "content": [{"type": "text", "text": "see "}, PNG, {"type": "text", "text": "this"}]},
-            {"role": "system", "content": "a date"},
+            HELLO,
             {
                 "role": "assistant",
                 "content": [
                     {"type": "thinking", "thinking": "hm", "signature": "s"},
-                    {"type": "text", "text": "I look"},
-                    {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}},
-                    {"type": "tool_use", "id": "c2", "name": "look", "input": {}},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "c1", "name": "sh", "input": {"cmd": "ls"}},
                 ],
             },
             {
                 "role": "user",
                 "content": [
-                    {"type": "tool_result", "tool_use_id": "c2", "content": [TEXT, PNG]},
-                    {"type": "tool_result", "tool_use_id": "c1", "content": "y", "is_error": True},
-                    {"type": "text", "text": "go on"},
+                    result("a.txt", is_error=True),
+                    {"type": "text", "text": "see "},
+                    PNG,
+                    {"type": "text", "text": "this"},
                 ],
             },
         ],
-        tools=[LOOK],
-        tool_choice={"type": "tool", "name": "look"},
+        tools=[{"name": "sh", "description": "run", "input_schema": WHOLE_REQUEST.tools[0].parameters}],
+        tool_choice={"type": "tool", "name": "sh"},
         temperature=1,
         top_p=0.5,
         top_k=3,
         stop_sequences=["END", ""],
     )
     assert parsed.purpose == "policy"
-    image = "data:image/png;base64,AA=="
-    assert parsed.request == ChatRequest(
-        messages=(
-            Message(role="system", text="be brief\n\nbe kind"),
-            Message(role="user", text="see this", images=(image,)),
-            Message(role="system", text="a date"),
-            Message(
-                role="assistant",
-                text="I look",
-                reasoning="hm",
-                tool_calls=(
-                    ToolCall(id="c1", name="look", arguments='{"at":1}'),
-                    ToolCall(id="c2", name="look", arguments="{}"),
-                ),
-            ),
-            Message(role="tool", text="x", tool_call_id="c2", images=(image,)),
-            Message(role="tool", text="y", tool_call_id="c1"),
-            Message(role="user", text="go on"),
-        ),
-        tools=(Tool(name="look", description="see", parameters={"type": "object"}),),
-        tool_choice="look",
-        sampling=RequestedSampling(max_tokens=9, temperature=1, top_p=0.5, top_k=3, stop=("END",)),
-        stream=True,
-        model="claude",
+    assert parsed.request == WHOLE_REQUEST
+
+
+def test_system_blocks_are_paragraphs_and_may_stand_between_messages() -> None:
+    blocks = [{"type": "text", "text": "be brief"}, {"type": "text", "text": "be kind"}]
+    request = parse(system=blocks, messages=[HELLO, {"role": "system", "content": "a date"}]).request
+    assert request.messages == (
+        Message(role="system", text="be brief\n\nbe kind"),
+        Message(role="user", text="hello"),
+        Message(role="system", text="a date"),
+    )
+
+
+def test_results_in_any_order_with_images() -> None:
+    uses = [{"type": "tool_use", "id": id, "name": "look", "input": {}} for id in ("c1", "c2")]
+    results = [{"type": "tool_result", "tool_use_id": "c2", "content": [TEXT, PNG]}, result("y")]
+    messages = messages_of(HELLO, {"role": "assistant", "content": uses}, {"role": "user", "content": results})
+    assert [call.arguments for call in messages[1].tool_calls] == ["{}", "{}"]
+    assert messages[2:] == (
+        Message(role="tool", text="x", tool_call_id="c2", images=("data:image/png;base64,AA==",)),
+        Message(role="tool", text="y", tool_call_id="c1"),
     )
 
 
@@ -289,38 +270,6 @@ def test_a_bad_field_is_refused_by_its_path(body: dict[str, object], sentence: s
     assert str(caught.value).startswith(sentence)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-fields = [
-    "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "role", "content",
-    "type", "text", "thinking", "source", "media_type", "data", "url", "id", "name", "input", "tool_use_id",
-    "tool_name", "input_schema", "description", "defer_loading", "__unparsedToolInput", "raw",
-]  # fmt: skip
-words = st.sampled_from(
-    ["user", "assistant", "system", "text", "image", "document", "thinking", "tool_use", "tool_result", "base64",
-     "tool_reference", "search_result", "custom", "bash_20250124", "tool", "any"]
-)  # fmt: skip
-near_misses = st.recursive(
-    json_values | words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(fields), inner, max_size=6),
-    max_leaves=20,
-)
-
-
-@given(json_values | near_misses | st.fixed_dictionaries({"messages": st.lists(near_misses, max_size=3)}))
-def test_any_json_is_read_or_refused(value: object) -> None:
-    try:
-        request = DIALECT.parse(Incoming(body=orjson.dumps(value)), ItemMemo()).request
-    except WireError as error:
-        assert error.status == 400
-        assert orjson.loads(DIALECT.render_error(error))["error"]["message"] == str(error)
-    else:
-        assert request.messages
-
-
 # Replies
 
 ANSWER = Message(
@@ -336,7 +285,7 @@ ANSWER = Message(
 
 
 def test_a_plain_reply() -> None:
-    assert orjson.loads(DIALECT.render(head(), call(ANSWER))) == {
+    assert orjson.loads(DIALECT.render(head(), build_reply(ANSWER))) == {
         "id": "msg_s-4",
         "type": "message",
         "role": "assistant",
@@ -362,7 +311,7 @@ def test_a_plain_reply() -> None:
 def test_a_streamed_reply() -> None:
     start, *blocks, delta, stop = events(
         DIALECT.stream_start(head()),
-        *DIALECT.stream(head(), call(Message(role="assistant", text="hi", reasoning="hm"))),
+        *DIALECT.stream(head(), build_reply(Message(role="assistant", text="hi", reasoning="hm"))),
     )
     message = start["message"]
     assert isinstance(message, dict)
@@ -392,7 +341,7 @@ def stream_inputs(agent: str, *arguments: str) -> list[str]:
     """The tool input that an agent is streamed."""
     options = parse({"user-agent": agent}).reply_options
     calls = tuple(ToolCall(id="c", name="look", arguments=text) for text in arguments)
-    streamed = events(*DIALECT.stream(head(*options), call(Message(role="assistant", tool_calls=calls))))
+    streamed = events(*DIALECT.stream(head(*options), build_reply(Message(role="assistant", tool_calls=calls))))
     deltas = [event["delta"] for event in streamed if event["type"] == "content_block_delta"]
     return [delta["partial_json"] for delta in deltas if isinstance(delta, dict)]
 
@@ -421,12 +370,12 @@ def test_input_that_is_json_but_no_object_is_wrapped_for_all() -> None:
 def test_why_it_stopped(
     message: Message, finish_reason: str, stop_text: str | None, stop: tuple[str, str | None]
 ) -> None:
-    body = orjson.loads(DIALECT.render(head(), call(message, finish_reason, stop_text)))
+    body = orjson.loads(DIALECT.render(head(), build_reply(message, finish_reason=finish_reason, stop_text=stop_text)))
     assert (body["stop_reason"], body["stop_sequence"]) == stop
 
 
 def test_an_empty_reply_has_no_blocks() -> None:
-    empty = call(Message(role="assistant"))
+    empty = build_reply(Message(role="assistant"))
     assert orjson.loads(DIALECT.render(head(), empty))["content"] == []
     assert [event["type"] for event in events(*DIALECT.stream(head(), empty))] == ["message_delta", "message_stop"]
 

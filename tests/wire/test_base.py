@@ -1,4 +1,4 @@
-"""What all dialects share: the key, and tool arguments as objects."""
+"""All dialects share the key, and tool arguments as objects."""
 
 import gc
 from contextlib import suppress

@@ -175,6 +175,29 @@ def _without_images(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 @every_dialect
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_json_is_read_or_refused(dialect: Dialect, data: st.DataObject) -> None:
+    style = Style(block_lists=True, nulls=True, unknown_fields=False, reserialised=False, with_ids=True)
+    incoming = CLIENTS[dialect.name](_rich_request(CLIENTS[dialect.name].kinds), style).incoming()
+    fields = sorted({key for _, key in _slots(json.loads(incoming.body)) if isinstance(key, str)})
+    near_misses = st.recursive(
+        json_values | st.sampled_from(WORDS),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(fields), inner, max_size=6),
+        max_leaves=20,
+    )
+    history = st.dictionaries(st.sampled_from(["messages", "input", "contents"]), st.lists(near_misses, max_size=3))
+    body = orjson.dumps(data.draw(json_values | near_misses | history))
+    try:
+        request = dialect.parse(replace(incoming, body=body), ItemMemo()).request
+    except WireError as error:
+        assert error.status == 400
+        assert orjson.loads(dialect.render_error(error))["error"]["message"] == str(error)
+    else:
+        assert request.messages
+
+
+@every_dialect
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_a_broken_body_is_read_or_refused(dialect: Dialect, data: st.DataObject) -> None:

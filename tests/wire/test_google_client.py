@@ -1,4 +1,4 @@
-"""Google's own Python client against the proxy: what it sends is read, and what it gets is what was recorded."""
+"""Google's own Python client against the proxy: its requests are read, and it gets the recorded replies."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -1,15 +1,16 @@
-"""Chat Completions bodies to normal form and back; no body that is JSON may fail with anything but a `WireError`."""
+"""Parse Chat Completions bodies into normal form, and render calls as completions and chunks."""
 
 from dataclasses import replace
 
 import orjson
 import pytest
+from conversations import PNG, WHOLE_REQUEST, build_reply
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.tokens.canonical import canonical_arguments
-from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Tool, ToolCall
+from polar_trl.types import ChatRequest, Message, ToolCall
 from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead
 from polar_trl.wire.openai_chat import OpenAIChat
 
@@ -32,20 +33,6 @@ def refusal(**body: object) -> str:
     return str(caught.value)
 
 
-def call(message: Message, finish_reason: str = "stop") -> Call:
-    completion = Completion(token_ids=(1, 2, 3), logprobs=(-0.5,) * 3, finish_reason=finish_reason)  # type: ignore[arg-type]
-    request = ChatRequest(messages=(Message(role="user", text="hello"),))
-    return Call(
-        session_id="s",
-        index=4,
-        dialect="openai_chat",
-        request=request,
-        prompt_ids=tuple(range(10)),
-        completion=completion,
-        message=message,
-    )
-
-
 def head(*options: str) -> ReplyHead:
     return ReplyHead(id="s-4", model="policy", created_s=1700000000.7, num_prompt_tokens=10, options=options)
 
@@ -62,9 +49,9 @@ def events(*parts: bytes) -> list[object]:
 
 
 def test_a_whole_request_in_normal_form() -> None:
-    arguments = '{"cmd":  "ls"}'
+    function = {"name": "sh", "arguments": '{"cmd":"ls"}'}
     parsed = parse(
-        model="gpt",
+        model="policy",
         stream=True,
         stream_options={"include_usage": True},
         messages=[
@@ -72,39 +59,40 @@ def test_a_whole_request_in_normal_form() -> None:
             HELLO,
             {
                 "role": "assistant",
-                "content": None,
+                "content": "I look.",
                 "reasoning_content": "hm",
-                "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "sh", "arguments": arguments}}],
+                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
             },
             {"role": "tool", "tool_call_id": "c1", "content": "a.txt"},
-            {"role": "developer", "content": "late"},
             {
                 "role": "user",
-                "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:x"}}],
+                "content": [{"type": "text", "text": "see this"}, {"type": "image_url", "image_url": {"url": PNG}}],
             },
         ],
-        tools=[{"type": "function", "function": {"name": "sh", "description": "run", "parameters": {"a": 1}}}],
+        tools=[
+            {
+                "type": "function",
+                "function": {"name": "sh", "description": "run", "parameters": WHOLE_REQUEST.tools[0].parameters},
+            }
+        ],
         tool_choice={"type": "function", "function": {"name": "sh"}},
         max_tokens=9,
         temperature=1,
         top_p=0.5,
+        top_k=3,
         stop="END",
     )
     assert parsed.reply_options == ("include_usage",)
-    assert parsed.request == ChatRequest(
-        messages=(
-            Message(role="system", text="be brief"),
-            Message(role="user", text="hello"),
-            Message(role="assistant", reasoning="hm", tool_calls=(ToolCall(id="c1", name="sh", arguments=arguments),)),
-            Message(role="tool", text="a.txt", tool_call_id="c1"),
-            Message(role="developer", text="late"),
-            Message(role="user", text="see", images=("data:x",)),
-        ),
-        tools=(Tool(name="sh", description="run", parameters={"a": 1}),),
-        tool_choice="sh",
-        sampling=RequestedSampling(max_tokens=9, temperature=1, top_p=0.5, stop=("END",)),
-        stream=True,
-        model="gpt",
+    assert parsed.request == WHOLE_REQUEST
+
+
+def test_developer_messages_may_stand_anywhere_and_a_call_needs_no_text() -> None:
+    function = {"name": "sh", "arguments": '{"cmd":  "ls"}'}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    spoken = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert parse(messages=[HELLO, spoken, {"role": "developer", "content": "late"}]).request.messages[1:] == (
+        Message(role="assistant", tool_calls=(ToolCall(id="c1", name="sh", arguments='{"cmd":  "ls"}'),)),
+        Message(role="developer", text="late"),
     )
 
 
@@ -182,7 +170,9 @@ def test_a_custom_tool_is_a_function_of_one_string() -> None:
 def test_a_call_of_a_custom_tool_comes_back_as_it_was_sampled(arguments: str) -> None:
     parsed = parse(tools=CUSTOM_TOOLS).request
     message = Message(role="assistant", tool_calls=(ToolCall(id="c", name="patch", arguments=arguments),))
-    reply = orjson.loads(DIALECT.render(head(), replace(call(message), request=parsed)))["choices"][0]["message"]
+    reply = orjson.loads(DIALECT.render(head(), replace(build_reply(message), request=parsed)))["choices"][0][
+        "message"
+    ]
     (sent,) = reply["tool_calls"]
     assert (sent["type"], sent["custom"]["name"]) == ("custom", "patch")
     if arguments.startswith('{"input": "'):
@@ -287,36 +277,6 @@ def test_half_an_emoji_is_replaced() -> None:
     assert read(body).request.messages[0].text == "cut ? here \\ud83d é"
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-fields = [
-    "model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "top_k", "stop", "stream", "stream_options", "n", "role", "content", "tool_calls", "tool_call_id", "reasoning",
-    "type", "text", "image_url", "url", "function", "name", "arguments", "parameters", "description",
-    "include_usage", "id",
-]  # fmt: skip
-words = st.sampled_from(["user", "assistant", "tool", "text", "image_url", "function", "auto", "none", "refusal"])
-near_misses = st.recursive(
-    json_values | words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(fields), inner, max_size=6),
-    max_leaves=20,
-)
-
-
-@given(json_values | near_misses | st.fixed_dictionaries({"messages": st.lists(near_misses, max_size=3)}))
-def test_any_json_is_read_or_refused(value: object) -> None:
-    try:
-        request = read(orjson.dumps(value)).request
-    except WireError as error:
-        assert error.status == 400
-        assert orjson.loads(DIALECT.render_error(error))["error"]["message"] == str(error)
-    else:
-        assert request.messages
-
-
 @given(st.binary(max_size=50))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     with pytest.raises(WireError):
@@ -334,7 +294,7 @@ TOOLS_REPLY = Message(
 
 
 def test_a_plain_reply() -> None:
-    body = orjson.loads(DIALECT.render(head(), call(Message(role="assistant", text="hi"))))
+    body = orjson.loads(DIALECT.render(head(), build_reply(Message(role="assistant", text="hi"))))
     assert body == {
         "id": "chatcmpl-s-4",
         "object": "chat.completion",
@@ -353,7 +313,7 @@ def test_a_plain_reply() -> None:
 
 
 def test_a_plain_reply_with_tools_and_reasoning() -> None:
-    choice = orjson.loads(DIALECT.render(head(), call(TOOLS_REPLY)))["choices"][0]
+    choice = orjson.loads(DIALECT.render(head(), build_reply(TOOLS_REPLY)))["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -367,7 +327,12 @@ def test_a_plain_reply_with_tools_and_reasoning() -> None:
 
 
 def test_a_reply_cut_at_the_limit_says_so_even_with_tool_calls() -> None:
-    assert orjson.loads(DIALECT.render(head(), call(TOOLS_REPLY, "length")))["choices"][0]["finish_reason"] == "length"
+    assert (
+        orjson.loads(DIALECT.render(head(), build_reply(TOOLS_REPLY, finish_reason="length")))["choices"][0][
+            "finish_reason"
+        ]
+        == "length"
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,9 +340,9 @@ def test_a_reply_cut_at_the_limit_says_so_even_with_tool_calls() -> None:
 )
 def test_a_stream_adds_up_to_the_plain_reply(message: Message) -> None:
     *chunks, usage, done = events(
-        DIALECT.stream_start(head("include_usage")), *DIALECT.stream(head("include_usage"), call(message))
+        DIALECT.stream_start(head("include_usage")), *DIALECT.stream(head("include_usage"), build_reply(message))
     )
-    plain = orjson.loads(DIALECT.render(head(), call(message)))
+    plain = orjson.loads(DIALECT.render(head(), build_reply(message)))
     total: dict[str, object] = {"role": None, "content": "", "reasoning_content": "", "tool_calls": []}
     for chunk in chunks:
         for key, value in chunk["choices"][0]["delta"].items():  # type: ignore[index]
@@ -395,7 +360,7 @@ def test_a_stream_adds_up_to_the_plain_reply(message: Message) -> None:
 
 
 def test_usage_is_streamed_only_when_asked_for() -> None:
-    chunks = events(*DIALECT.stream(head(), call(Message(role="assistant", text="hi"))))
+    chunks = events(*DIALECT.stream(head(), build_reply(Message(role="assistant", text="hi"))))
     assert all("usage" not in chunk for chunk in chunks[:-1])  # type: ignore[operator]
 
 

@@ -1,12 +1,13 @@
-"""Responses: what Codex and the official clients send, and what they are sent."""
+"""Parse Responses bodies as Codex and the official clients send them, and render calls as they read them."""
 
 from typing import Any
 
 import orjson
 import pytest
+from conversations import build_reply
 
 from polar_trl.errors import ContextOverflowError, WireError
-from polar_trl.types import Call, ChatRequest, Completion, FinishReason, Message, ToolCall
+from polar_trl.types import Call, Message, ToolCall
 from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead
 from polar_trl.wire.openai_responses import OpenAIResponses
 from polar_trl.wire.openai_responses_request import COMPACTION_PROMPT, SUMMARY_LEAD
@@ -18,19 +19,6 @@ USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "t
 
 def parse(path: str = "/v1/responses", **body: Any) -> ParsedRequest:
     return DIALECT.parse(Incoming(body=orjson.dumps({"input": [USER], **body}), path=path), ItemMemo())
-
-
-def build_call(request: ChatRequest, message: Message, finish_reason: FinishReason = "stop") -> Call:
-    completion = Completion(token_ids=(1, 2, 3), logprobs=(-1.0,) * 3, finish_reason=finish_reason)
-    return Call(
-        session_id="s",
-        index=0,
-        dialect="openai_responses",
-        request=request,
-        prompt_ids=(0,) * 7,
-        completion=completion,
-        message=message,
-    )
 
 
 def read_events(call: Call, head: ReplyHead = HEAD) -> list[dict[str, Any]]:
@@ -125,7 +113,7 @@ def test_a_reply_calls_what_was_declared_and_comes_back_as_it_was() -> None:
         ToolCall(id="d", name="local_shell", arguments='{"command":["ls"]}'),
     )
     message = Message(role="assistant", text="now", reasoning="hm", tool_calls=calls)
-    output = orjson.loads(DIALECT.render(HEAD, build_call(request, message)))["output"]
+    output = orjson.loads(DIALECT.render(HEAD, build_reply(message, request)))["output"]
     assert [item["type"] for item in output] == [
         "reasoning",
         "message",
@@ -161,7 +149,7 @@ def test_a_reply_calls_what_was_declared_and_comes_back_as_it_was() -> None:
 def test_what_a_local_shell_call_cannot_carry_goes_as_it_is(arguments: str) -> None:
     request = parse(tools=[{"type": "local_shell"}]).request
     message = Message(role="assistant", tool_calls=(ToolCall(id="d", name="local_shell", arguments=arguments),))
-    (item,) = orjson.loads(DIALECT.render(HEAD, build_call(request, message)))["output"]
+    (item,) = orjson.loads(DIALECT.render(HEAD, build_reply(message, request)))["output"]
     assert (item["type"], item["name"], item["arguments"]) == ("function_call", "local_shell", arguments)
 
 
@@ -169,7 +157,7 @@ def test_a_local_shell_call_keeps_what_it_was_told() -> None:
     request = parse(tools=[{"type": "local_shell"}]).request
     arguments = '{"command":["ls"],"env":{"A":"b"},"timeout_ms":5,"working_directory":"/tmp"}'
     message = Message(role="assistant", tool_calls=(ToolCall(id="d", name="local_shell", arguments=arguments),))
-    (item,) = orjson.loads(DIALECT.render(HEAD, build_call(request, message)))["output"]
+    (item,) = orjson.loads(DIALECT.render(HEAD, build_reply(message, request)))["output"]
     assert item["type"] == "local_shell_call"
     assert parse(input=[USER, item]).request.messages[1].tool_calls == message.tool_calls
 
@@ -246,9 +234,9 @@ def test_images_come_from_messages_and_results() -> None:
 
 
 def test_a_stream_has_every_event_and_ends_with_the_whole() -> None:
-    call = build_call(
-        parse().request,
+    call = build_reply(
         Message(role="assistant", text="t", reasoning="r", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),)),
+        parse().request,
     )
     events = read_events(call)
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -262,8 +250,8 @@ def test_a_stream_has_every_event_and_ends_with_the_whole() -> None:
     assert done == events[-1]["response"]["output"]
 
 
-def test_a_cut_reply_is_incomplete() -> None:
-    last = read_events(build_call(parse().request, Message(role="assistant", text="t"), "length"))[-1]
+def test_a_reply_that_ends_at_its_token_limit_is_incomplete() -> None:
+    last = read_events(build_reply(Message(role="assistant", text="t"), parse().request, finish_reason="length"))[-1]
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
@@ -278,7 +266,7 @@ def test_a_compaction_is_a_summary_that_comes_back(way: str) -> None:
     assert (parsed.purpose, parsed.request.tool_choice) == ("auxiliary", "none")
     assert parsed.request.messages[-1] == Message(role="user", text=COMPACTION_PROMPT)
     head = ReplyHead(id="s-0", model="m", created_s=1.0, num_prompt_tokens=7, options=parsed.reply_options)
-    call = build_call(parsed.request, Message(role="assistant", text="all is well é"))
+    call = build_reply(Message(role="assistant", text="all is well é"), parsed.request)
     reply = orjson.loads(DIALECT.render(head, call))
     assert reply["object"] == ("response.compaction" if way == "endpoint" else "response")
     (item,) = reply["output"]

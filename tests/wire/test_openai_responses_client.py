@@ -1,4 +1,4 @@
-"""What the official client makes of replies beyond the conformance table: custom tools, summaries, raw events."""
+"""The official client reads replies beyond the conformance table: custom tools, summaries, raw events."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What agents send comes back as the normal form it was made from, and replies sent back as history match their calls.
+"""Requests come back as the normal form they were made from, and replies sent back as history match their calls.
 
 The agents are those of `clients`; what a format cannot say is stated in each client's `carry`.
 """
@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 from clients import CLIENTS, Client, Seen
-from conversations import Style, others, replies, requests, styles, tool_results
+from conversations import Style, build_reply, others, replies, requests, styles, tool_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.tokens.canonical import canonical_arguments, digest_conversation
+from polar_trl.tokens.canonical import canonical_arguments, hash_conversation
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Tool, ToolCall
 from polar_trl.wire import DIALECTS
@@ -53,14 +53,14 @@ def test_a_reply_sent_back_matches_its_call(dialect: Dialect, data: st.DataObjec
     memo = ItemMemo()
     request = dialect.parse(client.incoming(), memo).request
     message = _with_ids(data.draw(replies(request.tools)), 0)
-    call = build_call(request, message, index=0)
+    call = build_reply(message, request, index=0)
     seen = client.read(render(dialect, call, streamed=request.stream), streamed=request.stream)
     check_seen(seen, message, request, client_class)
     client.add(data.draw(tool_results([seen_call.id for seen_call in seen.calls], with_images=True)))
     client.add(data.draw(others(with_images=True, min_size=1)))
     later = dialect.parse(client.incoming(), memo).request
     num_known = len(request.messages) + 1
-    assert digest_conversation(later.messages[:num_known], later.tools) == digest_conversation(
+    assert hash_conversation(later.messages[:num_known], later.tools) == hash_conversation(
         (*request.messages, message), request.tools
     )
     assert later == dialect.parse(client.incoming(), ItemMemo()).request
@@ -79,9 +79,9 @@ def test_arguments_of_any_depth_are_sent_back(dialect: Dialect, depth: int, stre
     message = Message(
         role="assistant", tool_calls=(ToolCall(id="c", name="sh", arguments=arguments, parse_status=status),)
     )
-    client.read(render(dialect, build_call(request, message, index=0), streamed=streamed), streamed=streamed)
+    client.read(render(dialect, build_reply(message, request, index=0), streamed=streamed), streamed=streamed)
     later = dialect.parse(client.incoming(), ItemMemo()).request
-    assert digest_conversation(later.messages, later.tools) == digest_conversation(
+    assert hash_conversation(later.messages, later.tools) == hash_conversation(
         (*request.messages, message), request.tools
     )
 
@@ -94,7 +94,7 @@ def test_plain_and_streamed_replies_are_read_alike(dialect: Dialect, data: st.Da
     request, style = data.draw(requests(client_class.kinds)), data.draw(styles)
     plain, streamed = client_class(request, style), client_class(request, style)
     parsed = dialect.parse(plain.incoming(), ItemMemo()).request
-    call = build_call(parsed, _with_ids(data.draw(replies(parsed.tools)), 0), index=0)
+    call = build_reply(_with_ids(data.draw(replies(parsed.tools)), 0), parsed, index=0)
     seen = plain.read(render(dialect, call, streamed=False), streamed=False)
     assert streamed.read(render(dialect, call, streamed=True), streamed=True) == seen
     assert dialect.parse(streamed.incoming(), ItemMemo()) == dialect.parse(plain.incoming(), ItemMemo())
@@ -125,22 +125,9 @@ def sample(prompt: Prompt, reply: Message, index: int) -> Call:
     """The call that a policy makes of a prompt when it says `reply`."""
     completion_ids = RENDERER.spell(reply)
     message = RENDERER.parse(prompt.ids, completion_ids, prompt.request.tools)
-    call = build_call(prompt.request, _with_ids(message, index), index=index)
+    call = build_reply(_with_ids(message, index), prompt.request, index=index)
     completion = Completion(token_ids=completion_ids, logprobs=(-0.5,) * len(completion_ids), finish_reason="stop")
     return replace(call, prompt_ids=prompt.ids, completion=completion, parent=prompt.parent)
-
-
-def build_call(request: ChatRequest, message: Message, *, index: int) -> Call:
-    completion = Completion(token_ids=(1, 2, 3), logprobs=(-0.5,) * 3, finish_reason="stop")
-    return Call(
-        session_id="s",
-        index=index,
-        dialect="any",
-        request=request,
-        prompt_ids=(1, 2),
-        completion=completion,
-        message=message,
-    )
 
 
 def render(dialect: Dialect, call: Call, *, streamed: bool) -> bytes:

@@ -1,13 +1,15 @@
-"""RolloutResult rollouts -> a table per logged step: a parquet file, and what `report_to` names shows of it.
+"""Log a table of rollouts (`log_completions`) per step: a parquet file, and a table in the trackers of `report_to`.
 
-In the place of TRL's own table, which is made for completions of one turn. A row is one rollout that the step trained
-(or an evaluation ran), with the instruction and the last conversation as text. It refuses to hand a tracker a whole
-session: cells are cut in the middle, with a mark that says where the record of the session lies.
+In the place of TRL's own, which knows no evaluations (their file would replace the step's), no TensorBoard and no
+sessions, and whose trackio table counts as a step. A row is one rollout that the step trained (or an evaluation ran),
+with the instruction and the last conversation as text. No tracker gets a whole session: a long cell is shortened in
+the middle, with a mark that says where the session's record is.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -26,11 +28,11 @@ MAX_PRINTED_CHARS = 1_500
 NUM_TEXTS = 4
 """TensorBoard has no tables: it gets this many rollouts of a step as text, from the worst reward to the best."""
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 
 
 class CompletionsTable(TrainerCallback):
-    """Collects the rollouts of each step and writes them when the trainer logs, on rank 0.
+    """Collect the rollouts of each step and write them when the trainer logs, on rank 0.
 
     Args:
         folder: The run's.
@@ -54,9 +56,9 @@ class CompletionsTable(TrainerCallback):
         self._callbacks = callbacks
         self._num_printed = num_printed or 0
         self._unique_prompts = unique_prompts
-        self._notes: dict[str, Row] = {}
-        """Rollout -> what is known of it before its advantage is."""
-        self._pending: dict[str, list[Row]] = {"train": [], "eval": []}
+        self._notes: dict[str, TableRow] = {}
+        """Cells by rollout id, known before its advantage is."""
+        self._pending: dict[str, list[TableRow]] = {"train": [], "eval": []}
 
     def note(
         self,
@@ -65,19 +67,19 @@ class CompletionsTable(TrainerCallback):
         completions: Sequence[Sequence[Mapping[str, Any]]],
         extra: Mapping[str, Sequence[Any]],
     ) -> None:
-        """Rollouts that were graded.
+        """Note rollouts that were graded.
 
         Args:
             prompts: Their instructions, as text or as messages.
             finished: The rollouts.
             completions: Their conversations, as messages.
-            extra: Column -> a value for each, from reward functions (TRL's `log_extra`).
+            extra: Values for each by column, from reward functions (TRL's `log_extra`).
         """
         for index, (prompt, result, completion) in enumerate(zip(prompts, finished, completions, strict=True)):
             record = self._name_record(result.record_path)
             self._notes[result.rollout.id] = {
-                "prompt": cut(_render(prompt), MAX_PROMPT_CHARS, record),
-                "completion": cut(_render(completion), MAX_COMPLETION_CHARS, record),
+                "prompt": shorten(_render(prompt), MAX_PROMPT_CHARS, record),
+                "completion": shorten(_render(completion), MAX_COMPLETION_CHARS, record),
                 **{name: _plain(values[index]) for name, values in extra.items() if len(values) == len(finished)},
             }
 
@@ -90,13 +92,13 @@ class CompletionsTable(TrainerCallback):
         rewards: Sequence[float],
         advantages: Sequence[float],
     ) -> None:
-        """This rank's rollouts of a generation batch; all ranks' are kept on the first (a collective).
+        """Add this rank's rollouts of a generation batch; all ranks' are kept on the first (a collective).
 
         Args:
             mode: "train" or "eval".
             step: The optimizer step that comes next; of an evaluation, the one before it.
             finished: The rollouts that were noted and are in this batch.
-            rewards_F: Reward function -> its reward of each rollout, NaN where there is none.
+            rewards_F: Rewards of each rollout by reward function, NaN where there is none.
             rewards: The weighted sum of each.
             advantages: Of each.
         """
@@ -125,7 +127,7 @@ class CompletionsTable(TrainerCallback):
         self._pending[mode].extend(gather_object(rows))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Write what has come since the last time."""
+        """Write the rollouts that were added since the last time."""
         mode = "eval" if any(name.startswith("eval_") for name in logs or {}) else "train"
         rows, self._pending[mode] = self._pending[mode], []
         if not rows or not state.is_world_process_zero:
@@ -145,8 +147,8 @@ class CompletionsTable(TrainerCallback):
                 send(callback, key, shown, step)
 
 
-def cut(text: str, max_chars: int, record: str) -> str:
-    """The text with its middle left out where it is too long, and a mark that says how much and where all of it is."""
+def shorten(text: str, max_chars: int, record: str) -> str:
+    """Leave out the middle of a long text, with a mark that says how much is missing and where all of it is."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2
@@ -156,7 +158,7 @@ def cut(text: str, max_chars: int, record: str) -> str:
 
 
 def _render(messages: Any) -> str:
-    """A conversation in TRL's form as plain text, each message under its role."""
+    """Render a conversation in TRL's form as plain text, each message under its role."""
     if isinstance(messages, str):
         return messages
     parts = []
@@ -170,8 +172,8 @@ def _render(messages: Any) -> str:
     return "\n\n".join(parts)
 
 
-def _level(rows: Sequence[Row]) -> list[Row]:
-    """The rows with one set of columns, each of one kind: reward functions may add any values at some steps."""
+def _level(rows: Sequence[TableRow]) -> list[TableRow]:
+    """Give the rows one set of columns, each of one kind: reward functions may add any values at some steps."""
     columns = {name: _level_column([row.get(name) for row in rows]) for row in rows for name in row}
     return [{name: column[index] for name, column in columns.items()} for index in range(len(rows))]
 
@@ -183,7 +185,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _level_column(values: Sequence[Any]) -> Sequence[Any]:
-    """Numbers, or truth values, or text that UTF-8 holds; None stays None."""
+    """Make a column of numbers, or truth values, or text that UTF-8 holds; None stays None."""
     known = [value for value in values if value is not None]
     if all(isinstance(value, bool) for value in known) or all(map(_is_number, known)):
         return values
@@ -198,18 +200,18 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _spread(rows: Sequence[Row], number: int) -> list[Row]:
-    """So many of the rows, from the worst reward to the best; those without a reward come first."""
+def _spread(rows: Sequence[TableRow], number: int) -> list[TableRow]:
+    """Choose `number` rows, from the worst reward to the best; those without a reward come first."""
     ordered = sorted(rows, key=lambda row: -math.inf if row["reward"] is None else row["reward"])
     number = min(number, len(ordered))
     last = len(ordered) - 1
     return [ordered[round(i * last / max(1, number - 1))] for i in range(number)]
 
 
-def _print(rows: Sequence[Row], step: int) -> None:
+def _print(rows: Sequence[TableRow], step: int) -> None:
     print_prompt_completions_sample(
-        [cut(row["prompt"], MAX_PRINTED_CHARS, row["record"]) for row in rows],
-        [cut(row["completion"], MAX_PRINTED_CHARS, row["record"]) for row in rows],
+        [shorten(row["prompt"], MAX_PRINTED_CHARS, row["record"]) for row in rows],
+        [shorten(row["completion"], MAX_PRINTED_CHARS, row["record"]) for row in rows],
         {"reward": [math.nan if row["reward"] is None else row["reward"] for row in rows]},
         [row["advantage"] or 0.0 for row in rows],
         step,
@@ -217,7 +219,7 @@ def _print(rows: Sequence[Row], step: int) -> None:
     )
 
 
-def _send_to_wandb(callback: Any, key: str, rows: Sequence[Row], step: int) -> None:
+def _send_to_wandb(callback: Any, key: str, rows: Sequence[TableRow], step: int) -> None:
     wandb = callback._wandb
     if wandb.run is not None:
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)
@@ -225,32 +227,29 @@ def _send_to_wandb(callback: Any, key: str, rows: Sequence[Row], step: int) -> N
         wandb.log({key: table, "train/global_step": step})
 
 
-def _send_to_trackio(callback: Any, key: str, rows: Sequence[Row], step: int) -> None:
+def _send_to_trackio(callback: Any, key: str, rows: Sequence[TableRow], step: int) -> None:
     trackio = callback._trackio
     # without a step of its own, a table would count as one and move all later points of the curves
     trackio.log({key: trackio.Table(data=rows)}, step=step)
 
 
-def _send_to_tensorboard(callback: Any, key: str, rows: Sequence[Row], step: int) -> None:
+def _send_to_tensorboard(callback: Any, key: str, rows: Sequence[TableRow], step: int) -> None:
     for number, row in enumerate(_spread(rows, NUM_TEXTS)):
-        facts = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
-        head = "| " + " | ".join(facts) + " |\n" + "|---" * len(facts) + "|\n"
-        values = (
-            "| " + " | ".join(str(value).replace("|", "\\|").replace("\n", " ") for value in facts.values()) + " |"
-        )
-        texts = "".join(f"\n\n**{name}**\n\n{_indent(row[name])}" for name in ("prompt", "completion"))
-        callback.tb_writer.add_text(f"{key}/{number}", head + values + texts, step)
+        texts = {name: row[name] for name in ("prompt", "completion")}
+        facts = {
+            name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in row.items() if name not in texts
+        }
+        lines = [facts, ["---"] * len(facts), facts.values()]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        # indented, a text is a Markdown block that nothing in it can end
+        blocks = [f"\n\n**{name}**\n\n{indent(text, '    ', lambda line: True)}" for name, text in texts.items()]
+        callback.tb_writer.add_text(f"{key}/{number}", table + "".join(blocks), step)
     callback.tb_writer.flush()
 
 
-def _indent(text: str) -> str:
-    """Text as a Markdown block that nothing in it can end."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-_SENDERS: Mapping[str, Callable[[Any, str, Sequence[Row], int], None]] = {
+_SENDERS: Mapping[str, Callable[[Any, str, Sequence[TableRow], int], None]] = {
     "WandbCallback": _send_to_wandb,
     "TrackioCallback": _send_to_trackio,
     "TensorBoardCallback": _send_to_tensorboard,
 }
-"""Class of a callback of transformers -> what gives its tracker a table."""
+"""Functions that give a tracker a table, by the class of its callback of transformers."""

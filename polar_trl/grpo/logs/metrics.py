@@ -1,4 +1,4 @@
-"""RolloutResult rollouts -> the numbers that a step logs. Nothing is gathered and nothing is kept here."""
+"""Compute the metrics of a step from its rollouts; pure, with the summaries of all ranks as input."""
 
 import math
 from collections import Counter
@@ -27,13 +27,13 @@ def append_metrics(waiting: MutableMapping[str, list[float]], batch: Mapping[str
 
 
 def count_rollout(result: RolloutResult) -> dict[str, float]:
-    """Numbers of one rollout, all of which may be added up over rollouts."""
+    """Summarize one rollout in numbers, all of which may be added up over rollouts."""
     rollout, reconstruction = result.rollout, result.reconstruction
     summary: dict[str, float] = {
         "calls": len(rollout.calls),
         "sampled_tokens": sum(len(call.completion.token_ids) for call in rollout.calls),
         "trajectories": len(reconstruction.trajectories),
-        "cut_by_length": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
+        "truncated": bool(rollout.calls) and rollout.calls[-1].completion.finish_reason == "length",
         f"stopped/{rollout.stop_reason}": 1,
     }
     counters = {**rollout.counters, **reconstruction.counters}
@@ -44,7 +44,7 @@ def count_rollout(result: RolloutResult) -> dict[str, float]:
 
 
 def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a generation batch, from the summaries of all ranks' rollouts."""
+    """Build the metrics of a generation batch from the summaries of all ranks' rollouts."""
     totals: Counter[str] = Counter()
     for summary in summaries:
         totals.update(summary)
@@ -54,7 +54,7 @@ def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str,
         "completions/mean_length": sum(sampled) / num,
         "completions/min_length": min(sampled),
         "completions/max_length": max(sampled),
-        "completions/clipped_ratio": totals["cut_by_length"] / num,
+        "completions/clipped_ratio": totals["truncated"] / num,
         "polar/sampled_tokens": totals["sampled_tokens"],
         "polar/calls_per_rollout": totals["calls"] / num,
         "polar/trajectories_per_rollout": totals["trajectories"] / num,
@@ -68,7 +68,7 @@ def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str,
 
 
 def nan_std(values: Tensor) -> float:
-    """Sample standard deviation of what is not NaN; NaN where fewer than two values are, 0 where all are equal."""
+    """Return the sample standard deviation of what is not NaN: NaN of fewer than two values, 0 where all are equal."""
     kept = values[~torch.isnan(values)].double()
     if kept.numel() < 2:
         return math.nan

@@ -1,6 +1,6 @@
-"""A run's settings -> `settings.json` in its folder; what a step logs -> a line of `log.jsonl`, while the run goes on.
+"""Write a run's settings to `settings.json` and the metrics of each logged step to `log.jsonl`; no tracker is needed.
 
-Where a run was killed and went on, a step may have two lines; the later one counts. It refuses to need any tracker.
+A step of a run that was killed and resumed may have two lines; the later one counts.
 """
 
 import json
@@ -14,11 +14,11 @@ from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
 
 
 class MetricsLog(TrainerCallback):
-    """Appends what is logged, on rank 0: `step`, and the metrics by name.
+    """Append the logged metrics, on rank 0: `step`, and the metrics by name.
 
     Args:
         folder: The run's.
-        settings: What whoever looks at the run wants to know of it, as JSON values; `max_steps` is added.
+        settings: Of the run, as JSON values; `max_steps` is added.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""What a training step does -> seconds of wall time for each part of it, among the step's metrics.
+"""Measure the wall time of each part of a training step, as metrics of the step.
 
 `polar/phase/<name>_s` is the time of one part, `polar/phase/step_s` everything from the end of one optimizer step to
-the end of the next, and `polar/phase/overhead_share` the share of it that is neither rollouts nor training. It refuses
-to count time that the device still owes: where a part ends with work in flight, that is waited for.
+the end of the next, and `polar/phase/overhead_share` the share of it that is neither rollouts nor training. GPU
+work in flight at the end of a part is waited for, and counted there.
 """
 
 import time
@@ -18,7 +18,7 @@ USEFUL = ("rollouts", "resampling", "training", "optimizer")
 
 
 class PhaseClock(TrainerCallback):
-    """Measures the parts of steps.
+    """Measure the parts of steps.
 
     Args:
         metrics: Of TRL, by mode: lists of values by name, emptied at every log.
@@ -32,7 +32,7 @@ class PhaseClock(TrainerCallback):
 
     @contextmanager
     def measure(self, mode: str, name: str) -> Iterator[None]:
-        """The block is a part of the step; `name` without prefix and unit."""
+        """Measure the block as a part of the step; `name` without prefix and unit."""
         began = time.monotonic()
         yield
         if name == "training":
@@ -41,16 +41,16 @@ class PhaseClock(TrainerCallback):
         self._add(mode, name, time.monotonic() - began)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first step begins here; later ones where the one before ended."""
+        """Begin the first step; later ones begin where the one before ended."""
         self._step_began = self._step_began or time.monotonic()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Clipping and the optimizer's update lie between the last backward pass and this."""
+        """Measure clipping and the optimizer's update, which lie between the last backward pass and this."""
         _wait_for_device()
         self._add("train", "optimizer", time.monotonic() - self._training_ended)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step is over but for its log and its checkpoint, which count into the next."""
+        """End the step, but for its log and its checkpoint, which count into the next."""
         now = time.monotonic()
         assert self._step_began is not None
         seconds = now - self._step_began

@@ -1,4 +1,4 @@
-"""A finished run's log -> summary.json, a picture of the reward per step, and a table on the terminal."""
+"""Summarize a finished run: summary.json, a plot of the reward per step, and a table on the terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from polar_trl.errors import ConfigError
 
 
 def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
-    """Figures of a run from TRL's log history (`trainer.state.log_history`, one entry per logged step).
+    """Compute a run's figures from TRL's log history (`trainer.state.log_history`, one entry per logged step).
 
     `reward_first_quarter` and `reward_last_quarter` are means over the first and last quarter of the steps that
     have a reward (at least one each); token counts are sums, `logprob_gap_max` is the largest of all steps, the other
@@ -91,6 +91,6 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json` and `rewards.png` into the run's folder."""
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     rewards = summary["rewards"]
-    windows = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]
-    curves = {"of the step": rewards, "of the last five steps": [sum(w) / len(w) for w in windows]}
+    last_five = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]
+    curves = {"of the step": rewards, "of the last five steps": [sum(w) / len(w) for w in last_five]}
     plot_rewards(curves, folder / "rewards.png", title=folder.name)

@@ -1,6 +1,6 @@
-"""Optimizer steps -> `trained.jsonl`: exactly the rollouts that the present weights were trained on, step by step.
+"""Keep `trained.jsonl`: exactly the rollouts that the present weights were trained on, step by step.
 
-It refuses to keep a line about an update that a kill has undone: when a run goes on from a checkpoint, the lines after
+A line about an update that a kill has undone does not stay: when a run is resumed from a checkpoint, the lines after
 it are moved to `lost.jsonl`.
 """
 
@@ -19,7 +19,7 @@ LOST_FILE = "lost.jsonl"
 
 
 class TrainedLog(TrainerCallback):
-    """Appends a line per optimizer step on rank 0: `step`, `rollouts` (ids, sorted), `rows`, `tokens` (trained).
+    """Append a line per optimizer step on rank 0: `step`, `rollouts` (ids, sorted), `rows`, `tokens` (trained).
 
     A step that was not made trained nothing: it also has `skipped`, the reason, and `not_trained`, its rollouts.
 
@@ -42,12 +42,12 @@ class TrainedLog(TrainerCallback):
         self._num_tokens += sum(count for _, count in of_all)
 
     def skip(self, reason: str) -> None:
-        """The coming optimizer step is not made: nothing that was noted for it is trained."""
+        """Note that the coming optimizer step is skipped: nothing that was noted for it is trained."""
         self._skipped = {"skipped": reason, "not_trained": sorted(self._rollouts)}
         self._rollouts, self._num_rows, self._num_tokens = set(), 0, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write down what was noted."""
+        """Write the step's line."""
         line = {
             "step": state.global_step,
             "rollouts": sorted(self._rollouts),
@@ -65,7 +65,7 @@ class TrainedLog(TrainerCallback):
 
 
 def rewind_trained(folder: Path, *, source: Path, step: int) -> None:
-    """Have a run's file say what weights of `step` were trained on. One rank calls it.
+    """Rewind a run's file to what weights of `step` were trained on. One rank calls it.
 
     Args:
         source: Folder of the run that the weights come from.
@@ -86,7 +86,7 @@ def rewind_trained(folder: Path, *, source: Path, step: int) -> None:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Whole lines; a kill may have torn the last."""
+    """Read whole lines; a kill may have torn the last."""
     if not path.exists():
         return []
     return [line.rstrip("\n") for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]

@@ -1,8 +1,8 @@
-"""What a step trained, token by token -> `rows/ATTEMPT/train_00003.jsonl` in the run's folder.
+"""Write the trained tokens of each step to `rows/ATTEMPT/train_00003.jsonl` in the run's folder.
 
-A "rollout" line says what became of each rollout of a generation batch, a "row" line what a trained row was: which
-tokens, at what advantage, and the trainer's log-probability of each. Both name their session's record by its path;
-`polar-trl inspect` shows them. It refuses to hold up a step: figures stay on their device until all passes are done.
+A "rollout" line has the reward, the advantage and the drop reason of each rollout of a generation batch; a "row" line
+has the trained spans of a row, its advantage, and the trainer's log-probability of each token. Both name their
+session's record by its path; `polar-trl inspect` shows them. Figures stay on their device until all passes are done.
 """
 
 import json
@@ -22,7 +22,7 @@ from polar_trl.types import Rollout
 
 
 class TrainedRows:
-    """One process's files, a file per optimizer step and kind of batch.
+    """Write one process's files, a file per optimizer step and kind of batch.
 
     Args:
         folder: The run's.
@@ -35,11 +35,11 @@ class TrainedRows:
         self._passes: list[tuple[Sequence[Mapping[str, Any]], Tensor]] = []
 
     def name_record(self, path: Path | None) -> str:
-        """A record's path relative to the run's folder; "" where there is none."""
+        """Return a record's path relative to the run's folder; "" where there is none."""
         return "" if path is None else path.relative_to(self._run).as_posix()
 
     def write_rollouts(self, mode: str, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """A line for each rollout of a generation batch.
+        """Write a line for each rollout of a generation batch.
 
         Args:
             mode: "train" or "eval".
@@ -49,15 +49,15 @@ class TrainedRows:
         self._append(f"{mode}_{step:05d}.jsonl", [{"type": "rollout", **rollout} for rollout in rollouts])
 
     def note(self, rows: Sequence[Mapping[str, Any]], logprobs_BC: Tensor) -> None:
-        """The rows of a pass (see `describe_row`), and the trainer's log-probabilities of their trained tokens."""
+        """Note the rows of a pass (see `describe_row`), and the trainer's logprobs of their trained tokens."""
         self._passes.append((rows, logprobs_BC.detach()))
 
     def forget(self) -> None:
-        """What was noted is not trained after all."""
+        """Forget the noted rows: they are not trained after all."""
         self._passes = []
 
     def write_rows(self, step: int) -> None:
-        """The lines of what was noted for an optimizer step."""
+        """Write a line for each row that was noted for an optimizer step."""
         passes, self._passes = self._passes, []
         lines = []
         for rows, logprobs_BC in passes:
@@ -76,12 +76,12 @@ class TrainedRows:
 
 
 def describe_rollout(
-    rollout: Rollout, record: str, reward: float, advantage: float, *, dropped: str | None
+    rollout: Rollout, record_path: str, reward: float, advantage: float, *, dropped: str | None
 ) -> dict[str, Any]:
-    """What of a rollout is written down; `reward` is NaN where there is none."""
+    """Return a rollout's line, as JSON values; `reward` is NaN where there is none."""
     return {
         "rollout": rollout.id,
-        "record": record,
+        "record": record_path,
         "task": rollout.task_id,
         "group": rollout.group_id,
         "reward": None if math.isnan(reward) else reward,
@@ -91,10 +91,10 @@ def describe_rollout(
 
 
 def describe_row(row: Row) -> dict[str, Any]:
-    """What of a row is written down, as JSON values: `trained` are the spans [start, end) of its trained tokens."""
+    """Return a row's line, as JSON values: `trained` are the spans [start, end) of its trained tokens."""
     return {
         "rollout": row.rollout_id,
-        "record": row.record,
+        "record": row.record_path,
         "calls": list(row.call_indices),
         "num_tokens": len(row.token_ids_T),
         "num_trainable": row.num_trainable,
@@ -104,7 +104,7 @@ def describe_row(row: Row) -> dict[str, Any]:
 
 
 def find_spans(mask_T: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The runs of True: [start, end) each."""
+    """Find the runs of True: [start, end) each."""
     spans, position = [], 0
     for value, run in groupby(mask_T.tolist()):
         length = sum(1 for _ in run)

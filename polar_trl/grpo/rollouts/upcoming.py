@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from polar_trl.grpo.dataset import DataRow
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.types import Task
-
-Rows = list[dict[str, Any]]
 
 
 class UpcomingBatches:
@@ -28,12 +27,12 @@ class UpcomingBatches:
         self._tasks = tasks
         self._repeats = repeats
         self._num_collated = 0
-        self._batches: deque[Rows] = deque()
+        self._batches: deque[list[DataRow]] = deque()
 
-    def wrap(self, collate: Callable[[Rows], Any]) -> Callable[[Rows], Any]:
+    def wrap(self, collate: Callable[[list[DataRow]], Any]) -> Callable[[list[DataRow]], Any]:
         """Wrap the collator so that the rows that pass through it are noted."""
 
-        def note(rows: Rows) -> Any:
+        def note(rows: list[DataRow]) -> Any:
             if self._num_collated % self._repeats == 0:
                 self._batches.append(rows)
                 if len(self._batches) == 1:
@@ -48,7 +47,7 @@ class UpcomingBatches:
         self._num_collated = num_batches
 
     @property
-    def next_rows(self) -> Rows | None:
+    def next_rows(self) -> list[DataRow] | None:
         """Rows of the batch after the current one; None where the loader has not fetched it, as at an epoch's end."""
         return self._batches[1] if len(self._batches) > 1 else None
 
@@ -59,7 +58,7 @@ class UpcomingBatches:
         if self._batches:
             self._order(self._batches[0])
 
-    def _order(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _order(self, rows: Sequence[DataRow]) -> None:
         if self._backend is not None:
             for row in rows[: self._backend.depth]:
                 self._backend.order(self._tasks[row["task_id"]])

@@ -83,8 +83,8 @@ class Setup:
     engine_num_seqs: int
     engine_bytes: int = 2
     """Per element of the engine's weights and cache."""
-    sleep_level: int
-    """0: the engine stays awake while the model trains."""
+    sleeps: bool
+    """Whether the engine gives its memory to training."""
     max_model_len: int
     """Tokens of the longest session: `vllm_max_model_length`."""
     kernels: Kernels = IN_TORCH
@@ -163,8 +163,6 @@ class Plan:
     state_bytes_per_session: int
     """Of recurrent layers, whatever a session's length."""
     max_model_len: int
-    host_bytes: int
-    """Of the machine, for all GPUs: the engines' weights while they sleep at level 1."""
     kernels: Kernels
     """That the passes were counted with."""
 
@@ -208,12 +206,12 @@ def build_plan(setup: Setup) -> Plan:
     kv_per_token, state = count_kv(setup.model_config, setup.engine_bytes)
     kept = count_kept(setup)
     trainer = {"trainer: weights": kept["trainer: weights"]} | _only(kept, "reference model")
-    asleep_or_share = 0 if setup.sleep_level else share
+    asleep_or_share = 0 if setup.sleeps else share
     allowance = {"context and allowance": ALLOWANCE}
     engine_awake = {"engine: weights": engine_weights, "engine: key-value cache and work": share - engine_weights}
     # FSDP and ZeRO-2 bring the trainer's weights to the GPU when training begins, after the engine has started
     at_start = {} if setup.sharding in ("fsdp2", "zero2") else trainer
-    syncing = {"engine: weights": engine_weights} if setup.sleep_level else engine_awake
+    syncing = {"engine: weights": engine_weights} if setup.sleeps else engine_awake
     training_engine = {"engine, awake": asleep_or_share} if asleep_or_share else {}
     phases = {
         "load": at_start | engine_awake,
@@ -229,7 +227,6 @@ def build_plan(setup: Setup) -> Plan:
         kv_bytes_per_token=kv_per_token,
         state_bytes_per_session=state,
         max_model_len=setup.max_model_len,
-        host_bytes=engine_weights * setup.num_gpus if setup.sleep_level == 1 else 0,
         kernels=setup.kernels,
     )
 

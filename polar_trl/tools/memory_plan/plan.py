@@ -101,7 +101,7 @@ def read_setup(
         engine_share=args.vllm_gpu_memory_utilization,
         engine_num_seqs=args.engine_slots,
         engine_bytes=engine_dtype.itemsize,
-        sleep_level=args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0,
+        sleeps=args.vllm_enable_sleep_mode,
         max_model_len=longest,
         kernels=choose_kernels(args, model_config),
     )
@@ -199,8 +199,8 @@ def find_advice(setup: Setup, found: Plan) -> list[Advice]:
 
 
 def _list_variants(setup: Setup, found: Plan) -> Iterator[tuple[str, Setup]]:
-    if not setup.sleep_level:
-        yield "vllm_enable_sleep_mode: true", replace(setup, sleep_level=2)
+    if not setup.sleeps:
+        yield "vllm_enable_sleep_mode: true", replace(setup, sleeps=True)
     if not setup.gradient_checkpointing:
         yield "gradient_checkpointing: true", replace(setup, gradient_checkpointing=True)
     if not setup.kernels.liger:
@@ -233,7 +233,7 @@ def _list_variants(setup: Setup, found: Plan) -> Iterator[tuple[str, Setup]]:
 def _find_share(setup: Setup, found: Plan) -> float:
     """The largest share, in steps of 0.05, beside which everything that shares a phase with the engine fits."""
     share_bytes = int(setup.engine_share * setup.gpu_bytes)
-    with_engine = ("load", "rollouts") if setup.sleep_level else found.phases
+    with_engine = ("load", "rollouts") if setup.sleeps else found.phases
     beside = max(found.total(phase) for phase in with_engine) - share_bytes
     return max(0.05, min(0.95, int((1 - beside / setup.gpu_bytes) * 20) / 20))
 

@@ -1,4 +1,4 @@
-"""What is logged of several generation batches together."""
+"""Metrics of several generation batches are logged together."""
 
 from collections import defaultdict
 

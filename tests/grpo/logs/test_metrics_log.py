@@ -1,4 +1,4 @@
-"""`log.jsonl`: what is read back of a run that was killed and went on."""
+"""`log.jsonl` of a run that was killed and resumed has each step once when it is read."""
 
 import json
 from pathlib import Path

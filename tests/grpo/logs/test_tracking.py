@@ -1,4 +1,4 @@
-"""What trackers hold of a run, read back from their own files: curves by step, and a table of rollouts per step."""
+"""Trackers hold a run, read back from their own files: curves by step, and a table of rollouts per step."""
 
 import json
 import math
@@ -16,7 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerControl, TrainerState
 from wandb.proto.wandb_internal_pb2 import Record
 
-from polar_trl.grpo.logs.completions_table import MAX_COMPLETION_CHARS, CompletionsTable, _level, _level_column, cut
+from polar_trl.grpo.logs.completions_table import (
+    MAX_COMPLETION_CHARS,
+    CompletionsTable,
+    _level,
+    _level_column,
+    shorten,
+)
 from polar_trl.reconstruct import Reconstruction
 from polar_trl.recording.log import read_session
 from polar_trl.rollout.session_run import RolloutResult
@@ -184,7 +190,7 @@ def log(table: CompletionsTable, step: int, **logs: float) -> None:
     table.on_log(None, TrainerState(global_step=step, is_world_process_zero=True), TrainerControl(), logs=logs)
 
 
-def test_a_long_session_is_cut_in_the_middle_and_says_where_it_is_whole(tmp_path: Path) -> None:
+def test_a_long_session_is_shortened_in_the_middle_and_says_where_it_is_whole(tmp_path: Path) -> None:
     table, result = build_table(tmp_path), finish(tmp_path, "r0")
     call = {"type": "function", "id": "1", "function": {"name": "run", "arguments": '{"x": 1}'}}
     messages = [
@@ -203,9 +209,9 @@ def test_a_long_session_is_cut_in_the_middle_and_says_where_it_is_whole(tmp_path
     assert "characters left out; the whole session: sessions/r0.jsonl ...]" in row["completion"]
 
 
-def test_a_cut_counts_what_it_leaves_out() -> None:
-    assert cut("abcdef", 6, "x") == "abcdef"
-    assert cut("abcdefg", 4, "") == "ab\n\n[... 3 characters left out ...]\n\nfg"
+def test_a_shortened_text_counts_what_it_leaves_out() -> None:
+    assert shorten("abcdef", 6, "x") == "abcdef"
+    assert shorten("abcdefg", 4, "") == "ab\n\n[... 3 characters left out ...]\n\nfg"
 
 
 def test_what_was_resampled_is_in_no_table_and_a_step_is_written_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from polar_trl.grpo.config import LOSS_TYPES, PackedGRPOConfig
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.packing.batch import build_micro_batch
 from polar_trl.grpo.rows import Row, build_row
-from polar_trl.reconstruct.cut import cut_trajectory
 from polar_trl.reconstruct.merge import build_prefix_merged
+from polar_trl.reconstruct.truncate import take_calls
 from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout
 
 NUM_ROLLOUTS, NUM_CALLS, VOCAB = 8, 7, 200
@@ -116,7 +117,11 @@ def build_rows(numbers: Iterable[int], parts: int) -> list[Row]:
     for number in numbers:
         rollout = build_rollout(number)
         (whole,) = build_prefix_merged(rollout).trajectories
-        rows += [build_row(t, advantages[number]) for t in cut_trajectory(whole, rollout, parts)]
+        num_calls = len(whole.call_indices)
+        num_parts = min(parts, num_calls)
+        edges = [part * num_calls // num_parts for part in range(num_parts + 1)]
+        for first, end in pairwise(edges):
+            rows.append(build_row(take_calls(whole, rollout, first, end), advantages[number]))
     return rows
 
 

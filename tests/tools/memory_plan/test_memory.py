@@ -11,7 +11,6 @@ from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from trl import ModelConfig, get_peft_config
 
 from polar_trl.errors import ConfigError, EngineError
-from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.meta_model import build_meta_model
 from polar_trl.tools.memory_plan.activations import count_activations
 from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels
@@ -96,7 +95,7 @@ def setup_of(config: Any, **changes: Any) -> Setup:
             "gpu_bytes": 80 * GIB,
             "engine_share": 0.3,
             "engine_num_seqs": 16,
-            "sleep_level": 2,
+            "sleeps": True,
             "max_model_len": 256,
             **changes,
         }
@@ -399,18 +398,10 @@ def test_a_reference_costs_a_second_model_only_without_lora() -> None:
     assert "reference model" not in count_kept(setup_of(config, has_reference=True, peft_config=lora()))
 
 
-def test_sleep_levels() -> None:
+def test_a_sleeping_engine_gives_its_share_to_training() -> None:
     config = config_of("qwen3")
-    plans = {level: build_plan(setup_of(config, sleep_level=level, num_gpus=2, sharding="ddp")) for level in (0, 1, 2)}
-    weights = 2 * sum(w.numel for w in read_weights(build_meta_model(config, dtype=torch.float32)))
-    assert [plans[level].host_bytes for level in (0, 1, 2)] == [0, 2 * weights, 0]
-    assert plans[0].total("training") - plans[1].total("training") == int(0.3 * 80 * GIB)
-    assert plans[1].phases == plans[2].phases
-
-
-def test_an_unknown_sleep_level_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vllm_sleep_level must be 1 or 2 \(it is 3\)"):
-        PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, vllm_sleep_level=3)
+    awake, asleep = (build_plan(setup_of(config, sleeps=sleeps)) for sleeps in (False, True))
+    assert awake.total("training") - asleep.total("training") == int(0.3 * 80 * GIB)
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
@@ -419,11 +410,10 @@ def test_an_unknown_optimizer_is_refused() -> None:
 
 
 class SleepyLlm:
-    """The parts of `vllm.LLM` that sleep: what is asleep cannot be used, and level 2 loses the weights."""
+    """The parts of `vllm.LLM` that sleep: what is asleep cannot be used, and the weights are lost."""
 
     def __init__(self, **_: Any) -> None:
         self.weights: dict[str, float] | None = {"w": 0.0}
-        self.in_host: dict[str, float] | None = None
         self.asleep: set[str] = set()
         self.llm_engine = self
         self.model_executor = self.driver_worker = self.model_runner = self.model = self
@@ -432,8 +422,7 @@ class SleepyLlm:
         self.max_model_len, self.dtype = 8, torch.float32
 
     def sleep(self, level: int) -> None:
-        assert not self.asleep
-        self.in_host = dict(self.weights or {}) if level == 1 else None
+        assert not self.asleep and level == 2
         self.weights, self.asleep = None, {"weights", "kv_cache"}
 
     def wake_up(self, tags: list[str]) -> None:
@@ -441,7 +430,7 @@ class SleepyLlm:
             return  # vLLM warns, and does nothing
         self.asleep -= set(tags)
         if "weights" in tags:
-            self.weights = self.in_host or {"w": float("nan")}
+            self.weights = {"w": float("nan")}
 
     def load_weights(self, pairs: list[tuple[str, Tensor]]) -> None:
         assert "weights" not in self.asleep and self.weights is not None
@@ -452,7 +441,7 @@ class SleepyLlm:
 
 @pytest.fixture()
 def colocated(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Builds a `ColocatedVllm` of a trainer with one weight, at a sleep level."""
+    """Builds a `ColocatedVllm` of a trainer with one weight, which sleeps."""
     from accelerate import Accelerator
     from trl.generation import vllm_generation
 
@@ -466,23 +455,13 @@ def colocated(monkeypatch: pytest.MonkeyPatch) -> Any:
     policy = nn.Module()
     policy.w, policy.name_or_path = nn.Parameter(torch.tensor(1.0)), "policy"
     policy.config = LlamaConfig()
-    made = []
-
-    def build(level: int) -> Any:
-        backend = colocate.ColocatedVllm(
-            policy, Accelerator(cpu=True), None, llm_kwargs={}, sleep_level=level, enable_sleep_mode=True
-        )
-        made.append(backend)
-        return backend, policy
-
-    yield build
-    for backend in made:
-        backend.engine.close()
+    backend = colocate.ColocatedVllm(policy, Accelerator(cpu=True), None, llm_kwargs={}, enable_sleep_mode=True)
+    yield backend, policy
+    backend.engine.close()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_push_wakes_the_weights_and_the_cache_follows(colocated: Any, level: int) -> None:
-    backend, policy = colocated(level)
+def test_a_push_wakes_the_weights_and_the_cache_follows(colocated: Any) -> None:
+    backend, policy = colocated
     assert backend.llm.asleep == {"weights", "kv_cache"} and backend._llm_weights_sleeping
     for value in (1.0, 2.0):
         policy.w.data.fill_(value)
@@ -494,19 +473,8 @@ def test_a_push_wakes_the_weights_and_the_cache_follows(colocated: Any, level: i
         assert backend.llm.asleep == {"weights", "kv_cache"}
 
 
-def test_level_1_wakes_with_its_weights_and_no_push(colocated: Any) -> None:
-    backend, _ = colocated(1)
-    backend.sync_weights()
-    backend.wake()
-    backend.sleep()
-    assert not backend._llm_weights_sleeping  # the trainer pushes only what has changed
-    backend.wake()
-    assert backend.llm.asleep == set() and backend.llm.weights == {"w": 1.0}
-    assert backend.engine.policy_version == 1
-
-
-def test_level_2_refuses_to_wake_without_weights(colocated: Any) -> None:
-    backend, _ = colocated(2)
+def test_it_refuses_to_wake_without_weights(colocated: Any) -> None:
+    backend, _ = colocated
     with pytest.raises(EngineError, match="sync_weights has to come first"):
         backend.wake()
     backend.sync_weights()

@@ -1,7 +1,7 @@
-"""A recorded session -> rows to fine-tune on: a conversation each, and its token ids with a mask where there are any.
+"""Build fine-tuning examples of a recorded session: a conversation each, with token ids and a loss mask if recorded.
 
-A row with token ids is a trajectory of the session, checked against the laws: its mask is exactly what the model
-sampled. Without token ids, a row is a conversation that no later call goes on from. Nothing is tokenised here.
+An example with token ids is a trajectory of the session, checked against the laws: its mask is exactly what the model
+sampled. Without token ids, it is a conversation that no later call goes on from. Nothing is tokenized here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from polar_trl.types import Call, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One sequence to train on."""
+class Example:
+    """One sequence to fine-tune on."""
 
     id: str
-    """The rollout's id and the row's number in it."""
+    """The rollout's id and the example's number in it."""
     messages: list[dict[str, Any]] | None
     """As chat templates read them, the last one the model's; None where they cannot be had: tool arguments that are
     no JSON object, which templates refuse, or what `datasets` would not give back from JSON (half a surrogate pair,
@@ -32,25 +32,25 @@ class Row:
     token_ids_T: NDArray[np.int32] | None
     """None for text only."""
     mask_T: NDArray[np.int8] | None
-    """1 exactly on what the model sampled in this row."""
+    """The loss mask: 1 exactly on what the model sampled in this example."""
 
 
-def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
-    """The rows of a session, in the order of their first call.
+def build_examples(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Example]:
+    """Build the examples of a session, in the order of their first call.
 
     Args:
         with_auxiliary: Take what the agent asked beside its task (titles, summaries) like the rest.
 
-    Raises `LawError` if the record does not give trajectories that hold.
+    Raises `LawError` if the rebuilt trajectories break a law.
     """
     if with_auxiliary:
         rollout = count_as_policy(rollout)
     if any(call.text_only for call in rollout.calls):
-        return [_build_row(rollout, number, call) for number, call in enumerate(_list_ends(rollout.calls))]
+        return [_build_example(rollout, number, call) for number, call in enumerate(_list_ends(rollout.calls))]
     reconstruction = BUILDERS["prefix_merging"](rollout)
     check_laws(rollout, reconstruction)
     return [
-        _build_row(
+        _build_example(
             rollout,
             number,
             rollout.calls[trajectory.call_indices[-1]],
@@ -61,22 +61,22 @@ def build_rows(rollout: Rollout, *, with_auxiliary: bool = False) -> list[Row]:
     ]
 
 
-def _build_row(
+def _build_example(
     rollout: Rollout,
     number: int,
     last: Call,
     *,
     token_ids_T: NDArray[np.int32] | None = None,
     mask_T: NDArray[np.int8] | None = None,
-) -> Row:
-    """Of the conversation that ends with the reply of `last`."""
+) -> Example:
+    """Build the example of the conversation that ends with the reply of `last`."""
     conversation = place_system((*last.request.messages, last.message), "first", at_start=True)
     messages: list[dict[str, Any]] | None
     messages = [build_message_dict(message, parse_arguments=True) for message in conversation]
     tools = [build_tool_dict(tool) for tool in last.request.tools]
     if not (all(map(_has_readable_arguments, messages)) and _survives_json([messages, tools])):
         messages = None
-    return Row(
+    return Example(
         id=f"{rollout.id}-{number}",
         messages=messages,
         tools=tools,
@@ -90,7 +90,7 @@ def _has_readable_arguments(message: Mapping[str, Any]) -> bool:
 
 
 def _survives_json(value: Any) -> bool:
-    """Whether `datasets` gives back from JSON what was written."""
+    """Return whether `datasets` gives back from JSON what was written."""
     try:
         return bool(Json().decode_example(orjson.dumps(value).decode()) == value)
     except (TypeError, ValueError, RecursionError):  # what orjson and the library raise
@@ -98,7 +98,7 @@ def _survives_json(value: Any) -> bool:
 
 
 def _list_ends(calls: Sequence[Call]) -> list[Call]:
-    """Calls of the policy that none goes on from; of the same question asked twice and left twice, the last."""
+    """List the policy's calls that none goes on from; of the same question asked twice and left twice, the last."""
     asked = [call for call in calls if call.is_answered and call.purpose == "policy"]
     continued = {call.parent for call in asked}
     ends = [call for call in asked if call.index not in continued]
