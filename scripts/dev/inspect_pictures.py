@@ -39,7 +39,7 @@ def main() -> None:
         failures: list[str] = []
         page.on("pageerror", lambda error: failures.append(str(error)))
         if args.curves:
-            open_page(page, f"{address}#/", ".chart svg")
+            open_page(page, f"{address}#/", ".chart canvas")
             keep(page, args.out / f"{args.curves}.png")
         else:
             take_pictures(page, address, args.out, everything=args.all)
@@ -86,7 +86,7 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
     def take(name: str) -> None:
         keep(page, out / f"inspect_{name}.png")
 
-    look_at("/", ".chart svg")
+    look_at("/", ".chart canvas")
     take("run")
     look_at("/sessions", ".rows .row")
     take("sessions")
