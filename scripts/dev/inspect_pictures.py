@@ -99,13 +99,13 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
     look_at(f"/session?key={key}&call=9", ".message.reply")
     take("conversation")
     for color in ("gap", "state", "engine", "version", "advantage", "size") if everything else ("gap",):
-        look_at(f"/session?key={key}&view=tokens&lane=1&color={color}", ".tk")
+        look_at(f"/session?key={key}&view=tokens&track=1&color={color}", ".tk")
         page.keyboard.press("Escape")
         page.click("text=call ›")
         page.wait_for_timeout(500)
         take(f"tokens_{color}" if everything else "tokens")
         page.goto("about:blank")
-    look_at(f"/session?key={key}&view=forks&lane=1", ".excerpts figure")
+    look_at(f"/session?key={key}&view=forks&track=1", ".excerpts figure")
     take("forks")
 
 

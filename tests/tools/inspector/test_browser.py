@@ -231,7 +231,7 @@ def test_a_session_of_100000_tokens_keeps_the_page_small(page: Any, address: str
     key = key_of(LONG, "train_00000")
     page.goto(f"{address}#/session?key={key}&view=tokens&color=gap")
     page.wait_for_selector(".tk.sampled")
-    assert page.locator(".lane").count() == 1
+    assert page.locator(".track").count() == 1
     sizes = [count_elements(page)]
     for share in (0.25, 0.5, 0.9, 1.0):
         page.evaluate(f"(e => {{ e.scrollTop = {share} * e.scrollHeight; }})(document.querySelector('.token-scroll'))")
