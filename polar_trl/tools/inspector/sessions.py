@@ -68,12 +68,12 @@ class Entry:
 
     @property
     def attempt(self) -> str:
-        """The start of the run that it belongs to; "" where the folders do not say."""
+        """Folder of the process run that made it; "" where there is none."""
         return self.key.split("/")[0] if "/" in self.key else ""
 
     @property
     def batch(self) -> str:
-        """Its folder in that, such as "train_00003"; "" where there is none, as in evaluations."""
+        """Folder of its batch, such as "train_00003"; "" where there is none, as in evaluations."""
         return self.key.rsplit("/", 2)[-2] if self.key.count("/") > 1 else ""
 
 

@@ -50,7 +50,7 @@ class Rewrite:
     drops_reasoning: bool = False
     """The text of the reasoning is gone, not only its marks."""
     detail: str = ""
-    """The template's words where it refuses."""
+    """The template's error where it raised."""
     pairs: tuple[TokenPair, ...] = ()
     """The tokens of the differences and around them, from the first on."""
     num_more: int = 0

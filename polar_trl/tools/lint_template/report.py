@@ -47,7 +47,7 @@ class PolicyReport:
     forks: int
     """Calls that went on from an earlier one, but were rendered anew."""
     refusal: str | None
-    """Why the template refused one of the requests, at which the conversation ended here."""
+    """The template's error on one of the requests, at which the conversation ended here."""
 
     @property
     def is_exact(self) -> bool:

@@ -161,14 +161,16 @@ def count_reference(setup: Setup) -> int:
 
 
 def _list_stepped(setup: Setup) -> list[Weight]:
-    """The weights as the optimizer steps them: trained ones in float32 under ZeRO, and under FSDP2 in a half-precision
-    pass (accelerate's `fsdp2_prepare_model`)."""
+    """List the weights in the dtypes that the optimizer steps.
+
+    Trained ones are float32 under ZeRO, and under FSDP2 with a half-precision pass (`fsdp2_prepare_model`).
+    """
     in_float32 = setup.is_zero or (setup.sharding == "fsdp2" and setup.bf16)
     return [replace(w, itemsize=4) if w.is_trained and in_float32 else w for w in setup.weights]
 
 
 def count_low_halves(setup: Setup) -> int:
-    """Bytes of the low halves of float32 weights, int16, which rounding to half precision cuts off (`rounded_weights`).
+    """Bytes of the low halves of float32 weights (int16) that rounding to half precision cuts off (`rounded_weights`).
 
     Where pass and engine are float32 nothing is rounded. An adapter is merged in float32 and rounded where it is
     pushed, and DeepSpeed has masters of its own.

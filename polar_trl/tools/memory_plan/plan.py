@@ -146,7 +146,7 @@ def read_accelerate(path: Path) -> tuple[Sharding | None, int | None, str]:
 
 
 def _read_sharding(path: Path, found: Mapping[str, Any]) -> Sharding | None:
-    """The sharding of an accelerate file; None where it has none of its own."""
+    """Read the sharding of an accelerate file; None where it has none of its own."""
     kind = str(found["distributed_type"])
     if kind in ("NO", "MULTI_GPU"):
         return None
@@ -158,10 +158,10 @@ def _read_sharding(path: Path, found: Mapping[str, Any]) -> Sharding | None:
     if kind == "DEEPSPEED":
         options = _read_options(path, found, "deepspeed_config")
         offloads = any(options.get(f"offload_{part}_device", "none") != "none" for part in ("optimizer", "param"))
-        sharding: Sharding | None = {2: "zero2", 3: "zero3"}.get(options.get("zero_stage"))  # type: ignore[assignment]
-        if sharding is None or offloads:
+        stage = options.get("zero_stage")
+        if stage not in (2, 3) or offloads:
             raise ConfigError(f"--accelerate {path}: plan counts ZeRO stages 2 and 3 without offloading")
-        return sharding
+        return "zero2" if stage == 2 else "zero3"
     raise ConfigError(f"--accelerate {path}: distributed_type {kind!r} is not one that plan counts")
 
 

@@ -118,7 +118,7 @@ class Setup:
 
     @cached_property
     def activations(self) -> Activations:
-        """Of the trainer's largest forward and backward pass."""
+        """Activation bytes of the trainer's largest forward and backward pass."""
         # sharded models are gathered in the dtype of the pass; all others are lowered operation by operation
         as_held = self.is_whole
         dtype = self.dtype if as_held or not self.bf16 else torch.bfloat16

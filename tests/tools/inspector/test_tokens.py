@@ -1,4 +1,4 @@
-"""Tokens on the page: texts, lines, tracks with what the trainer made of them, and why tracks begin."""
+"""Tokens on the page: texts, lines, tracks with the trainer's figures, and forks."""
 
 import json
 from ast import literal_eval

@@ -1,4 +1,4 @@
-// Why trajectories begin, shown on their first different token, and what of the session was not trained.
+// The forks of a session: why each trajectory begins, at its first different token, and the tokens that were not trained.
 
 import { ask, h, notice, replace } from "./dom.js";
 import { count, plural, words } from "./format.js";
@@ -13,7 +13,7 @@ export async function showForks(root, page) {
     const others = tracks.filter(({ track }) => !track.name.startsWith("trajectory"));
     replace(
       list,
-      h("section", { class: "card" }, h("h2", {}, "What became of the sampled tokens"), buildDrops(meta)),
+      h("section", { class: "card" }, h("h2", {}, "State of the sampled tokens"), buildDrops(meta)),
       h("h2", {}, trained.length ? plural(trained.length, "fork") : "No forks"),
       trained.length ? null : h("p", { class: "hint" }, "Every trained call continues the one before, token for token: the session is one trajectory."),
       trained.map(({ track, number }) => buildFork(page, meta, track, number)),

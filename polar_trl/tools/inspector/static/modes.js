@@ -1,4 +1,4 @@
-// What a token's colour may say, and the legend that says what the colours mean.
+// Colour modes of tokens, with their legends.
 
 import { h } from "./dom.js";
 import { number, signed, words } from "./format.js";
@@ -14,7 +14,7 @@ export const MODES = [
 ];
 const LEAST_LOGPROB = -6;
 
-/** Mode -> {color(token), legend()}; a token is {state, engine, trainer, version}. */
+/** Each mode's {color(token), legend()}; a token is {state, engine, trainer, version}. */
 export function buildModes(meta, track) {
   const { sequential, diverging } = palette();
   const states = stateColors();

@@ -1,4 +1,4 @@
-// The page of a session: what became of it, then three views of the same calls.
+// The page of a session: its result, then three views of the same calls.
 
 import { ask, h, notice, replace } from "./dom.js";
 import { count, number, seconds, signed, words } from "./format.js";
@@ -123,7 +123,7 @@ class SessionPage {
   }
 }
 
-/** What the trainer did with it, after the name of its batch. */
+/** The trainer's use of the session, after the name of its batch. */
 function nameUse(row) {
   if (row.use === null || row.step === null) return "";
   if (row.use === "evaluation") return `, after step ${row.step}`;

@@ -1,4 +1,4 @@
-// Trajectories as bars, one below the other on one scale of tokens: what is sampled, and where each leaves another.
+// Token tracks as bars on one scale of tokens: the sampled spans, and the prefix shared with an earlier track.
 
 import { h, replace } from "./dom.js";
 import { count, words } from "./format.js";
