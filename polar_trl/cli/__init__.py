@@ -1,7 +1,7 @@
 """The command line: `polar-trl SUBCOMMAND`, a module of this package each.
 
-Exit status: 0 all is well, 1 the answer is bad news, 2 the question was wrong. What is wrong is said in one sentence
-on standard error. A subcommand refuses to import what only another one needs.
+Exit status: 0 all is well, 1 the answer is bad news, 2 the question was wrong. Errors are one sentence
+on standard error. A subcommand imports heavy packages only when it runs.
 """
 
 import argparse
@@ -16,7 +16,7 @@ SUBCOMMANDS = (doctor, inspect, replay, eval, collect, check_tasks, plan, lint_t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; the exit status."""
+    """Run one subcommand and return its exit status."""
     parser = _build_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not hasattr(args, "overrides"):

@@ -1,6 +1,6 @@
 """`polar-trl collect`: run a strong model inside an agent, and keep what the grader accepts as a data set.
 
-It refuses to leave half a data set behind: an earlier one stays until the new one is whole.
+An earlier data set stays until the new one is whole.
 """
 
 import argparse

@@ -116,7 +116,7 @@ def _print_groups(console: Any, summary: Mapping[str, Any]) -> None:
 
 
 def format_rate(rate: Mapping[str, Any]) -> str:
-    """A pass rate of a summary and its interval, in per cent."""
+    """Format a pass rate of a summary and its interval, in per cent."""
     if rate["rate"] is None:
         return "-"
     return f"{100 * rate['rate']:.1f} ({100 * rate['low']:.1f} to {100 * rate['high']:.1f})"

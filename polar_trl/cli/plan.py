@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polar_trl.tools.memory_plan.memory import Plan
+    from polar_trl.tools.memory_plan.memory import MemoryPlan
     from polar_trl.tools.memory_plan.plan import Advice
 
 EPILOG = """\
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _build_plan_json(found: "Plan", advice: Sequence["Advice"]) -> dict[str, Any]:
+def _build_plan_json(found: "MemoryPlan", advice: Sequence["Advice"]) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "gpu_bytes": found.gpu_bytes,
@@ -73,7 +73,7 @@ def _build_plan_json(found: "Plan", advice: Sequence["Advice"]) -> dict[str, Any
     }
 
 
-def _print_plan(found: "Plan", advice: Sequence["Advice"]) -> None:
+def _print_plan(found: "MemoryPlan", advice: Sequence["Advice"]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -1,6 +1,6 @@
-"""What a subcommand that runs sessions does with its process: its signals, and what libraries print.
+"""Set up the process of a subcommand that runs sessions: its signals, and its standard output.
 
-Both are put back as they were, but for signals that came: the process is ending then.
+Both are put back afterwards, but for signals that came: the process is ending then.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Inside the block SIGTERM is Ctrl-C. The second Ctrl-C is answered, and the next signal ends the process at once.
+    """Treat SIGTERM as Ctrl-C inside the block. The second one is answered, the next signal ends the process at once.
 
     A second KeyboardInterrupt would break off the removal of sandboxes, or be printed by the interpreter at its end.
     """
@@ -43,7 +43,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Inside the block, what anything prints, C++ included, goes to standard error: the answer stands alone."""
+    """Send all prints inside the block, C++ included, to standard error: the answer stands alone."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

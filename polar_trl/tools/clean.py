@@ -1,7 +1,7 @@
-"""What trainers left behind that were killed -> nothing, and a list of what it was.
+"""Remove the sandboxes of dead processes, and return what was removed.
 
-Containers, session folders with what is mounted in them, processes and control groups say who made them. It refuses to
-touch what belongs to a process that lives, or that it cannot see: one of another machine with the same engine.
+Containers, session folders with what is mounted in them, processes and control groups carry their owner's tag. What
+belongs to a process that lives, or that cannot be seen (one of another machine with the same engine), stays.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from polar_trl.sandbox.owner import count_session_folders, find_state_folder, re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleaned:
-    """What was removed, by name, and what was not looked at; the keys of the JSON report."""
+    """Names of everything removed, and why an engine was not asked; the keys of the JSON report."""
 
     containers: list[str]
     folders: list[str]

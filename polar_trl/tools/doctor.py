@@ -1,8 +1,8 @@
-"""Whether an agent works on this machine: a real agent in a real session, with a model that says what it was told to.
+"""Check that an agent works on this machine: a real agent in a real session, with a scripted model.
 
-The session takes the road of a training run (harness, sandbox, proxy, record, laws); only the sampler is scripted, so
-neither a model nor a GPU is needed. It refuses to call an agent fine whose file is not there or whose calls do not
-merge into one trajectory.
+The session takes the path of a training run (harness, sandbox, proxy, record, laws); only the sampler is scripted, so
+neither a model nor a GPU is needed. An agent works if the file that it was asked for is there and its calls merge into
+one trajectory.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _TOOLS = (START, *b"tools\n")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkup:
-    """What was found of one agent; the keys of the JSON report."""
+    """The result for one agent; the keys of the JSON report."""
 
     installed: str | None
     verified: str
@@ -72,7 +72,7 @@ def run_scripted_session(
     max_model_len: int = MAX_MODEL_LEN,
     ping_interval_s: float = 10.0,
 ) -> RolloutResult:
-    """One session of an agent whose model says `replies`, one per turn of its conversation.
+    """Run one session of an agent whose model says `replies`, one per turn of its conversation.
 
     The n-th reply answers a prompt with n assistant turns, so that side requests and retries do not shift the script;
     after the last one, the model repeats it. A prompt without tools is a side request and is answered with a word.
@@ -91,7 +91,7 @@ def run_scripted_session(
 
 
 def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:
-    """A script for `ScriptedEngine` under `ByteRenderer`."""
+    """Build a script for `ScriptedEngine` under `ByteRenderer` that picks the reply by the number of turns."""
 
     def answer(prompt_ids: TokenIds) -> TokenIds:
         if prompt_ids[: len(_TOOLS)] != _TOOLS:
@@ -103,7 +103,7 @@ def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]
 
 
 def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend | None) -> str:
-    """Why the agent does not work here; empty where it does."""
+    """Say why the agent does not work here; "" where it does."""
     text, tool_calls = harness.build_last_message("The file is written.")
     replies = [
         Message(

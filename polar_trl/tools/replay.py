@@ -1,8 +1,8 @@
-"""A run's folder -> whether what it trained is what its sessions sampled.
+"""Check a run's folder: every token that was trained must be one that a recorded session sampled.
 
 Trajectories are rebuilt from the records and held against the laws, and against the digests that were stored when they
-were trained; `rows/` and `trained.jsonl` are held against the records. It refuses to take a trained row's word for it:
-one whose record is gone or has lost its end is a fault.
+were trained; `rows/` and `trained.jsonl` are held against the records. A trained row whose record is gone or has lost
+its end is a fault.
 """
 
 import json
@@ -88,7 +88,7 @@ def replay(path: Path, builder: str, tell: Callable[[str], None]) -> ReplayRepor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Session:
-    """What rows are held against."""
+    """The sampled spans of a session, which rows are held against."""
 
     finished: bool
     spans: tuple[Span, ...]
@@ -178,7 +178,7 @@ def _replay_session(
 def _compare_rows(
     folder: Path, sessions: Mapping[str, _Session | None], report: ReplayReport, tell: Callable[[str], None]
 ) -> set[_Row]:
-    """The rows that were trained, each held against its session."""
+    """Read the rows that were trained, each held against its session."""
     rows = set()
     for path in sorted((folder / ROWS_FOLDER).rglob("train_*.jsonl")):
         for place, line in _read_lines(path, report, tell):
@@ -200,7 +200,7 @@ def _compare_rows(
 
 
 def _find_fault(row: _Row, sessions: Mapping[str, _Session | None]) -> str | None:
-    """What of a row is not as its session has it; None if nothing is."""
+    """Name the first field of a trained row that disagrees with its session record; None where all agree."""
     if row.record not in sessions:
         return "which is gone"
     session = sessions[row.record]
@@ -220,7 +220,7 @@ def _find_fault(row: _Row, sessions: Mapping[str, _Session | None]) -> str | Non
 
 
 def _join(spans: Sequence[Span]) -> list[Span]:
-    """The same tokens, with spans that touch as one."""
+    """Join spans that touch."""
     joined: list[Span] = []
     for start, end in spans:
         if joined and joined[-1][1] == start:
@@ -230,7 +230,7 @@ def _join(spans: Sequence[Span]) -> list[Span]:
 
 
 def _compare_steps(folder: Path, rows: set[_Row], report: ReplayReport, tell: Callable[[str], None]) -> None:
-    """Whether `trained.jsonl` names the rows that there are. Steps that another folder's run made have none here."""
+    """Hold `trained.jsonl` against the rows. Steps of a run in another folder have no rows here: passed over."""
     by_step = defaultdict(list)
     for row in rows:
         by_step[row.step].append(row)
@@ -256,7 +256,7 @@ def _compare_steps(folder: Path, rows: set[_Row], report: ReplayReport, tell: Ca
 def _read_lines(
     path: Path, report: ReplayReport, tell: Callable[[str], None]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where each line is, and its JSON object; a kill may have torn the last one."""
+    """Yield the place of each line and its JSON object; the last line may be torn by a kill."""
     if not path.exists():
         return
     with path.open("rb") as file:

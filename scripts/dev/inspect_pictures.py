@@ -39,7 +39,7 @@ def main() -> None:
         failures: list[str] = []
         page.on("pageerror", lambda error: failures.append(str(error)))
         if args.curves:
-            open_page(page, f"{address}#/", ".chart svg")
+            open_page(page, f"{address}#/", ".chart canvas")
             keep(page, args.out / f"{args.curves}.png")
         else:
             take_pictures(page, address, args.out, everything=args.all)
@@ -86,7 +86,7 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
     def take(name: str) -> None:
         keep(page, out / f"inspect_{name}.png")
 
-    look_at("/", ".chart svg")
+    look_at("/", ".chart canvas")
     take("run")
     look_at("/sessions", ".rows .row")
     take("sessions")
@@ -99,13 +99,13 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
     look_at(f"/session?key={key}&call=9", ".message.reply")
     take("conversation")
     for color in ("gap", "state", "engine", "version", "advantage", "size") if everything else ("gap",):
-        look_at(f"/session?key={key}&view=tokens&lane=1&color={color}", ".tk")
+        look_at(f"/session?key={key}&view=tokens&track=1&color={color}", ".tk")
         page.keyboard.press("Escape")
         page.click("text=call ›")
         page.wait_for_timeout(500)
         take(f"tokens_{color}" if everything else "tokens")
         page.goto("about:blank")
-    look_at(f"/session?key={key}&view=forks&lane=1", ".excerpts figure")
+    look_at(f"/session?key={key}&view=forks&track=1", ".excerpts figure")
     take("forks")
 
 

@@ -191,7 +191,7 @@ def make_run(out: Path, vocabulary: Path, *, steps: int, group: int, seed: int) 
     model = ScriptedModel(tokenizer, seed)
     engine = ScriptedEngine(model.reply, delay_s=0.02)
     renderer = FamilyRenderer(tokenizer, "qwen3", thinking="template")
-    agent = (ROOT / "scripts" / "demo_agent.py").read_text(encoding="utf-8")
+    agent = (ROOT / "scripts" / "dev" / "demo_agent.py").read_text(encoding="utf-8")
     with Proxy(engine, renderer, params=GenerationParams(max_tokens=2000)) as proxy:
         runner = RolloutRunner(
             proxy=proxy,

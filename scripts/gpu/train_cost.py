@@ -65,7 +65,8 @@ from polar_trl.grpo.packing import fla_kernels
 from polar_trl.grpo.packing.linear_attention import is_gated_delta_net
 from polar_trl.grpo.rows import Row
 from polar_trl.tools.memory_plan.kernel_shapes import Kernels
-from polar_trl.tools.memory_plan.memory import Setup, count_kept, count_low_halves, count_training
+from polar_trl.tools.memory_plan.memory import count_kept, count_low_halves, count_training
+from polar_trl.tools.memory_plan.setup import Setup
 
 MODELS = {"qwen3.5-4b": QWEN35_4B, "qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_06B}
 TINY = build_sizes(4, 64, 128, 4, 2, 16)

@@ -1,1 +1,1 @@
-"""A run's folder -> a local web page about it. Reads only: nothing in the folder is ever changed."""
+"""Show a run's folder as a local web page, read-only."""

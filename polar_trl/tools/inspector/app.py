@@ -1,7 +1,7 @@
-"""A run's folder -> a web application: static files, and JSON for what is asked of the run.
+"""Serve the inspector's pages: static files, and JSON answers about one run.
 
-It answers GET on loopback names only (another name in Host is a page elsewhere that had its name point here), changes
-nothing, and finds sessions by key in its index, never by a path that a request brings.
+Only GET on loopback names is answered (another name in Host is a page elsewhere that had its name point here), nothing
+is changed, and sessions are found by key in the index, never by a path that a request brings.
 """
 
 import json
@@ -40,7 +40,7 @@ _HEADERS = [
 
 
 def build_app(run: RunFolder) -> Starlette:
-    """The application."""
+    """Build the ASGI application of one run; its lifespan owns the thread that counts old sessions."""
     counter = _Counter(run)
 
     @asynccontextmanager
@@ -59,12 +59,12 @@ def build_app(run: RunFolder) -> Starlette:
         "session": lambda asked: run.build_session(asked["key"]),
         "calls": lambda asked: _list_calls(run, asked),
         "text": lambda asked: _read_text(run, asked),
-        "fork": lambda asked: run.open_session(asked["key"]).build_fork(_number(asked, "lane")),
+        "fork": lambda asked: run.open_session(asked["key"]).build_fork(_number(asked, "track")),
         "lines": lambda asked: _list_lines(run, asked),
         "overview": lambda asked: _build_overview(run, asked),
         "line": lambda asked: _find_line(run, asked),
         "token": lambda asked: {
-            "bytes": run.open_session(asked["key"]).describe_token(_number(asked, "lane"), _number(asked, "position"))
+            "bytes": run.open_session(asked["key"]).describe_token(_number(asked, "track"), _number(asked, "position"))
         },
     }
     routes: list[Any] = [Route(f"/api/{name}", _answer(function)) for name, function in api.items()]
@@ -78,7 +78,7 @@ def build_app(run: RunFolder) -> Starlette:
 
 
 class _Counter:
-    """A thread that works out the counts of finished sessions whose records do not bring them."""
+    """A thread that counts calls, tokens and trajectories of finished sessions whose records lack a summary."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -120,7 +120,7 @@ class _HeaderMiddleware:
 
 
 def _answer(function: Callable[[Any], Any]) -> Callable[[Request], Any]:
-    """The endpoint that answers with what `function` makes of the query, worked out on a thread."""
+    """Build the endpoint that answers with the JSON of `function(query)`, computed on a thread."""
 
     async def endpoint(request: Request) -> Response:
         status = 200
@@ -140,7 +140,7 @@ def _answer(function: Callable[[Any], Any]) -> Callable[[Request], Any]:
 
 
 def _render(content: Any) -> bytes:
-    """JSON as browsers read it, which has no NaN and no infinities: they become null."""
+    """Render JSON as browsers read it, which has no NaN and no infinities: they become null."""
     try:
         # the standard library's: texts may hold lone surrogates, which it escapes and others refuse
         text = json.dumps(content, allow_nan=False, separators=(",", ":"))
@@ -184,23 +184,26 @@ def _read_text(run: RunFolder, asked: dict[str, str]) -> dict[str, Any]:
 def _list_lines(run: RunFolder, asked: dict[str, str]) -> dict[str, Any]:
     view = run.open_session(asked["key"])
     return view.build_lines(
-        _number(asked, "lane"), _number(asked, "columns", 100), _number(asked, "first", 0), _number(asked, "count", 60)
+        _number(asked, "track"),
+        _number(asked, "columns", 100),
+        _number(asked, "first", 0),
+        _number(asked, "count", 60),
     )
 
 
 def _build_overview(run: RunFolder, asked: dict[str, str]) -> dict[str, Any]:
     view = run.open_session(asked["key"])
-    return view.build_overview(_number(asked, "lane"), _number(asked, "columns", 100), _number(asked, "bins", 400))
+    return view.build_overview(_number(asked, "track"), _number(asked, "columns", 100), _number(asked, "bins", 400))
 
 
 def _find_line(run: RunFolder, asked: dict[str, str]) -> dict[str, Any]:
     view = run.open_session(asked["key"])
     columns = _number(asked, "columns", 100)
-    return {"line": view.find_line(_number(asked, "lane"), columns, _number(asked, "position"))}
+    return {"line": view.find_line(_number(asked, "track"), columns, _number(asked, "position"))}
 
 
 def _number(asked: dict[str, str], name: str, default: int | None = None) -> int:
-    """A number of the query, from 0. Raises `ValueError`, and `KeyError` where it is missing."""
+    """Read a whole number of the query, from 0. Raises `ValueError`, and `KeyError` where it is missing."""
     text = asked[name] if default is None else asked.get(name, str(default))
     if not text.isdecimal() or len(text) > 12:
         raise ValueError(f"{name}={text[:40]!r}: give a whole number from 0")

@@ -1,7 +1,7 @@
-"""A session's calls -> the conversation as the agent saw it, call by call, each with what it adds to an earlier one.
+"""Render a session's calls as the conversation that the agent saw, each call with the messages that it adds.
 
-Long texts are cut to a beginning; `read_text` gives the rest in blocks. It refuses to hand out characters that would
-act on whoever reads them: controls, and marks that turn or hide text, are shown by name.
+Long texts are cut to a beginning; `read_text` gives the rest in blocks. Characters that would act on whoever reads
+them (controls, marks that turn or hide text) are shown by name.
 """
 
 import json
@@ -28,16 +28,16 @@ _STYLES = "\ufe0e\ufe0f"
 
 
 def build_calls(calls: Sequence[Call], first: int, count: int, references: dict[int, int]) -> list[dict[str, Any]]:
-    """JSON of some calls.
+    """Build the JSON of some calls.
 
     Args:
-        references: Call that begins a trajectory -> the earlier call to compare it with, where there is one.
+        references: For a call that begins a trajectory, the earlier call to compare it with, where there is one.
     """
     return [_build_call(call, calls, references) for call in calls[first : first + count]]
 
 
 def read_text(call: Call, part: str, offset: int) -> dict[str, Any]:
-    """A block of one text. Raises `KeyError` for a part that the call does not have."""
+    """Read a block of one text. Raises `KeyError` for a part that the call does not have."""
     text = _find_text(call, part)
     return {
         "text": clean(text[offset : offset + BLOCK_CHARS]),
@@ -47,7 +47,7 @@ def read_text(call: Call, part: str, offset: int) -> dict[str, Any]:
 
 
 def clean(text: str) -> str:
-    """The text with names in place of hidden and control characters; newlines and tabs stay."""
+    """Replace hidden and control characters by their names; newlines and tabs stay."""
     return _UNUSUAL.sub(_show, text)
 
 
@@ -64,7 +64,7 @@ def _show(match: re.Match[str]) -> str:
 
 
 def _is_picture(char: str) -> bool:
-    """Whether it can be a part of an emoji that a joiner or a style follows."""
+    """Tell whether a character can be the part of an emoji that a joiner or a style follows."""
     return bool(char) and (char in _STYLES or unicodedata.category(char) in ("So", "Sk"))
 
 
@@ -127,7 +127,7 @@ def _cut(text: str, part: str) -> dict[str, Any]:
 
 
 def _spread(tool_call: ToolCall) -> str:
-    """The arguments one per line, texts as they are and not escaped, where that says the same; else as emitted."""
+    """Write the arguments one per line, unescaped, where all are texts; else as the model emitted them."""
     if tool_call.parse_status == "ok":
         try:
             arguments = json.loads(tool_call.arguments)

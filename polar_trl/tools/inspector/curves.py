@@ -1,6 +1,6 @@
-"""RUN/log.jsonl -> the curves of a page: which numbers, under which names, one list per series.
+"""Build the charts of a run from its log: which metrics, under which names, one list of values per series.
 
-It refuses to show numbers that the run did not log: a chart without any is left out.
+A chart none of whose metrics were logged is left out.
 """
 
 import math
@@ -17,7 +17,7 @@ _GAP = "sampling/sampling_logp_difference"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """One chart: series by name -> key of the log, or every key with a prefix."""
+    """One chart: the log's key of each series by its name, or a prefix of keys."""
 
     title: str
     hint: str
@@ -120,7 +120,7 @@ class Curves:
         """Grows with the log."""
 
     def refresh(self) -> list[dict[str, Any]]:
-        """The lines in the order of steps."""
+        """Return the log's lines in the order of steps, read again if the file has changed."""
         with self._lock:
             try:
                 status = self._path.stat()
@@ -134,7 +134,7 @@ class Curves:
             return self._lines
 
     def build(self) -> dict[str, Any]:
-        """JSON for the page: `charts`, of each the steps and values of its series; NaN and infinities are null."""
+        """Build the JSON of all charts: steps, and the values of each series; NaN and infinities are null."""
         lines = self.refresh()
         train = [line for line in lines if "reward" in line]
         evaluated = [line for line in lines if any(key.startswith("eval_") for key in line)]

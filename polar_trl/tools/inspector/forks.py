@@ -1,7 +1,6 @@
-"""Two lanes of one session -> why the second one had to begin: where its prompt first differs, and the likely reason.
+"""Explain why a trajectory begins anew: the first token where its prompt differs, and the likely reason.
 
-The difference is exact, found on token ids. The reason is read off the messages and named "likely"; where nothing
-fits it says so, and never makes one up.
+The difference is exact, found on token ids. The reason is a guess from the messages, shown as "likely".
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polar_trl.tools.inspector.lanes import Lane
+from polar_trl.tools.inspector.token_tracks import TokenTrack
 from polar_trl.tools.inspector.vocabulary import Vocabulary
 from polar_trl.types import Call, Message
 
@@ -20,14 +19,14 @@ BEFORE, AFTER = 48, 96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """Why a lane begins anew."""
+    """The place and the likely reason of a new trajectory."""
 
     call: int
     """The call that begins it."""
-    other_lane: int
-    """The lane before it that agrees with it longest."""
+    other_track: int
+    """The track before it that agrees with it longest."""
     other_call: int
-    """That lane's last call before this one."""
+    """That track's last call before this one."""
     num_shared: int
     """Tokens that both begin with."""
     reason: str
@@ -38,9 +37,9 @@ class Fork:
     """Index of the first message that differs, where the messages do."""
 
 
-def find_fork(lane: Lane, earlier: Sequence[Lane], calls: Sequence[Call]) -> Fork | None:
-    """The fork that begins `lane`; None where nothing came before."""
-    call = calls[lane.calls[0]]
+def find_fork(track: TokenTrack, earlier: Sequence[TokenTrack], calls: Sequence[Call]) -> Fork | None:
+    """Find the fork that begins `track`; None where nothing came before."""
+    call = calls[track.calls[0]]
     prompt = np.array(call.prompt_ids, dtype=np.int32)
     best: tuple[int, int, int] | None = None
     for number, other in enumerate(earlier):
@@ -53,11 +52,11 @@ def find_fork(lane: Lane, earlier: Sequence[Lane], calls: Sequence[Call]) -> For
             best = shared, before[-1], number
     if best is None:
         return None
-    num_shared, other_call, other_lane = best
-    reason, explanation, message = _explain(call, calls, earlier[other_lane], other_call, num_shared)
+    num_shared, other_call, other_track = best
+    reason, explanation, message = _explain(call, calls, earlier[other_track], other_call, num_shared)
     return Fork(
         call=call.index,
-        other_lane=other_lane,
+        other_track=other_track,
         other_call=other_call,
         num_shared=num_shared,
         reason=reason,
@@ -66,36 +65,36 @@ def find_fork(lane: Lane, earlier: Sequence[Lane], calls: Sequence[Call]) -> For
     )
 
 
-def build_excerpts(fork: Fork, lane: Lane, other: Lane, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Both texts around the first difference: {"shared", "this", "other"}, each {"texts", "kinds", "first"}."""
+def build_excerpts(fork: Fork, track: TokenTrack, other: TokenTrack, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Spell both texts around the first difference: {"shared", "this", "other"}, each {"texts", "kinds", "first"}."""
     start = max(0, fork.num_shared - BEFORE)
     end_of_other = other.spans[other.calls.index(fork.other_call)][1]
     parts = {
-        "shared": (lane, start, fork.num_shared),
-        "this": (lane, fork.num_shared, min(fork.num_shared + AFTER, lane.spans[0][0])),
+        "shared": (track, start, fork.num_shared),
+        "this": (track, fork.num_shared, min(fork.num_shared + AFTER, track.spans[0][0])),
         "other": (other, fork.num_shared, min(fork.num_shared + AFTER, end_of_other)),
     }
     return {name: _spell(part[0], part[1], part[2], vocabulary) for name, part in parts.items()}
 
 
 def count_shared(left: Any, right: Any) -> int:
-    """Length of the common beginning of two arrays."""
+    """Count the elements of the longest common prefix of two arrays."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(np.argmax(differs)) if differs.any() else length
 
 
-def _spell(lane: Lane, start: int, end: int, vocabulary: Vocabulary) -> dict[str, Any]:
+def _spell(track: TokenTrack, start: int, end: int, vocabulary: Vocabulary) -> dict[str, Any]:
     margin = max(0, start - 8)  # where a character may have begun
-    pieces = vocabulary.spell(lane.ids_T[margin:end].tolist())
+    pieces = vocabulary.spell(track.ids_T[margin:end].tolist())
     skip = start - margin
     return {"first": start, "texts": pieces.texts_T[skip:], "kinds": pieces.kinds_T[skip:]}
 
 
 def _explain(
-    call: Call, calls: Sequence[Call], other: Lane, other_call: int, num_shared: int
+    call: Call, calls: Sequence[Call], other: TokenTrack, other_call: int, num_shared: int
 ) -> tuple[str, str, int | None]:
-    """Name, sentences, and the first message that differs."""
+    """Return the reason's name, its sentences, and the first message that differs."""
     ends = {end: index for index, (_, end) in zip(other.calls, other.spans, strict=True) if index < call.index}
     before = calls[other_call]
     if num_shared in ends and num_shared < len(call.prompt_ids):
@@ -142,8 +141,8 @@ def _explain_tools(call: Call, before: Call, same: int) -> tuple[str, str, int |
     )
 
 
-def _explain_rewriting(calls: Sequence[Call], other: Lane, num_shared: int) -> tuple[str, str, int | None]:
-    """The messages go on and the tokens do not: the chat template wrote an earlier turn differently."""
+def _explain_rewriting(calls: Sequence[Call], other: TokenTrack, num_shared: int) -> tuple[str, str, int | None]:
+    """Explain a fork whose messages go on: the chat template wrote an earlier turn differently."""
     place = next((i for i, (start, end) in enumerate(other.spans) if num_shared < end), len(other.spans) - 1)
     turn, (start, _) = other.calls[place], other.spans[place]
     if calls[turn].message.reasoning and num_shared >= start - 8:
@@ -199,7 +198,7 @@ def _explain_messages(
 
 
 def _is_same(left: Message, right: Message) -> bool:
-    """Equal but for what agents do not send back."""
+    """Tell whether two messages are equal but for fields that agents do not send back."""
     return _bare(left) == _bare(right)
 
 

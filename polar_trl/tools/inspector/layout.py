@@ -1,7 +1,7 @@
-"""Token texts and a width in columns -> lines, so that a page needs only the lines that are on its screen.
+"""Break tokens into lines of a page's width, so that the page fetches only the lines on its screen.
 
 A line ends at a newline, where the next token has no room, and where a sampled span begins or ends. A token that is
-wider than the page has a line of its own. It refuses to split a token.
+wider than the page has a line of its own. No token is split.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ class Lines:
     num_tokens: int
 
     def find_line(self, position: int) -> int:
-        """The line that a token is on."""
+        """Find the line that a token is on."""
         return int(np.searchsorted(self.starts_L, position, side="right")) - 1
 
     def tokens_of(self, first: int, count: int) -> tuple[int, int]:
-        """[start, end) of the tokens of some lines; those that do not exist hold none."""
+        """Return [start, end) of the tokens of some lines; lines that do not exist hold none."""
         bounds = [*self.starts_L[first : first + count + 1].tolist()]
         if not bounds:
             return self.num_tokens, self.num_tokens

@@ -1,6 +1,6 @@
-"""A folder of a run, an evaluation or a collection -> what its pages ask for, each part worked out when it changes.
+"""Answer the pages' questions about the folder of a run, an evaluation or a collection.
 
-It refuses a folder without anything to show, and never writes into one.
+Each part is computed again only when its files have changed; nothing is ever written.
 """
 
 import json
@@ -14,9 +14,9 @@ from polar_trl.errors import ConfigError, RecordError
 from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
 from polar_trl.sandbox.owner import is_dead, is_running
 from polar_trl.tools.inspector.curves import Curves
-from polar_trl.tools.inspector.rows import RowIndex
 from polar_trl.tools.inspector.sessions import QUIET_S, Entry, SessionIndex, is_alive, is_beginning
-from polar_trl.tools.inspector.table import build_row, build_rows, count_choices
+from polar_trl.tools.inspector.table import build_table_row, build_table_rows, count_choices
+from polar_trl.tools.inspector.trained_rows import TrainedRowIndex
 from polar_trl.tools.inspector.view import SessionView
 from polar_trl.tools.inspector.vocabulary import Vocabulary, load_vocabulary
 
@@ -26,7 +26,7 @@ KEPT_VIEWS = 3
 
 
 class RunFolder:
-    """A run that is looked at. Threads may share it.
+    """One run's sessions, trained rows, curves and settings. Threads may share it.
 
     Args:
         folder: RUN.
@@ -44,14 +44,14 @@ class RunFolder:
             name if isinstance(name, str) else None, flag=tokenizer, unnamed=self.settings_problem
         )
         self.sessions = SessionIndex(folder / "sessions")
-        self.rows = RowIndex(folder / "rows")
+        self.rows = TrainedRowIndex(folder / "rows")
         self.curves = Curves(folder)
         self._lock = threading.Lock()
         self._views: OrderedDict[tuple[Any, ...], SessionView] = OrderedDict()
         self._table: tuple[tuple[int, int, int], list[dict[str, Any]]] | None = None
 
     def build_run(self) -> dict[str, Any]:
-        """JSON of the run as a whole, with the versions of its parts."""
+        """Build the JSON of the run as a whole, with the versions of its parts."""
         lines = self.curves.refresh()
         rows = self.build_table()
         max_steps = self.settings.get("max_steps")
@@ -76,22 +76,22 @@ class RunFolder:
 
     @property
     def agent(self) -> str | None:
-        """Its name, where the run says."""
+        """Name of the agent, where the settings have it."""
         name = self.settings.get("agent")
         return name if isinstance(name, str) else None
 
     def build_table(self) -> list[dict[str, Any]]:
-        """A row per session; made again when something has changed, or a stage may have by time alone."""
+        """Build a row per session, again when something has changed, or a stage may have by time alone."""
         entries = self.sessions.refresh()
         self.rows.refresh()
         state = (self.sessions.version, self.rows.version, int(time.time() // 30))
         with self._lock:
             if self._table is None or self._table[0] != state:
-                self._table = state, build_rows(entries, self.rows, self.agent)
+                self._table = state, build_table_rows(entries, self.rows, self.agent)
             return self._table[1]
 
     def is_live(self) -> bool:
-        """Whether the run seems to go on: what was written after the last summary decides, as runs are continued."""
+        """Tell whether the run seems to go on, by files written after its last summary, as runs are continued."""
         lines, limit, now_s = self.curves.refresh(), self.settings.get("max_steps"), time.time()
         summary_s = _find_change(self.folder / "summary.json")
         later = [entry for entry in self.sessions.refresh() if entry.changed_s > summary_s]
@@ -109,7 +109,7 @@ class RunFolder:
         return newest_s > summary_s and now_s - newest_s < QUIET_S
 
     def build_session(self, key: str) -> dict[str, Any]:
-        """JSON of one session's page. Raises `KeyError`, and `RecordError` for a file that cannot be read."""
+        """Build the JSON of one session's page. Raises `KeyError`, and `RecordError` for an unreadable file."""
         entry = self.find_entry(key)
         view = self.open_session(key)
         rows = self.build_table()
@@ -118,12 +118,12 @@ class RunFolder:
             for row in rows
             if entry.group and (row["group"], row["attempt"]) == (entry.group, entry.attempt)
         ]
-        row = build_row(entry, self.rows, self.agent, time.time())
+        row = build_table_row(entry, self.rows, self.agent, time.time())
         num_rows = self.rows.count_rows(key)
         return {"row": row, "group": group, "size": entry.size, "num_rows": num_rows, **view.build_meta()}
 
     def find_entry(self, key: str) -> Entry:
-        """Raises `KeyError`."""
+        """Find a session by its key. Raises `KeyError`."""
         entry = self.sessions.get(key)
         if entry is None:
             self.sessions.refresh()
@@ -133,12 +133,12 @@ class RunFolder:
         return entry
 
     def open_session(self, key: str) -> SessionView:
-        """The session as it is now; kept open for the questions that follow."""
+        """Open the session as it is now, and keep it open for the questions that follow. Raises `RecordError`."""
         entry = self.find_entry(key)
         if is_beginning(entry):
             raise RecordError(f"{entry.path}: nothing is recorded yet; open the session again in a moment")
-        fate = self.rows.find_fate(key)
-        state = (key, entry.size, fate, self.rows.count_rows(key))
+        outcome = self.rows.find_outcome(key)
+        state = (key, entry.size, outcome, self.rows.count_rows(key))
         with self._lock:
             if state in self._views:
                 self._views.move_to_end(state)
@@ -146,7 +146,7 @@ class RunFolder:
         limit = self.settings.get("max_trajectory_tokens")
         view = SessionView(
             self.sessions.read(entry),
-            fate,
+            outcome,
             self.rows.read_rows(key),
             self.vocabulary,
             limit if isinstance(limit, int) else None,
@@ -171,7 +171,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _find_change(path: Path) -> float:
-    """When it was written last, Unix seconds; 0 where it is not there."""
+    """Return a file's time of change, Unix seconds; 0 where there is no file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -179,12 +179,12 @@ def _find_change(path: Path) -> float:
 
 
 def _shorten(model: Any) -> Any:
-    """A folder's own name: where it lies is in the settings."""
+    """Shorten a model's folder to its name: the settings have the path."""
     return Path(model).name if isinstance(model, str) and Path(model).is_absolute() else model
 
 
 def _read_settings(path: Path) -> tuple[dict[str, Any], str | None]:
-    """What the run wrote when it started, and why that cannot be read; empty where it wrote nothing."""
+    """Read the settings that the run wrote at its start, and the reason where they cannot be read."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""RUN/sessions/**/*.jsonl -> one `Entry` per session, kept up to date while the run writes.
+"""Index the session records of a run, one `Entry` per file, kept up to date while the run writes.
 
-A finished session is read once, at its two ends; one that is being written is read from where the last look stopped.
-It refuses to parse a session's tokens again because somebody asked for a table.
+The files are RUN/sessions/**/*.jsonl. A finished session is read once, at its two ends; one that is being written is
+read from where the last look stopped. So a table never parses a session's tokens twice.
 """
 
 import json
@@ -35,7 +35,7 @@ _END = b'\n{"type":"end"'
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What the table knows of one session."""
+    """The facts of one session that the table shows."""
 
     key: str
     """Path below `sessions`, without the suffix."""
@@ -68,12 +68,12 @@ class Entry:
 
     @property
     def attempt(self) -> str:
-        """The start of the run that it belongs to; "" where the folders do not say."""
+        """Folder of the process run that made it; "" where there is none."""
         return self.key.split("/")[0] if "/" in self.key else ""
 
     @property
     def batch(self) -> str:
-        """Its folder in that, such as "train_00003"; "" where there is none, as in evaluations."""
+        """Folder of its batch, such as "train_00003"; "" where there is none, as in evaluations."""
         return self.key.rsplit("/", 2)[-2] if self.key.count("/") > 1 else ""
 
 
@@ -99,7 +99,7 @@ class SessionIndex:
         """Grows with every change."""
 
     def refresh(self) -> list[Entry]:
-        """All entries, after a look at what has changed."""
+        """Return all entries, after a look at the files that have changed."""
         with self._lock:
             if time.monotonic() - self._looked_s >= LOOK_S:
                 self._look()
@@ -107,12 +107,12 @@ class SessionIndex:
             return list(self._entries.values())
 
     def get(self, key: str) -> Entry | None:
-        """One session, by its key only: no path from outside is ever opened."""
+        """Find one session, by its key only: no path from outside is ever opened."""
         with self._lock:
             return self._entries.get(key)
 
     def read(self, entry: Entry) -> SessionRecord:
-        """Its whole record. What is wrong with it, which no table sees, is the entry's problem from then on.
+        """Read a session's whole record. A fault in it, which no table sees, is the entry's problem from then on.
 
         Raises `RecordError`.
         """
@@ -127,7 +127,7 @@ class SessionIndex:
         return record
 
     def count_next(self) -> bool:
-        """Work out calls, tokens and trajectories of one finished session that does not say; False if none is left."""
+        """Count calls, tokens and trajectories of one finished session without a summary; False if none is left."""
         with self._lock:
             waiting = next((entry for entry in self._entries.values() if entry.finished and not entry.counted), None)
         if waiting is None:
@@ -164,7 +164,7 @@ class SessionIndex:
         self.version += bool(found) or bool(changed)
 
     def _list_new(self, folder: Path, prefix: str) -> Iterator[Entry]:
-        """Sessions not seen before, in folders that have changed."""
+        """Yield sessions not seen before, in folders that have changed."""
         try:
             changed = folder.stat().st_mtime_ns
         except OSError:
@@ -190,13 +190,13 @@ class SessionIndex:
 
 
 def reconstruct(record: SessionRecord) -> Reconstruction:
-    """The trajectories as the run built them."""
+    """Rebuild the trajectories of a session with the builder that its run used."""
     builder = BUILDERS.get(record.extra.get("builder", ""), BUILDERS["prefix_merging"])
     return builder(count_as_policy(record.rollout) if record.extra.get("train_auxiliary") else record.rollout)
 
 
 def is_alive(entry: Entry, now_s: float) -> bool:
-    """Whether a session without an end may still get one."""
+    """Tell whether a session without an end may still get one."""
     if entry.finished or entry.problem or is_dead(entry.owner):
         return False
     # a run on another machine that shares the folder has no process here
@@ -204,12 +204,12 @@ def is_alive(entry: Entry, now_s: float) -> bool:
 
 
 def is_beginning(entry: Entry) -> bool:
-    """Whether its file has no whole line yet."""
+    """Tell whether a session's file has no whole line yet."""
     return not entry.finished and not entry.offset and entry.problem is None
 
 
 def parse_line(text: bytes) -> dict[str, Any]:
-    """A line of a record. Raises `ValueError`."""
+    """Parse a line of a record or of a row file. Raises `ValueError`."""
     try:
         line = orjson.loads(text)
     except orjson.JSONDecodeError:  # lone surrogates, non-finite numbers
@@ -220,7 +220,7 @@ def parse_line(text: bytes) -> dict[str, Any]:
 
 
 def _read_more(entry: Entry) -> bool:
-    """Take in what has been written since; whether anything had."""
+    """Read the lines written since the last look; return whether there were any."""
     try:
         status = entry.path.stat()
         has_grown = status.st_size != entry.size
@@ -243,7 +243,7 @@ def _read_more(entry: Entry) -> bool:
 
 
 def _read_ends(entry: Entry, file: BinaryIO, size: int) -> None:
-    """First and last line: all that a finished session needs."""
+    """Read the first and the last line: all that a finished session needs."""
     head, newline, _ = file.read(HEAD_BYTES).partition(b"\n")
     if head[:1] not in (b"", b"{"):
         raise ValueError("holds no session")
@@ -258,7 +258,7 @@ def _read_ends(entry: Entry, file: BinaryIO, size: int) -> None:
 
 
 def _read_lines(entry: Entry, file: BinaryIO) -> None:
-    """Whole lines from where the last look stopped."""
+    """Read whole lines from where the last look stopped."""
     file.seek(entry.offset)
     for text in file:
         if not text.endswith(b"\n"):
@@ -280,7 +280,7 @@ def _take_header(entry: Entry, line: Mapping[str, Any]) -> None:
 
 
 def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
-    """Nothing is taken of a line of which a part is not what it should be."""
+    """Take the end of a session from its line: all of it, or nothing where a field is of a wrong type."""
     reasons = {name: _check(line, name, str, None) for name in ("stop_reason", "error")}
     reward = _check(line, "reward", int, float, None)
     seconds, extra = _check_numbers(line, "seconds"), _check(line, "extra", dict)
@@ -296,7 +296,7 @@ def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
 
 
 def _check(line: Mapping[str, Any], name: str, *kinds: type | None) -> Any:
-    """The value of that name. Raises `ValueError` for one of no such kind."""
+    """Return a field's value. Raises `ValueError` for one of another type."""
     value = line[name]
     if isinstance(value, bool) or not any(
         value is None if kind is None else isinstance(value, kind) for kind in kinds
@@ -316,7 +316,7 @@ def _check_numbers(line: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _explain(path: Path, error: Exception) -> str:
-    """Without the path, so that one fault in many files is one reason."""
+    """Word an error without the path, so that one fault in many files is one reason."""
     reason = str(error) or type(error).__name__
     return "cannot be read: " + reason.removeprefix(f"{path}, ").removeprefix(f"{path}: ")
 

@@ -1,6 +1,6 @@
-"""Entries of the index and the trainer's rows -> the rows of the sessions table, filtered, sorted, a window at a time.
+"""Build the rows of the sessions table from the index and the rollouts' outcomes, and filter and sort them.
 
-It refuses a filter that it does not understand, with the reason, rather than show everything.
+A filter that is not understood raises `ValueError` with the reason; it never shows everything.
 """
 
 import operator
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polar_trl.tools.inspector.conversation import clean
-from polar_trl.tools.inspector.rows import Fate, RowIndex
 from polar_trl.tools.inspector.sessions import LOST_END, Entry, is_alive
+from polar_trl.tools.inspector.trained_rows import RolloutOutcome, TrainedRowIndex
 
 COLUMNS = (
     "step", "batch", "task", "agent", "stage", "reward", "advantage", "calls", "tokens", "trajectories", "stop_reason",
@@ -26,26 +26,26 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 _REWARD = re.compile(r"^(>=|<=|>|<|=|)\s*(-?\d+(?:\.\d*)?|-?\.\d+)$")
 
 
-def build_rows(entries: Sequence[Entry], rows: RowIndex, agent: str | None) -> list[dict[str, Any]]:
-    """One JSON object per session: the latest batch first, in a batch by key."""
+def build_table_rows(entries: Sequence[Entry], rows: TrainedRowIndex, agent: str | None) -> list[dict[str, Any]]:
+    """Build one JSON object per session: the latest batch first, in a batch by key."""
     now_s = time.time()
     in_order = sorted(entries, key=lambda entry: entry.key)
     in_order.sort(key=lambda entry: (entry.attempt[:15], _number_batch(entry.batch)), reverse=True)
-    return [build_row(entry, rows, agent, now_s) for entry in in_order]
+    return [build_table_row(entry, rows, agent, now_s) for entry in in_order]
 
 
-def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> dict[str, Any]:
-    """One session. `stage` is "preparing", "running", "done", "cut off" or "unreadable"."""
-    fate = rows.find_fate(entry.key)
-    reward = fate.reward if fate is not None and entry.reward is None else entry.reward
+def build_table_row(entry: Entry, rows: TrainedRowIndex, agent: str | None, now_s: float) -> dict[str, Any]:
+    """Build the row of one session. `stage` is "preparing", "running", "done", "cut off" or "unreadable"."""
+    outcome = rows.find_outcome(entry.key)
+    reward = outcome.reward if outcome is not None and entry.reward is None else entry.reward
     is_counted = entry.counted or not entry.finished
     seconds = {name: round(value, 3) for name, value in entry.seconds.items()}
     stage, problem = name_stage(entry, now_s), entry.problem
-    if stage == "cut off" and fate is not None:  # the trainer is given sessions that have ended, and no others
+    if stage == "cut off" and outcome is not None:  # the trainer is given sessions that have ended, and no others
         stage, problem = "unreadable", LOST_END
     return {
         "key": entry.key,
-        "step": None if fate is None else fate.step,
+        "step": None if outcome is None else outcome.step,
         "batch": entry.batch,
         "attempt": entry.attempt,
         "rollout": entry.rollout,
@@ -54,9 +54,9 @@ def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> 
         "agent": agent,
         "stage": stage,
         "reward": reward if _is_number(reward) else None,
-        "advantage": None if fate is None or fate.mode != "train" else fate.advantage,
-        "left_out": None if fate is None else fate.dropped,
-        "use": name_use(fate, rows.count_rows(entry.key)),
+        "advantage": None if outcome is None or outcome.mode != "train" else outcome.advantage,
+        "left_out": None if outcome is None else outcome.dropped,
+        "use": name_use(outcome, rows.count_rows(entry.key)),
         "calls": entry.num_calls if is_counted else None,
         "tokens": entry.sampled_tokens if is_counted else None,
         "trajectories": entry.trajectories,
@@ -68,19 +68,19 @@ def build_row(entry: Entry, rows: RowIndex, agent: str | None, now_s: float) -> 
     }
 
 
-def name_use(fate: Fate | None, num_rows: int) -> str | None:
-    """What the trainer did with the session: "evaluation", "not trained", "trained", or "to train" before its step."""
-    if fate is None:
+def name_use(outcome: RolloutOutcome | None, num_rows: int) -> str | None:
+    """Name a session's use: "evaluation", "not trained", "trained", or "to train" before its step; None: undecided."""
+    if outcome is None:
         return None
-    if fate.mode == "eval":
+    if outcome.mode == "eval":
         return "evaluation"
-    if fate.dropped is not None:
+    if outcome.dropped is not None:
         return "not trained"
     return "trained" if num_rows else "to train"
 
 
 def name_stage(entry: Entry, now_s: float) -> str:
-    """Where the session is. A record does not tell an agent that works from one that is being graded."""
+    """Name a session's stage. A record does not tell an agent that works from one that is being graded."""
     if entry.problem:
         return "unreadable"
     if entry.finished:
@@ -91,7 +91,7 @@ def name_stage(entry: Entry, now_s: float) -> str:
 
 
 def select(rows: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The rows that match, sorted. Raises `ValueError` for what cannot be understood.
+    """Select the rows that match, sorted. Raises `ValueError` for a filter or column that is not understood.
 
     Args:
         asked: `batch`, `stage`, `stop_reason` (equal), `task`, `search` (contained in task, id or error), `step` (a
@@ -115,7 +115,7 @@ def select(rows: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> list[dic
 
 
 def parse_reward(text: str) -> Callable[[Mapping[str, Any]], bool]:
-    """A filter on the reward: "none", a number, or a comparison. Raises `ValueError`."""
+    """Parse a filter on the reward: "none", a number, or a comparison. Raises `ValueError`."""
     if text.strip().lower() == "none":
         return lambda row: row["reward"] is None
     match = _REWARD.match(text.strip())
@@ -126,7 +126,7 @@ def parse_reward(text: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def count_choices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the filters may be set to, with how often each occurs, and means of what has a reward."""
+    """Count the values that filters may be set to, the most frequent errors, and the mean of known rewards."""
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     return {
         "batch": dict(sorted(Counter(row["batch"] for row in rows).items())),

@@ -1,7 +1,7 @@
-"""One session, opened: its record and rows -> everything that its page asks for, worked out once and kept small.
+"""Open one session: its record and trained rows as the JSON that its page asks for.
 
-Token texts and lines are made when a lane is looked at. It refuses to keep prompts of calls, which a record holds
-over and over; a lane holds each token once.
+Token texts and lines are made when a track is looked at. Prompts of calls, which a record holds over and over, are not
+kept; a track holds each token once.
 """
 
 import threading
@@ -14,9 +14,9 @@ import numpy as np
 from polar_trl.recording.log import SessionRecord
 from polar_trl.tools.inspector.conversation import build_calls, clean, read_text
 from polar_trl.tools.inspector.forks import Fork, build_excerpts, find_fork
-from polar_trl.tools.inspector.lanes import STATES, build_lanes, total_states
 from polar_trl.tools.inspector.layout import Lines, build_lines
-from polar_trl.tools.inspector.rows import Fate, TrainedRow
+from polar_trl.tools.inspector.token_tracks import STATES, build_tracks, total_states
+from polar_trl.tools.inspector.trained_rows import RolloutOutcome, TrainedRow
 from polar_trl.tools.inspector.vocabulary import Pieces, Vocabulary
 
 MAX_LINES = 400
@@ -29,15 +29,15 @@ class SessionView:
 
     Args:
         record: What its file holds.
-        fate: What the trainer made of it, if that is known.
-        rows: What was trained of it.
+        outcome: The trainer's decision on it, if that is known.
+        rows: Its trained rows.
         max_tokens: The run's `max_trajectory_tokens`, where it says.
     """
 
     def __init__(
         self,
         record: SessionRecord,
-        fate: Fate | None,
+        outcome: RolloutOutcome | None,
         rows: Sequence[TrainedRow],
         vocabulary: Vocabulary,
         max_tokens: int | None = None,
@@ -47,55 +47,55 @@ class SessionView:
         self._lock = threading.Lock()
         self._pieces: dict[int, Pieces] = {}
         self._lines: dict[tuple[int, int], Lines] = {}
-        self.lanes = build_lanes(record, fate, rows, max_tokens)
+        self.tracks = build_tracks(record, outcome, rows, max_tokens)
         self.forks: dict[int, Fork] = {}
-        num_trajectories = sum(lane.name.startswith("trajectory") for lane in self.lanes)
-        for number, lane in enumerate(self.lanes):
-            fork = find_fork(lane, self.lanes[: min(number, num_trajectories)], rollout.calls) if number else None
+        num_trajectories = sum(track.name.startswith("trajectory") for track in self.tracks)
+        for number, track in enumerate(self.tracks):
+            fork = find_fork(track, self.tracks[: min(number, num_trajectories)], rollout.calls) if number else None
             if fork is not None:
                 self.forks[number] = fork
         self._references = {fork.call: fork.other_call for fork in self.forks.values()}
-        self._lane_of_call = {index: number for number, lane in enumerate(self.lanes) for index in lane.calls}
+        self._track_of_call = {index: number for number, track in enumerate(self.tracks) for index in track.calls}
         self._num_prompt = [len(call.prompt_ids) for call in rollout.calls]
         self._calls = tuple(replace(call, prompt_ids=()) for call in rollout.calls)
         self.counters = {**rollout.counters}
-        self.fate = fate
+        self.outcome = outcome
 
     def build_meta(self) -> dict[str, Any]:
-        """JSON of what the page shows first: calls and lanes without their contents."""
+        """Build the JSON that the page shows first: calls and tracks without their contents."""
         return {
             "calls": [self._build_call_meta(index) for index in range(len(self._calls))],
-            "lanes": [self._build_lane_meta(number) for number in range(len(self.lanes))],
-            "tokens": total_states(self.lanes),
+            "tracks": [self._build_track_meta(number) for number in range(len(self.tracks))],
+            "tokens": total_states(self.tracks),
             "counters": self.counters,
-            "dropped": None if self.fate is None else self.fate.dropped,
-            "has_rows": self.fate is not None,
+            "dropped": None if self.outcome is None else self.outcome.dropped,
+            "has_rows": self.outcome is not None,
             "vocabulary": {"known": self._vocabulary.is_known, "note": self._vocabulary.note},
             "states": STATES,
         }
 
     def build_calls(self, first: int, count: int) -> list[dict[str, Any]]:
-        """JSON of the contents of some calls."""
+        """Build the JSON of the contents of some calls."""
         return build_calls(self._calls, first, count, self._references)
 
     def read_text(self, call: int, part: str, offset: int) -> dict[str, Any]:
-        """A block of one text. Raises `KeyError`, `IndexError` for what is not there."""
+        """Read a block of one text. Raises `KeyError` or `IndexError` where there is none."""
         return read_text(self._calls[call], part, offset)
 
-    def build_fork(self, lane: int) -> dict[str, Any]:
-        """JSON of both texts around the first difference. Raises `KeyError` for a lane without a fork."""
-        fork = self.forks[lane]
-        return build_excerpts(fork, self.lanes[lane], self.lanes[fork.other_lane], self._vocabulary)
+    def build_fork(self, track: int) -> dict[str, Any]:
+        """Build the JSON of both texts around the first difference. Raises `KeyError` for a track without a fork."""
+        fork = self.forks[track]
+        return build_excerpts(fork, self.tracks[track], self.tracks[fork.other_track], self._vocabulary)
 
-    def build_lines(self, lane: int, columns: int, first: int, count: int) -> dict[str, Any]:
-        """JSON of some lines of a lane: `starts` of the lines, then per token its columns.
+    def build_lines(self, track: int, columns: int, first: int, count: int) -> dict[str, Any]:
+        """Build the JSON of some lines of a track: `starts` of the lines, then per token its columns.
 
-        Raises `IndexError` for a lane that is not there.
+        Raises `IndexError` for a track that is not there.
         """
-        pieces, lines = self._lay_out(lane, columns)
+        pieces, lines = self._lay_out(track, columns)
         count = max(0, min(count, MAX_LINES))
         start, end = lines.tokens_of(first, count)
-        here = self.lanes[lane]
+        here = self.tracks[track]
         return {
             "num_lines": len(lines.starts_L),
             "first": first,
@@ -110,10 +110,10 @@ class SessionView:
             "versions": here.versions_T[start:end].tolist(),
         }
 
-    def build_overview(self, lane: int, columns: int, num_bins: int) -> dict[str, Any]:
-        """JSON of the whole lane in a few bins of lines: of each the state sampled most, and extremes."""
-        _, lines = self._lay_out(lane, columns)
-        here = self.lanes[lane]
+    def build_overview(self, track: int, columns: int, num_bins: int) -> dict[str, Any]:
+        """Build the JSON of a whole track in a few bins of lines: each bin's most frequent state, and its extremes."""
+        _, lines = self._lay_out(track, columns)
+        here = self.tracks[track]
         num_lines = len(lines.starts_L)
         num_bins = max(1, min(num_bins, num_lines, 2000))
         edges = lines.starts_L[np.linspace(0, num_lines, num_bins, endpoint=False).astype(int)] if num_lines else []
@@ -134,25 +134,25 @@ class SessionView:
             "versions": versions,
         }
 
-    def find_line(self, lane: int, columns: int, position: int) -> int:
-        """The line that a token of a lane is on."""
-        return self._lay_out(lane, columns)[1].find_line(position)
+    def find_line(self, track: int, columns: int, position: int) -> int:
+        """Find the line that a token of a track is on."""
+        return self._lay_out(track, columns)[1].find_line(position)
 
-    def describe_token(self, lane: int, position: int) -> str:
-        """Its bytes. Raises `IndexError`."""
-        return self._vocabulary.describe(int(self.lanes[lane].ids_T[position]))
+    def describe_token(self, track: int, position: int) -> str:
+        """Describe the bytes of a token. Raises `IndexError`."""
+        return self._vocabulary.describe(int(self.tracks[track].ids_T[position]))
 
     def _lay_out(self, number: int, columns: int) -> tuple[Pieces, Lines]:
         columns = max(MIN_COLUMNS, min(columns, MAX_COLUMNS))
-        lane = self.lanes[number]
+        track = self.tracks[number]
         with self._lock:
             if number not in self._pieces:
-                self._pieces[number] = self._vocabulary.spell(lane.ids_T.tolist())
+                self._pieces[number] = self._vocabulary.spell(track.ids_T.tolist())
             pieces = self._pieces[number]
             if (number, columns) not in self._lines:
-                if len(self._lines) > 3 * len(self.lanes):  # a window that is being resized
+                if len(self._lines) > 3 * len(self.tracks):  # a window that is being resized
                     self._lines.clear()
-                edges = [edge for span in lane.spans for edge in span]
+                edges = [edge for span in track.spans for edge in span]
                 self._lines[number, columns] = build_lines(pieces, edges, columns)
             return pieces, self._lines[number, columns]
 
@@ -161,7 +161,7 @@ class SessionView:
         completion = call.completion
         return {
             "index": index,
-            "lane": self._lane_of_call.get(index),
+            "track": self._track_of_call.get(index),
             "dialect": call.dialect,
             "purpose": call.purpose,
             "prompt_tokens": self._num_prompt[index],
@@ -174,21 +174,21 @@ class SessionView:
             "stop_text": None if call.stop_text is None else clean(call.stop_text),
         }
 
-    def _build_lane_meta(self, number: int) -> dict[str, Any]:
-        lane, fork = self.lanes[number], self.forks.get(number)
-        gaps_T = np.abs(lane.gaps_T)
+    def _build_track_meta(self, number: int) -> dict[str, Any]:
+        track, fork = self.tracks[number], self.forks.get(number)
+        gaps_T = np.abs(track.gaps_T)
         has_gaps = bool((~np.isnan(gaps_T)).any())
-        sampled = lane.states_T > 0
-        versions = lane.versions_T[sampled]
-        known = lane.engine_T[~np.isnan(lane.engine_T)]
+        sampled = track.states_T > 0
+        versions = track.versions_T[sampled]
+        known = track.engine_T[~np.isnan(track.engine_T)]
         return {
-            "name": lane.name,
-            "calls": lane.calls,
-            "spans": lane.spans,
-            "num_tokens": len(lane.ids_T),
-            "tokens": lane.count_states(),
-            "advantage": lane.advantage,
-            "step": lane.step,
+            "name": track.name,
+            "calls": track.calls,
+            "spans": track.spans,
+            "num_tokens": len(track.ids_T),
+            "tokens": track.count_states(),
+            "advantage": track.advantage,
+            "step": track.step,
             "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
             "engine_mean": float(known.mean()) if len(known) else None,
             "gap": {
@@ -203,7 +203,7 @@ class SessionView:
             if fork is None
             else {
                 "call": fork.call,
-                "other_lane": fork.other_lane,
+                "other_track": fork.other_track,
                 "other_call": fork.other_call,
                 "shared": fork.num_shared,
                 "reason": fork.reason,
@@ -214,7 +214,7 @@ class SessionView:
 
 
 def _render_floats(values: Any) -> list[float | None]:
-    """Seven digits, which is what single precision holds; NaN and infinities are null."""
+    """Round to the seven digits that single precision holds; NaN and infinities are null."""
     finite = np.isfinite(values)
     return [
         float(f"{value:.7g}") if known else None for value, known in zip(values.tolist(), finite.tolist(), strict=True)

@@ -1,8 +1,8 @@
-"""Token ids -> what each of them looks like on a page, one text per token, joined bytes done right.
+"""Spell token ids as texts for a page, one text per token, also where a character spans several tokens.
 
 A token may hold a part of a character only: it shows its bytes, and the token that completes the character shows the
-character. Control characters, and those that turn or hide text, show as names. It refuses to guess: without a
-tokenizer a token shows as its number.
+character. Control characters, and those that turn or hide text, show as names. Without a tokenizer a token shows as
+its number.
 """
 
 import codecs
@@ -56,7 +56,7 @@ class Vocabulary:
             self._is_byte_level = "ByteLevel" in json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
 
     def spell(self, ids: Iterable[int]) -> Pieces:
-        """The pieces of a sequence, from its beginning."""
+        """Spell a sequence, from its beginning."""
         texts: list[str] = []
         kinds: list[int] = []
         newlines: list[bool] = []
@@ -76,7 +76,7 @@ class Vocabulary:
         return Pieces(texts_T=texts, kinds_T=kinds, newlines_T=newlines)
 
     def describe(self, token_id: int) -> str:
-        """The bytes of one token, as a Python literal; "" where unknown."""
+        """Describe the bytes of one token, as a Python literal; "" where unknown."""
         raw = self._find_bytes(token_id)
         return repr(raw)[1:] if raw is not None else ""
 
@@ -99,12 +99,12 @@ class Vocabulary:
 
 
 def load_vocabulary(name: str | None, *, flag: str | None = None, unnamed: str | None = None) -> Vocabulary:
-    """The tokenizer of a model's folder or hub id (which is looked for in the local cache only).
+    """Load the tokenizer of a model's folder, or of a hub id in the local cache.
 
     Args:
-        name: What the run says its model is; None where it does not.
-        flag: What the user gave instead; raises `ConfigError` if there is no tokenizer.
-        unnamed: Why there is no name, where it is not that the run does not say.
+        name: The run's model; None where its settings name none.
+        flag: The user's choice instead; raises `ConfigError` if there is no tokenizer.
+        unnamed: Why there is no name, where the settings could not be read.
     """
     path = _find_file(flag or name or "")
     if path is None and flag is not None:
@@ -125,14 +125,14 @@ def load_vocabulary(name: str | None, *, flag: str | None = None, unnamed: str |
 
 
 def show(text: str) -> str:
-    """The text with a picture for every character that has none, or that would change how others look."""
+    """Replace every character that has no picture, or would change how others look, by one that has."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_show_char(char) for char in text)
 
 
 def count_columns(text: str) -> int:
-    """Columns of a monospaced font."""
+    """Count the columns of a text in a monospaced font."""
     if text.isascii():
         return len(text)
     return sum(_count_char(char) for char in text)
@@ -174,7 +174,7 @@ def _find_file(name: str) -> Path | None:
 
 
 def _build_bytes_of() -> dict[str, bytes]:
-    """Characters of byte-level vocabularies -> bytes: printable Latin-1 stands for itself, others from U+0100 on.
+    """Map characters of byte-level vocabularies to bytes: printable Latin-1 is itself, others are from U+0100 on.
 
     The mapping of GPT-2's published `encoder.py`.
     """

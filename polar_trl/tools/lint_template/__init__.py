@@ -1,8 +1,8 @@
-"""A model's tokenizer and a conversation -> which of its turns the chat template rewrites later, and what that costs.
+"""Lint a chat template: find the turns of a conversation that it rewrites in later requests, and the forks they cost.
 
-The conversation is a probe (`probe`) or a recorded session; `written` finds each turn in what the template writes,
-`compare` names the difference on the tokens, `lint` puts the answer together. Refuses to guess from a template's
-source: only what it writes counts.
+The conversation is a probe (`probe`) or a recorded session; `written` finds each turn in the template's output,
+`compare` names the difference on the tokens, `lint` puts the answer together. Only the output counts, never the
+template's source.
 """
 
 from polar_trl.tools.lint_template.compare import Kind, Rewrite, TokenPair

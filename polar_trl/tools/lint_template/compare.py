@@ -1,6 +1,6 @@
-"""A sampled turn and what the template writes in its place -> the kinds of difference, and the tokens side by side.
+"""Diff a sampled turn against the chat template's text for it: the kinds of difference, and the tokens side by side.
 
-Refuses to call anything equal that is not the same token ids.
+Equal means the same token ids.
 """
 
 import re
@@ -12,8 +12,8 @@ from typing import Any, Literal
 from polar_trl.types import Call, TokenIds
 
 Kind = Literal["reasoning", "arguments", "whitespace", "special tokens", "tokens", "other", "not found", "refused"]
-"""What is changed: reasoning or its marks; tool arguments written anew; only whitespace; tokens of markup; the same
-text in other tokens; anything else; what is not to be told, since the turn was not found; or the template refuses the
+"""Kinds of change: reasoning or its marks; tool arguments written anew; only whitespace; tokens of markup; the same
+text in other tokens; anything else; unknown, since the turn was not found; or the template raised on the
 conversation."""
 
 _NUM_BEFORE = 3
@@ -50,50 +50,40 @@ class Rewrite:
     drops_reasoning: bool = False
     """The text of the reasoning is gone, not only its marks."""
     detail: str = ""
-    """The template's words where it refuses."""
+    """The template's error where it raised."""
     pairs: tuple[TokenPair, ...] = ()
     """The tokens of the differences and around them, from the first on."""
     num_more: int = 0
     """Lines that differ and come after those."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """What `compare` finds."""
-
-    kinds: tuple[Kind, ...]
-    drops_reasoning: bool
-    pairs: tuple[TokenPair, ...]
-    num_more: int
-
-
 def compare(
-    tokenizer: Any, call: Call, opening: str, written: str, *, special_ids: frozenset[int]
-) -> Comparison | None:
-    """A call's turn against the template's text for it; None where the ids are equal.
+    tokenizer: Any, turn: Call, opening: str, written: str, *, special_ids: frozenset[int], call: int, since: str
+) -> Rewrite | None:
+    """Compare a sampled turn with the template's text for it, as token ids; None where they are equal.
 
     Args:
         tokenizer: The model's.
-        call: The turn.
-        opening: How the template opens the reply in the call's prompt.
+        turn: The call that sampled it.
+        opening: How the template opens the reply in that call's prompt.
         written: The turn's text, opening and end included.
         special_ids: Tokens of markup.
+        call, since: See `Rewrite`.
     """
-    sampled_ids = (*_opening_ids(tokenizer, call.prompt_ids, opening), *call.completion.token_ids)
+    sampled_ids = (*_opening_ids(tokenizer, turn.prompt_ids, opening), *turn.completion.token_ids)
     written_ids = tuple(tokenizer.encode(written, add_special_tokens=False))
     if sampled_ids[-1] not in special_ids and written_ids and written_ids[-1] in special_ids:
         written_ids = written_ids[:-1]  # the end of a turn that was cut off is no rewriting
     if sampled_ids == written_ids:
         return None
     opcodes = _find_opcodes(sampled_ids, written_ids)
-    kinds, drops = _find_kinds(tokenizer, call, sampled_ids, written_ids, opcodes, special_ids)
-    pairs = _align(tokenizer, sampled_ids, written_ids, opcodes)
-    shown, num_more = _choose(pairs)
-    return Comparison(kinds=kinds, drops_reasoning=drops, pairs=shown, num_more=num_more)
+    kinds, drops = _find_kinds(tokenizer, turn, sampled_ids, written_ids, opcodes, special_ids)
+    pairs, num_more = _choose(_align(tokenizer, sampled_ids, written_ids, opcodes))
+    return Rewrite(kinds=kinds, call=call, since=since, drops_reasoning=drops, pairs=pairs, num_more=num_more)
 
 
 def _opening_ids(tokenizer: Any, prompt_ids: TokenIds, opening: str) -> TokenIds:
-    """The end of the prompt that opens the reply, as the engine was given it where that can be told."""
+    """Return the end of the prompt that opens the reply, as the engine was given it where that can be told."""
     ids = tuple(tokenizer.encode(opening, add_special_tokens=False)) if opening else ()
     return prompt_ids[len(prompt_ids) - len(ids) :] if prompt_ids[-len(ids) :] == ids and ids else ids
 
@@ -130,7 +120,7 @@ def _align(tokenizer: Any, ours: TokenIds, theirs: TokenIds, opcodes: Sequence[_
 
 
 def _choose(pairs: Sequence[TokenPair]) -> tuple[tuple[TokenPair, ...], int]:
-    """The lines to show, and how many that differ are left out after them."""
+    """Choose the lines to show, and count those that differ and are left out after them."""
     differing = [i for i, pair in enumerate(pairs) if not pair.is_equal]
     wanted = {j for i in differing for j in range(i - _NUM_BEFORE, i + 2) if 0 <= j < len(pairs)}
     shown: list[TokenPair] = []
@@ -155,7 +145,7 @@ def _find_kinds(
     sampled, written = decode(ours), decode(theirs)
     if sampled == written:
         return ("tokens",), False
-    reasoning_end, arguments = _find_zones(call, sampled)
+    reasoning_end, arguments = _find_spans(call, sampled)
     kinds: dict[Kind, None] = {}
     for tag, a, b, c, d in opcodes:
         if tag == "equal":
@@ -172,32 +162,32 @@ def _find_kinds(
 def _name_change(
     gone: str, new: str, start: int, reasoning_end: int, arguments: Sequence[tuple[int, int]], *, special: bool
 ) -> list[Kind]:
+    """Name one difference: the text that is `gone`, from character `start` of the sampled turn, and the `new` one."""
     if gone == new:
         return ["tokens"]
-    kinds: list[Kind] = []
-    end = start + len(gone)
     in_reasoning = gone[: max(0, reasoning_end - start)]
-    if in_reasoning or "think>" in new:
-        kinds.append("reasoning")
-        gone = gone[len(in_reasoning) :]
-        start += len(in_reasoning)
-        if not gone.strip():
-            return [*kinds, "whitespace"] if gone and gone != new else kinds
-    if any(start < stop and end > begin for begin, stop in arguments) or (
-        not gone and any(begin <= start <= stop for begin, stop in arguments)
-    ):
-        kinds.append("arguments")
-    elif "".join(gone.split()) == "".join(new.split()):
-        kinds.append("whitespace")
-    elif special:
-        kinds.append("special tokens")
-    elif not kinds:
-        kinds.append("other")
-    return kinds
+    kinds: list[Kind] = ["reasoning"] if in_reasoning or "think>" in new else []
+    rest, start = gone[len(in_reasoning) :], start + len(in_reasoning)
+    if kinds and not rest.strip():
+        return [*kinds, "whitespace"] if rest and rest != new else kinds
+    if _overlaps(start, start + len(rest), arguments):
+        return [*kinds, "arguments"]
+    if "".join(rest.split()) == "".join(new.split()):
+        return [*kinds, "whitespace"]
+    if special:
+        return [*kinds, "special tokens"]
+    return kinds or ["other"]
 
 
-def _find_zones(call: Call, text: str) -> tuple[int, list[tuple[int, int]]]:
-    """Where reasoning ends in a turn's text (0: it has none), and where each call's arguments stand."""
+def _overlaps(start: int, end: int, spans: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether [start, end) shares a character with a span; an insertion does at the edges, too."""
+    if start == end:
+        return any(first <= start <= last for first, last in spans)
+    return any(start < last and first < end for first, last in spans)
+
+
+def _find_spans(call: Call, text: str) -> tuple[int, list[tuple[int, int]]]:
+    """Find the end of reasoning in a turn's text (0: it has none), and the span of each call's arguments."""
     end = 0
     if call.message.reasoning and call.message.reasoning in text:
         end = text.find(call.message.reasoning) + len(call.message.reasoning)

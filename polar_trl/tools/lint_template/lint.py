@@ -1,6 +1,6 @@
-"""A loaded model, and the probe or a recorded session -> a `LintReport`. The effects are a few renderings.
+"""Lint a model's chat template on the probe or on a recorded session.
 
-Refuses a session whose tokens are not this tokenizer's.
+A session whose tokens are not this tokenizer's raises `ConfigError`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,9 +32,9 @@ def lint(
 
     Args:
         model: See `load_model`.
-        policy: What becomes of earlier reasoning, in the run that is asked about.
+        policy: How the run treats earlier reasoning: `thinking` of its file.
         recorded: Calls of a session (see `load_calls`); None takes the probe.
-        source: What to call the conversation.
+        source: Name of the conversation in the report.
         track: Wraps the calls while they are compared, to show progress.
 
     Raises `ConfigError` for a session that another tokenizer recorded.
@@ -68,7 +68,7 @@ def lint(
 
 
 class _Analysis:
-    """What the template writes for each turn, request by request."""
+    """Follows the template's text for each turn, request by request."""
 
     def __init__(self, model: LoadedModel, writer: TurnWriter) -> None:
         self._tokenizer = model.tokenizer
@@ -107,19 +107,17 @@ class _Analysis:
             return
         own = self._written[turn.index]
         opening = own.opening if isinstance(own, Written) else ""
-        found = compare(self._tokenizer, turn, opening, text, special_ids=self._writer.special_ids)
+        found = compare(
+            self._tokenizer,
+            turn,
+            opening,
+            text,
+            special_ids=self._writer.special_ids,
+            call=call.index,
+            since=since,
+        )
         if found is not None:
-            _add(
-                known,
-                Rewrite(
-                    kinds=found.kinds,
-                    call=call.index,
-                    since=since,
-                    drops_reasoning=found.drops_reasoning,
-                    pairs=found.pairs,
-                    num_more=found.num_more,
-                ),
-            )
+            _add(known, found)
 
     def _describe_since(self, turn: Call, call: Call) -> str:
         between = call.request.messages[len(turn.request.messages) + 1 :]
@@ -146,7 +144,7 @@ class _Analysis:
 
 
 def find_earlier(call: Call, calls: Sequence[Call]) -> list[Call]:
-    """The calls before it whose messages and reply begin this call's, shortest first."""
+    """List the calls before this one whose messages and reply begin its own, shortest first."""
     messages = call.request.messages
     found = []
     for other in calls[: call.index]:
@@ -224,7 +222,7 @@ def _count_replies(messages: Sequence[Message]) -> int:
 
 
 def _check_tokenizer(model: LoadedModel, policy: Policy, recorded: Sequence[Call]) -> tuple[str, ...]:
-    """Notes on how the session was recorded. Raises `ConfigError` where its ids are not of this tokenizer."""
+    """Note how the session was recorded. Raises `ConfigError` where its ids are not of this tokenizer."""
     renderer, size = model.renderers[policy], len(model.tokenizer)
     checked = recorded[:_NUM_CHECKED]
     for call in checked:

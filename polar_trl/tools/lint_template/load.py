@@ -1,7 +1,7 @@
-"""A model's name or folder -> tokenizer, chat template and renderers, with the reasons for the renderer.
+"""Load a model's tokenizer, chat template and renderers, with the reasons for the choice of renderer.
 
-Refuses a model without a tokenizer, without a chat template, or with one that does not write what is said: there is
-nothing to lint.
+A model without a tokenizer, without a chat template, or with one that does not write the user's text raises
+`ConfigError`: there is nothing to lint.
 """
 
 import logging
@@ -30,14 +30,14 @@ _REPLY = Message(role="assistant", text="probe answer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """What is asked about a model's chat format."""
+    """A model's chat format: its tokenizer, its template and the renderers of both policies."""
 
     name: str
     tokenizer: Any
     template: ChatTemplate
     """The tokenizer's own template."""
     renderers: Mapping[Policy, Renderer]
-    """How polar_trl writes prompts, by what becomes of earlier reasoning."""
+    """How polar_trl writes prompts, by policy for earlier reasoning."""
     renderer: str
     """A family of `renderers`, or "template"."""
     why: tuple[str, ...]
@@ -47,7 +47,7 @@ class LoadedModel:
 def load_model(
     name: str, *, family: str | None = None, template_kwargs: Mapping[str, Any] | None = None
 ) -> LoadedModel:
-    """Raises `ConfigError` where the model has no tokenizer or no template of use, or the family does not fit it."""
+    """Load a model. Raises `ConfigError` without tokenizer or usable template, or where the family does not fit."""
     tokenizer = _load_tokenizer(name)
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer of {name} has no chat template; name an instruct model, or save it with one")
@@ -78,7 +78,7 @@ def load_model(
 
 
 def load_calls(path: Path) -> tuple[Call, ...]:
-    """The calls of a recorded session that sampled something. Raises `ConfigError` where there are none."""
+    """Load the calls of a recorded session that sampled something. Raises `ConfigError` where there are none."""
     if not path.is_file():
         raise ConfigError(f"--session {path}: no such file; give the .jsonl file of one session")
     try:
@@ -92,7 +92,7 @@ def load_calls(path: Path) -> tuple[Call, ...]:
 
 
 def describe_refusal(renderer: Renderer, template: ChatTemplate) -> str | None:
-    """Why the renderer continues no reply at all; None if it does."""
+    """Say why the renderer continues no reply at all; None if it does."""
     if not isinstance(renderer, TemplateRenderer) or renderer.continuation_refusal is None:
         return None
     written = template.write([_QUESTION, _REPLY], opens_reply=False)
@@ -104,9 +104,9 @@ def describe_refusal(renderer: Renderer, template: ChatTemplate) -> str | None:
 
 
 def describe_limits(renderer: Renderer) -> Sequence[str]:
-    """Which replies a renderer cannot continue, and where it departs from the template, in sentences.
+    """List the replies that a renderer cannot continue, and where it departs from the template, in sentences.
 
-    That it continues none is no limit: see `describe_refusal`.
+    Where it continues none, see `describe_refusal`.
     """
     if not isinstance(renderer, TemplateRenderer):
         return ()
@@ -128,7 +128,7 @@ def _load_tokenizer(name: str) -> Any:
 
 @contextmanager
 def _heard(logger_name: str) -> Iterator[list[str]]:
-    """What a logger and those below it say at level INFO and above, which nobody else then hears."""
+    """Collect the messages of a logger and its children, from INFO on, and keep them from all others."""
     heard: list[str] = []
     logger, handler = logging.getLogger(logger_name), _Listener(heard)
     level, propagates = logger.level, logger.propagate

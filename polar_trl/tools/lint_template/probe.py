@@ -1,8 +1,7 @@
-"""A model's chat format -> the calls of a session in which an agent and the model do all that templates stumble over.
+"""Make the calls of a probe session in which an agent and the model do all that chat templates stumble over.
 
-What the model samples is written in its own format: the template's own form of the turn, in which arguments are then
-spelled as a model may spell them and a template would not. Refuses nothing: a conversation that the template refuses
-ends there, with the reason.
+The model's samples are in its own format: the template's form of the turn, in which arguments are then spelled as a
+model may spell them and a template would not. A conversation on which the template raises ends there, with the reason.
 """
 
 import json
@@ -56,7 +55,7 @@ class Session:
 
     calls: tuple[Call, ...]
     names: tuple[str, ...]
-    """What each call's turn is about."""
+    """Of each call, the case that its turn probes."""
     refusal: str | None = None
     """Why the session ended early, if it did."""
     unreadable: tuple[int, ...] = ()
@@ -64,7 +63,7 @@ class Session:
 
 
 def run_probe(model: LoadedModel, writer: TurnWriter, policy: Policy) -> Session:
-    """The probe under one policy. Calls have log-probabilities of 0; nothing is sampled."""
+    """Run the probe under one policy. Calls have log-probabilities of 0; nothing is sampled."""
     renderer = model.renderers[policy]
     continuations, calls, unreadable = Continuations(renderer), list[Call](), list[int]()
     histories: dict[str, tuple[Message, ...]] = {}
@@ -103,7 +102,7 @@ def run_probe(model: LoadedModel, writer: TurnWriter, policy: Policy) -> Session
 
 
 def replay(renderer: Renderer, recorded: Sequence[Call]) -> Session:
-    """A recorded session's requests and samples, with the prompts that this renderer gives."""
+    """Replay a recorded session's requests and samples, with the prompts that this renderer gives."""
     continuations, calls, position = Continuations(renderer), list[Call](), dict[int, int]()
     names: list[str] = []
     refusal = None
@@ -181,7 +180,7 @@ def _call(name: str, arguments: str) -> ToolCall:
 
 
 def _answer_calls(history: Sequence[Message], new: Sequence[Message]) -> list[Message]:
-    """The new messages, tool results pointed at the calls of the turn before."""
+    """Point the tool results among new messages at the calls of the turn before."""
     ids = [call.id for call in history[-1].tool_calls] if history else []
     return [
         replace(message, tool_call_id=ids[i]) if message.role == "tool" and i < len(ids) else message
@@ -192,7 +191,7 @@ def _answer_calls(history: Sequence[Message], new: Sequence[Message]) -> list[Me
 def _spell(
     model: LoadedModel, writer: TurnWriter, renderer: Renderer, messages: Sequence[Message], step: _Step
 ) -> TokenIds:
-    """The ids that a model samples to take this turn, after the prompt that the template writes."""
+    """Return the ids that a model samples to take this turn, after the prompt that the template writes."""
     marked, values = _mark_values(step.reply)
     opening = writer.write(messages, TOOLS).opening
     turn = writer.write_reply(messages, marked, TOOLS)
@@ -212,7 +211,7 @@ def _spell(
 
 
 def _mark_values(reply: Message) -> tuple[Message, dict[str, Any]]:
-    """The turn with a mark for each of its values, and what belongs there: a text, or a whole object's own text."""
+    """Put a mark in the place of each value; also return the values: texts, or a whole object's own text."""
     values: dict[str, Any] = {}
 
     def mark(kind: str, value: Any) -> str:
@@ -235,7 +234,7 @@ def _mark_values(reply: Message) -> tuple[Message, dict[str, Any]]:
 
 
 def _write_plainly(reply: Message) -> str:
-    """A turn in a form that can be read, for a template that does not write what a turn holds."""
+    """Write a turn in a readable form, for a template that does not write the turn's contents."""
     calls = [
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
         for call in reply.tool_calls
@@ -244,7 +243,7 @@ def _write_plainly(reply: Message) -> str:
 
 
 def _strip_opening(turn: str, opening: str, header: str, reasoning: str | None, has_thinking: bool) -> str:
-    """What of a turn is sampled: the rest is in the prompt."""
+    """Return the sampled part of a turn: the rest is in the prompt."""
     thinks = opening.rstrip().endswith("<think>")
     if reasoning is not None and reasoning not in turn and has_thinking:
         body = turn.removeprefix(header)
@@ -259,7 +258,7 @@ def _strip_opening(turn: str, opening: str, header: str, reasoning: str | None, 
 
 
 def _respell(text: str, values: Mapping[str, Any]) -> str:
-    """The marks replaced: whole objects by the text of odd spelling, values that stand alone by their own."""
+    """Replace the marks: whole objects by their odd spelling, values that stand alone by their own."""
     decoder, position = json.JSONDecoder(), 0
     while (position := text.find("{", position)) >= 0:
         try:

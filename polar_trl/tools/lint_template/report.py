@@ -1,10 +1,11 @@
-"""What a lint found: turns, policies, and the verdict in a sentence.
+"""Report the findings of a lint: turns, policies, and the verdict in a sentence.
 
-Refuses to call a model exact whose agents would be answered with forks, refusals or unreadable tool calls.
+A model is exact whose agents meet no fork, no template error and no unreadable tool call.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from polar_trl.tools.lint_template.compare import Rewrite
 from polar_trl.tools.lint_template.load import Policy
@@ -29,7 +30,7 @@ class TurnReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextChange:
-    """Messages of others that the template writes otherwise once more follow."""
+    """Messages other than the model's that the template writes otherwise once more follow."""
 
     call: int
     before: str
@@ -38,25 +39,25 @@ class ContextChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyReport:
-    """What a policy makes of the conversation."""
+    """Trajectories and forks of the conversation under one policy."""
 
     trajectories: int
     conversations: int
-    """What the agent began anew: a trajectory each, where nothing forks."""
+    """Conversations that the agent began: a trajectory each, where nothing forks."""
     forks: int
     """Calls that went on from an earlier one, but were rendered anew."""
     refusal: str | None
-    """Why the template refused one of the requests, at which the conversation ended here."""
+    """The template's error on one of the requests, at which the conversation ended here."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every call continues from the sampled tokens."""
+        """Tell whether every call continues from the sampled tokens."""
         return self.forks == 0 and self.refusal is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintReport:
-    """The answer."""
+    """The findings of a lint; `render` gives the keys of the JSON report."""
 
     model: str
     renderer: str
@@ -76,12 +77,12 @@ class LintReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether agents can go on from what was sampled, under the policy that was asked about."""
+        """Tell whether agents can go on from the sampled tokens, under the policy that was asked about."""
         return self.policies[self.policy].is_exact and not self.unreadable
 
     @property
     def verdict(self) -> str:
-        """The answer in a sentence."""
+        """The answer in one sentence."""
         found = self.policies[self.policy]
         rewritten = sum(bool(turn.rewrites) for turn in self.turns)
         of_turns = f"{rewritten} of {sum(turn.is_followed for turn in self.turns)} turns"
@@ -104,3 +105,10 @@ class LintReport:
                 "would write otherwise"
             )
         return "yes: every call continues from the sampled tokens, and the template would write the same"
+
+    def render(self) -> dict[str, Any]:
+        """Render the JSON of `--json`."""
+        plain = asdict(self)
+        for name, policy in self.policies.items():
+            plain["policies"][name]["exact"] = policy.is_exact
+        return {"exact": self.is_exact, "verdict": self.verdict, **plain}

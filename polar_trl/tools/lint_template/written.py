@@ -1,8 +1,8 @@
-"""A conversation -> what the chat template writes for each of its assistant turns, found by writing it twice.
+"""Find the chat template's text for each assistant turn of a conversation, by writing it twice.
 
 The second time, each assistant message is replaced by marks that occur nowhere else; what stands between the marks of
-two turns is the template's own and the other messages', and is looked up in the first text. Refuses to take text for a
-turn that it did not find this way: that turn is None.
+two turns is the template's own and the other messages', and is looked up in the first text. A turn that is not found
+this way is None.
 """
 
 import json
@@ -27,7 +27,7 @@ class Written:
     turns: tuple[str | None, ...]
     """For each assistant message, from the opening of its turn to the token that ends it; None where not found."""
     contexts: tuple[str, ...]
-    """What stands before each turn, and after the last one; empty if a turn was not found."""
+    """The text before each turn, and after the last one; empty if a turn was not found."""
     opening: str
     """How the next reply is opened."""
 
@@ -51,7 +51,7 @@ class TurnWriter:
         """What opens every assistant turn, without the opening of reasoning; "" where the template opens none."""
 
     def write(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Written:
-        """The prompt that these messages give. Raises `RenderError` if the template refuses them."""
+        """Write the prompt of these messages. Raises `RenderError` if the template does."""
         text = self._template.write(messages, tools)
         opening = text[text.rfind(self.header) :] if self.header and self.header in text else ""
         numbers = {position: number for number, position in enumerate(_find_replies(messages))}
@@ -63,18 +63,18 @@ class TurnWriter:
         return Written(text=text, turns=turns, contexts=contexts, opening=opening)
 
     def write_reply(self, messages: Sequence[Message], reply: Message, tools: Sequence[Tool]) -> str:
-        """The last message's turn, from its opening on, its end included."""
+        """Write the last message's turn, from its opening on, its end included."""
         text = self._template.write([*messages, reply], tools, opens_reply=False)
         first, _ = _find_marks(text)
         return text[self._find_start(text, first, 0) :]
 
     def cut_at_end(self, turn: str) -> tuple[str, str]:
-        """A turn up to the special token that ends it, and that token; "" where none does."""
+        """Split a turn at the special token that ends it; also return that token, "" where none does."""
         end = self._special.search(turn, _find_marks(turn)[1])
         return (turn, "") if end is None else (turn[: end.start()], end[0])
 
     def find_end(self, messages: Sequence[Message], reply: Message, following: Sequence[Message], tools: Any) -> str:
-        """The special token after a turn, once other messages follow; "" where there is none."""
+        """Find the special token after a turn, once other messages follow; "" where there is none."""
         text = self._template.write([*messages, reply, *following], tools)
         end = self._special.search(text, _find_marks(text)[1])
         return "" if end is None else end[0]
@@ -91,7 +91,7 @@ class TurnWriter:
         return _OPENING.sub("", opened[start:][: count_common(opened[start:], earlier[start:])])
 
     def _find_start(self, text: str, first: int, position: int) -> int:
-        """Where the turn begins whose first mark is at `first`, not before `position`."""
+        """Find the begin of the turn whose first mark is at `first`, not before `position`."""
         if self.header:
             found = text.rfind(self.header, position, first)
             return found if found >= 0 else first
@@ -99,7 +99,7 @@ class TurnWriter:
         return max((match.end() for match in self._special.finditer(text, position, first)), default=first)
 
     def _locate(self, text: str, marked: str, num_turns: int) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
-        """The turns' own text and what stands between them, in `text`."""
+        """Find the turns' own text and the contexts between them, in `text`."""
         spans = _find_turn_marks(marked, num_turns)
         starts: list[int] = []  # in `marked`, of each turn
         ends: list[tuple[int, str]] = []  # where the token after it ends, and that token
@@ -127,7 +127,7 @@ class TurnWriter:
 
 
 def mark_message(message: Message, turn: int) -> Message:
-    """The same turn with marks for its reasoning, text and arguments. All turns get a text, so that none is lost."""
+    """Replace a turn's reasoning, text and arguments by marks. All turns get a text, so that none is lost."""
     return replace(
         message,
         text=_mark("text", turn),
@@ -140,7 +140,7 @@ def mark_message(message: Message, turn: int) -> Message:
 
 
 def count_common(one: str, other: str) -> int:
-    """Characters in which two texts begin alike."""
+    """Count the characters of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))
 
@@ -150,13 +150,13 @@ def _mark(kind: str, turn: int, part: int = 0) -> str:
 
 
 def _find_marks(text: str) -> tuple[int, int]:
-    """Where the marks of a text begin and end; (-1, -1) where there are none."""
+    """Find where the marks of a text begin and end; (-1, -1) where there are none."""
     found = [match.span() for match in _MARKED.finditer(text)]
     return (found[0][0], found[-1][1]) if found else (-1, -1)
 
 
 def _find_turn_marks(text: str, num_turns: int) -> list[tuple[int, int]]:
-    """The same for the marks of each turn."""
+    """Find where the marks of each turn begin and end; (-1, -1) where there are none."""
     spans = [(-1, -1)] * num_turns
     for match in _MARKED.finditer(text):
         turn = int(match[1])

@@ -1,9 +1,9 @@
-"""A model's configuration -> how much memory one forward and backward pass of N tokens takes beside the weights.
+"""Count the activation memory of one forward and backward pass of N tokens, from a model's configuration.
 
-Nothing is computed: transformers' own code runs on tensors that have shapes and dtypes and no data, and what is alive
-at each moment is counted. So the figures follow the installed code, gradient checkpointing and autocast included.
-Attention counts as a fused kernel (FlexAttention, flash), which keeps no N x N matrix. It does not count the LM head:
-TRL computes that in tiles, see `memory.count_head`.
+Nothing is computed: transformers' own code runs on fake tensors (shapes and dtypes, no data), and the bytes that are
+alive at each moment are counted. So the figures follow the installed code, gradient checkpointing and autocast
+included. Attention counts as a fused kernel (FlexAttention, flash), which keeps no N x N matrix. The LM head is not
+counted: TRL computes it in tiles, see `memory.count_head`.
 """
 
 import copy
@@ -58,7 +58,7 @@ def count_activations(
     checkpointing: bool,
     kernels: Kernels = IN_TORCH,
 ) -> Activations:
-    """What a forward and backward pass over one sequence of `num_tokens` holds at its worst moments.
+    """Count the bytes that a forward and backward pass over one sequence of `num_tokens` holds at its worst moments.
 
     Args:
         build: From a configuration to a model on the meta device, whose weights have the dtype of the pass.
@@ -93,7 +93,7 @@ def count_activations(
 
 
 def _choose_layers(model: nn.Module, num_layers: int) -> tuple[int, ...]:
-    """Two numbers of first layers, of as many of each kind as all have, or all where the layers are not alike.
+    """Choose two numbers of first layers with each kind in the model's proportion, or all where layers are not alike.
 
     Layers are of a kind that have parameters of the same names, shapes and dtypes.
     """
@@ -108,7 +108,7 @@ def _choose_layers(model: nn.Module, num_layers: int) -> tuple[int, ...]:
 
 
 def _cut(config: Any, num_layers: int) -> Any:
-    """The same model with its first layers only."""
+    """Cut a model's configuration to its first layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
@@ -118,7 +118,7 @@ def _cut(config: Any, num_layers: int) -> Any:
 
 
 def _extend(values: dict[int, float], at: int) -> float:
-    """The line through two points, or the value at the only one."""
+    """Extrapolate the line through two points, or take the value at the only one."""
     (x0, y0), (x1, y1) = min(values.items()), max(values.items())
     return y0 if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
@@ -161,7 +161,7 @@ def _trace(
 
 
 def _lay_out(model: nn.Module, num_tokens: int) -> Layout:
-    """One row, with what gated delta nets keep beside a layout: on tensors without data it could not be made."""
+    """Lay out one row, with the plans of gated delta nets, which could not be made on tensors without data."""
     wrap_linear_attention(model)
     layout = build_layout([np.zeros(num_tokens, dtype=np.int64)], share_prefixes=False)
     for net in filter(is_gated_delta_net, model.modules()):

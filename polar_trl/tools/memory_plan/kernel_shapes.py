@@ -1,4 +1,4 @@
-"""Stand-ins for a GPU's fused kernels that take the memory which those take, and compute nothing.
+"""Stand in for a GPU's fused kernels: the same memory, and no computation.
 
 Each is an autograd function that makes the tensors of the kernel's forward and backward pass, in their shapes and
 dtypes, and saves for the backward pass what the kernel saves, as read in the sources of torch 2.13 (FlexAttention),
@@ -31,7 +31,7 @@ _KEY_TILE = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Which packages a run computes with."""
+    """The kernel packages that a run computes with."""
 
     fla: bool = False
     """flash-linear-attention, for gated delta nets; otherwise transformers' functions in torch."""
@@ -44,7 +44,7 @@ IN_TORCH = Kernels()
 
 @contextmanager
 def computed_with(kernels: Kernels, model: nn.Module) -> Iterator[None]:
-    """Forward passes of a model call the stand-ins of these packages."""
+    """Make forward passes of a model call the stand-ins of these packages."""
     with ExitStack() as stack:
         if kernels.fla:
             stack.enter_context(_computed_by_fla())
@@ -68,7 +68,7 @@ def _replaced(module: Any, name: str, function: Any) -> Iterator[None]:
 
 @contextmanager
 def _computed_by_fla() -> Iterator[None]:
-    """Gated delta nets that are given a layout call the stand-ins, on whichever device."""
+    """Make gated delta nets that are given a layout call the stand-ins, on whichever device."""
     shapes = FlaKernels(rule=_run_rule, convolve=_convolve, norm=_gate)
     with _replaced(fla_kernels, "find_kernels", lambda _net, _device: shapes):
         yield
@@ -166,7 +166,7 @@ class _GatedNorm(Function):
 
 @contextmanager
 def _computed_by_liger(model: nn.Module) -> Iterator[None]:
-    """Norms, SwiGLU and rotary embedding of a model are the stand-ins; those of the model for good."""
+    """Replace a model's norms and SwiGLU by the stand-ins, for good, and rotary embedding inside the block."""
     attentions = set()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):

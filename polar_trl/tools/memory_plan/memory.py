@@ -1,25 +1,22 @@
-"""The settings of a run -> where the memory of one GPU goes, phase by phase, in bytes.
+"""Count the memory of one GPU of a run, phase by phase, in bytes.
 
 Weights, gradients and optimizer states are counted from the model's own parameters, activations from its own code
-(`activations`), the engine's share from its settings. It refuses what it cannot count (`ConfigError`) instead of
-leaving it out: an unknown optimizer, or a key-value cache of an unknown shape.
+(`activations`), the engine's share from its settings. What cannot be counted (an unknown optimizer, a key-value cache
+of an unknown shape) raises `ConfigError` instead of being left out.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.meta_model import build_meta_model
-from polar_trl.tools.memory_plan.activations import Activations, count_activations
-from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels
+from polar_trl.tools.memory_plan.kernel_shapes import Kernels
+from polar_trl.tools.memory_plan.setup import QUANTIZED, Setup, Weight
 
 GIB = 1 << 30
-Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
 
 ALLOWANCE = GIB * 3 // 2
 """CUDA context, libraries, CUDA graphs and what the allocator cannot use. A sleeping engine and its context were
@@ -32,130 +29,14 @@ DEEPSPEED_BUCKET = 500_000_000
 """Elements of DeepSpeed's reduce and all-gather buckets (`reduce_bucket_size`, `allgather_bucket_size`)."""
 DEEPSPEED_LIVE = 1_000_000_000
 """Elements that ZeRO-3 may hold gathered (`stage3_max_live_parameters`)."""
-QUANTISED = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", *QUANTISED, "sgd")
-_IDLE = ("visual", "vision_tower", "vision_model")
-"""Modules of multimodal models that text does not reach: their weights get no gradient, so no optimizer state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter of the trainer's model."""
-
-    numel: int
-    itemsize: int
-    """Bytes per element."""
-    is_trained: bool
-    is_embedding: bool
-    is_adapter: bool
-    is_adapted: bool
-    """A frozen one that an adapter is added to."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What the memory of one GPU depends on."""
-
-    model_config: Any
-    """transformers' configuration of the model."""
-    dtype: torch.dtype
-    """Of the trainer's weights; TRL loads float32 unless `model_init_kwargs` names another."""
-    bf16: bool
-    """Autocast to bfloat16 (or float16, which takes as much); under FSDP2 and DeepSpeed the dtype of the pass."""
-    optim: str
-    gradient_checkpointing: bool
-    num_tokens: int
-    """Tokens of the largest forward pass."""
-    peft_config: Any
-    """Of LoRA, or None."""
-    has_reference: bool
-    """A KL term is wanted: with `beta` above 0."""
-    sharding: Sharding
-    num_gpus: int
-    gpu_bytes: int
-    """That the device reports, which is what vLLM's share is a share of."""
-    engine_share: float
-    """`vllm_gpu_memory_utilization`."""
-    engine_num_seqs: int
-    engine_bytes: int = 2
-    """Per element of the engine's weights and cache."""
-    sleeps: bool
-    """Whether the engine gives its memory to training."""
-    max_model_len: int
-    """Tokens of the longest session: `vllm_max_model_length`."""
-    kernels: Kernels = IN_TORCH
-    """Of the trainer's passes."""
-    traces: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Models and passes that were counted already, shared between the variants of a setup."""
-
-    def __post_init__(self) -> None:
-        if self.optim not in OPTIMIZERS:
-            raise ConfigError(f"optim {self.optim!r} cannot be planned; known are {', '.join(OPTIMIZERS)}")
-
-    @property
-    def compute_bytes(self) -> int:
-        """Per element of the weights that a sharded forward pass gathers."""
-        return 2 if self.bf16 else 4
-
-    @property
-    def is_sharded(self) -> bool:
-        """Each GPU keeps a part of the weights."""
-        return self.sharding in ("fsdp2", "zero3")
-
-    @property
-    def num_shards(self) -> int:
-        return self.num_gpus if self.is_sharded else 1
-
-    @cached_property
-    def model(self) -> Any:
-        """The trainer's model on the meta device."""
-        key = ("model", self.dtype, id(self.peft_config))
-        if key not in self.traces:
-            self.traces[key] = build_meta_model(self.model_config, dtype=self.dtype, peft_config=self.peft_config)
-        return self.traces[key]
-
-    @cached_property
-    def weights(self) -> tuple[Weight, ...]:
-        return read_weights(self.model)
-
-    @property
-    def num_trained(self) -> int:
-        return sum(w.numel for w in self.weights if w.is_trained)
-
-    @cached_property
-    def activations(self) -> Activations:
-        """Of the trainer's largest forward and backward pass."""
-        # sharded models are gathered in the dtype of the pass; all others are lowered operation by operation
-        as_held = self.sharding in ("none", "ddp")
-        dtype = self.dtype if as_held or not self.bf16 else torch.bfloat16
-        key = (dtype, self.bf16, self.gradient_checkpointing, self.num_tokens, id(self.peft_config), self.kernels)
-        if key not in self.traces:
-
-            def build(config: Any) -> Any:
-                model = build_meta_model(config, dtype=dtype, peft_config=self.peft_config)
-                return model if as_held or not self.bf16 else model.to(dtype)
-
-            self.traces[key] = count_activations(
-                build,
-                self.model_config,
-                num_tokens=self.num_tokens,
-                autocast=self.bf16,
-                checkpointing=self.gradient_checkpointing,
-                kernels=self.kernels,
-            )
-        return self.traces[key]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Where the memory of one GPU goes."""
+class MemoryPlan:
+    """The memory of one GPU, by phase and use."""
 
     phases: Mapping[str, Mapping[str, int]]
-    """Phase -> what -> bytes."""
+    """Bytes by phase, and in it by use."""
     gpu_bytes: int
     kv_bytes: int
     """Of the engine's share, what is left for the key-value cache; negative where its weights fill the share."""
@@ -186,19 +67,19 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Every phase does, and the engine can hold one session, without which it does not start."""
+        """Tell whether every phase fits and the engine can hold one session, without which it does not start."""
         return self.peak <= self.gpu_bytes and self.kv_sessions >= 1
 
     @property
     def is_hybrid(self) -> bool:
-        """Some layers are recurrent."""
+        """Tell whether some layers are recurrent."""
         return self.state_bytes_per_session > 0
 
     def _tokens(self, num_bytes: int) -> int:
         return max(0, num_bytes) // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
 
 
-def build_plan(setup: Setup) -> Plan:
+def build_plan(setup: Setup) -> MemoryPlan:
     """Count every phase of a run. Raises `ConfigError` where something cannot be counted."""
     engine_weights = sum(w.numel for w in setup.weights if not w.is_adapter) * setup.engine_bytes
     share = int(setup.engine_share * setup.gpu_bytes)
@@ -220,7 +101,7 @@ def build_plan(setup: Setup) -> Plan:
         "training": kept | count_training(setup) | training_engine,
         "save": kept | {"one weight, gathered": _largest(setup.weights) if setup.is_sharded else 0} | training_engine,
     }
-    return Plan(
+    return MemoryPlan(
         phases={name: {k: v for k, v in (parts | allowance).items() if v} for name, parts in phases.items()},
         gpu_bytes=setup.gpu_bytes,
         kv_bytes=kv_bytes,
@@ -234,66 +115,66 @@ def build_plan(setup: Setup) -> Plan:
 # The trainer.
 
 
-def read_weights(model: Any) -> tuple[Weight, ...]:
-    """The parameters of a model; tied ones are there once."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    return tuple(
-        Weight(
-            numel=weight.numel(),
-            itemsize=weight.itemsize,
-            is_trained=weight.requires_grad and not any(part in _IDLE for part in name.split(".")),
-            is_embedding=id(weight) in embeddings,
-            is_adapter=".lora_" in name,
-            is_adapted=".base_layer." in name,
-        )
-        for name, weight in model.named_parameters()
-    )
-
-
 def count_kept(setup: Setup) -> dict[str, int]:
     """Bytes that the trainer has all the time from its second step on."""
-    weights = setup.weights
-    if setup.sharding in ("none", "ddp"):
-        held = sum(w.nbytes for w in weights)
-        states = sum(count_optimizer(w, setup.optim) for w in weights)
-    elif setup.sharding == "fsdp2":
-        # accelerate keeps trained weights in float32 under mixed precision (`fsdp2_prepare_model`)
-        raised = [_with_itemsize(w, 4) if w.is_trained and setup.bf16 else w for w in weights]
-        held = ceil(sum(w.nbytes for w in raised) / setup.num_gpus)
-        states = ceil(sum(count_optimizer(w, setup.optim) for w in raised) / setup.num_gpus)
-    else:
-        # ZeRO: weights in the dtype of the pass; float32 master weights, and the optimizer's states, are sharded
-        # (Rajbhandari et al. 2020, section 3.1: 2 + 2 + K bytes per parameter with K = 12)
-        held = ceil(sum(w.numel for w in weights) * setup.compute_bytes / setup.num_shards)
-        masters = [_with_itemsize(w, 4) for w in weights if w.is_trained]
-        states = sum(w.nbytes + count_optimizer(w, setup.optim) for w in masters)
-        states = ceil(states / setup.num_gpus)
-    buckets = 0
-    if setup.sharding == "ddp":
-        buckets = sum(w.nbytes for w in weights if w.is_trained)  # DDP copies gradients into buckets of its own
-    elif setup.sharding in ("zero2", "zero3"):
-        buckets = 2 * min(setup.num_trained, DEEPSPEED_BUCKET) * setup.compute_bytes
     kept = {
-        "trainer: weights": held,
+        "trainer: weights": count_weights(setup),
         "trainer: low halves of the masters": count_low_halves(setup),
-        "trainer: optimizer": states,
-        "gradient buckets": buckets,
+        "trainer: optimizer": count_states(setup),
+        "gradient buckets": count_buckets(setup),
     }
     if setup.has_reference and setup.peft_config is None:
-        reference = sum(w.nbytes for w in weights) if setup.sharding in ("none", "ddp", "fsdp2") else held
-        kept["reference model"] = ceil(reference / setup.num_shards) if setup.sharding == "fsdp2" else reference
+        kept["reference model"] = count_reference(setup)
     return kept
 
 
+def count_weights(setup: Setup) -> int:
+    """Bytes of the trainer's weights on one GPU. ZeRO holds them in the dtype of the pass, whatever it steps."""
+    if setup.is_zero:
+        return ceil(sum(w.numel for w in setup.weights) * setup.compute_bytes / setup.num_shards)
+    return ceil(sum(w.nbytes for w in _list_stepped(setup)) / setup.num_shards)
+
+
+def count_states(setup: Setup) -> int:
+    """Bytes of the optimizer's states on one GPU; of ZeRO with its float32 master weights.
+
+    Both are sharded at every stage (Rajbhandari et al. 2020, section 3.1: 2 + 2 + K bytes per parameter, K = 12).
+    """
+    stepped = [w for w in _list_stepped(setup) if w.is_trained]
+    states = sum(count_optimizer(w, setup.optim) + (w.nbytes if setup.is_zero else 0) for w in stepped)
+    return states if setup.is_whole else ceil(states / setup.num_gpus)
+
+
+def count_buckets(setup: Setup) -> int:
+    """Bytes of the buckets through which gradients are exchanged; FSDP has none that stay."""
+    if setup.sharding == "ddp":
+        return sum(w.nbytes for w in setup.weights if w.is_trained)  # DDP copies gradients into buckets of its own
+    return 2 * min(setup.num_trained, DEEPSPEED_BUCKET) * setup.compute_bytes if setup.is_zero else 0
+
+
+def count_reference(setup: Setup) -> int:
+    """Bytes of the reference model on one GPU, sharded as the trainer's."""
+    return count_weights(setup) if setup.is_zero else ceil(sum(w.nbytes for w in setup.weights) / setup.num_shards)
+
+
+def _list_stepped(setup: Setup) -> list[Weight]:
+    """List the weights in the dtypes that the optimizer steps.
+
+    Trained ones are float32 under ZeRO, and under FSDP2 with a half-precision pass (`fsdp2_prepare_model`).
+    """
+    in_float32 = setup.is_zero or (setup.sharding == "fsdp2" and setup.bf16)
+    return [replace(w, itemsize=4) if w.is_trained and in_float32 else w for w in setup.weights]
+
+
 def count_low_halves(setup: Setup) -> int:
-    """Bytes of what rounding to half precision took from float32 weights (int16, `rounded_weights`).
+    """Bytes of the low halves of float32 weights (int16) that rounding to half precision cuts off (`rounded_weights`).
 
     Where pass and engine are float32 nothing is rounded. An adapter is merged in float32 and rounded where it is
     pushed, and DeepSpeed has masters of its own.
     """
     in_float32 = setup.dtype == torch.float32 or (setup.sharding == "fsdp2" and setup.bf16)
     is_rounded = in_float32 and (setup.bf16 or setup.engine_bytes == 2)
-    if setup.peft_config is not None or setup.sharding in ("zero2", "zero3") or not is_rounded:
+    if setup.peft_config is not None or setup.is_zero or not is_rounded:
         return 0
     return ceil(setup.num_trained * 2 / setup.num_shards)
 
@@ -307,7 +188,7 @@ def count_optimizer(weight: Weight, optim: str) -> int:
     """
     if not weight.is_trained or optim == "sgd":
         return 0
-    if optim not in QUANTISED:
+    if optim not in QUANTIZED:
         return 2 * weight.nbytes
     if weight.is_embedding or weight.numel < 4096:
         return 8 * weight.numel
@@ -316,7 +197,7 @@ def count_optimizer(weight: Weight, optim: str) -> int:
 
 def count_gradients(setup: Setup) -> int:
     """Bytes of accumulated gradients just before the optimizer steps."""
-    if setup.sharding in ("none", "ddp"):
+    if setup.is_whole:
         return sum(w.nbytes for w in setup.weights if w.is_trained)
     if setup.sharding == "fsdp2":
         # passes before the last of a step add up whole in float32, since nothing is exchanged; then shards
@@ -352,7 +233,7 @@ def count_head(setup: Setup) -> tuple[int, int]:
     config = setup.model_config.get_text_config()
     tokens, hidden, vocabulary = setup.num_tokens, config.hidden_size, config.vocab_size
     rows, columns = HEAD_TILE
-    stream_bytes = setup.dtype.itemsize if setup.sharding in ("none", "ddp") else setup.compute_bytes
+    stream_bytes = setup.dtype.itemsize if setup.is_whole else setup.compute_bytes
     tile = (min(tokens, rows) * columns + min(columns, vocabulary) * hidden) * setup.compute_bytes
     forward = tile + tokens * hidden * stream_bytes
     backward = tile + tokens * hidden * (4 + 2 * stream_bytes)
@@ -377,7 +258,7 @@ def count_gathered(setup: Setup) -> int:
 
 
 def count_synced(setup: Setup) -> int:
-    """Bytes of what a weight push makes beside both models, one weight at a time.
+    """Bytes that a weight sync needs beside both models, one weight at a time.
 
     A sharded weight is gathered. Where an adapter is on it, it is copied in float32 for the sum, which is made of the
     adapter's product, in float32 too; the rounded copy, half as large, comes after that product has gone.
@@ -393,7 +274,7 @@ def count_synced(setup: Setup) -> int:
 
 
 def count_engine_work(setup: Setup) -> int:
-    """Bytes that vLLM finds itself to need for a forward pass when it starts: an estimate.
+    """Estimate the bytes that vLLM, when it starts, finds itself to need for a forward pass.
 
     The inputs and outputs of a feed-forward and an attention block for the tokens of a batch, and logits of every
     sequence in float32 with their log-softmax and a sorted copy.
@@ -428,10 +309,6 @@ def count_kv(model_config: Any, itemsize: int = 2) -> tuple[int, int]:
     except AttributeError as error:
         raise ConfigError(f"its recurrent layers are of a kind that plan does not count ({error})") from error
     return per_token, recurrent * (inputs * itemsize + matrix * 4)
-
-
-def _with_itemsize(weight: Weight, itemsize: int) -> Weight:
-    return replace(weight, itemsize=itemsize)
 
 
 def _largest(weights: Iterable[Weight]) -> int:

@@ -1,10 +1,10 @@
-"""A run file, a GPU and an accelerate file -> a `Plan`, and what to change where it does not fit.
+"""Plan the GPU memory of a run from its file, a GPU and an accelerate file, and advise where it does not fit.
 
-Nothing is started and no weights are read: the model's configuration is enough. It refuses runs that use no GPU, and
-accelerate files whose sharding `memory` does not count.
+Nothing is started and no weights are read: the model's configuration is enough. Runs that use no GPU, and accelerate
+files whose sharding `memory` does not count, raise `ConfigError`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,7 +21,8 @@ from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.tools.memory_plan.kernel_shapes import Kernels
-from polar_trl.tools.memory_plan.memory import GIB, QUANTISED, Plan, Setup, Sharding, build_plan
+from polar_trl.tools.memory_plan.memory import GIB, MemoryPlan, build_plan
+from polar_trl.tools.memory_plan.setup import QUANTIZED, Setup, Sharding
 
 _REPORTED = 0.98
 """Of the memory in a GPU's name, what CUDA reports and vLLM counts from (79.2 GiB of an A100 "80GB")."""
@@ -29,7 +30,7 @@ _REPORTED = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One change, and what it would do to the phase that is the fullest."""
+    """One change of the settings, and the bytes that it frees in the fullest phase."""
 
     change: str
     saved_bytes: int
@@ -53,7 +54,7 @@ class PlanParser(RunParser):
         self.dataclass_types = [OfAllProcesses if t is PolarGRPOConfig else t for t in self.dataclass_types]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; `bf16` on a machine without a GPU is accepted by transformers only beside `use_cpu`."""
+        """Parse as argparse does; without a GPU, transformers accepts `bf16` only beside `use_cpu`."""
         found, rest = super().parse_known_args(args, namespace)
         self.uses_cpu, found.use_cpu = bool(found.use_cpu), True
         return found, rest
@@ -62,7 +63,7 @@ class PlanParser(RunParser):
 def read_setup(
     config: Path, overrides: Sequence[str], *, gpu: str, gpus: int | None = None, accelerate: Path | None = None
 ) -> Setup:
-    """What the memory of one GPU of a run depends on. Raises `ConfigError`.
+    """Read the settings of a run that its memory depends on. Raises `ConfigError`.
 
     Args:
         config: The run file.
@@ -108,7 +109,7 @@ def read_setup(
 
 
 def choose_kernels(args: PolarGRPOConfig, model_config: Any) -> Kernels:
-    """What the run would compute with on its GPU.
+    """Choose the kernels that the run would compute with on its GPU.
 
     A machine with a GPU is taken for the one that trains, so that what is installed decides. Any other plans for a
     machine that has the extra `kernels`, as docs/packing.md asks for.
@@ -119,7 +120,7 @@ def choose_kernels(args: PolarGRPOConfig, model_config: Any) -> Kernels:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes that a GPU with this much memory in its name reports: "80GB", "24 GiB", "80"."""
+    """Return the bytes that a GPU with this much memory in its name reports: "80GB", "24 GiB", "80"."""
     number = text.strip().lower().removesuffix("gib").removesuffix("gb").removesuffix("g").strip()
     try:
         size = float(number)
@@ -131,35 +132,44 @@ def parse_memory(text: str) -> int:
 
 
 def read_accelerate(path: Path) -> tuple[Sharding | None, int | None, str]:
-    """How an accelerate file shards, over how many processes, in which precision. Raises `ConfigError`."""
+    """Read an accelerate file: how it shards, over how many processes, in which precision. Raises `ConfigError`."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--accelerate {path} cannot be read: {error}") from error
     if not isinstance(found, dict) or "distributed_type" not in found:
         raise ConfigError(f"--accelerate {path} is no accelerate file: it names no distributed_type")
-    kind, processes = str(found["distributed_type"]), found.get("num_processes")
+    processes = found.get("num_processes")
     if processes is not None and (not isinstance(processes, int) or processes < 1):
         raise ConfigError(f"--accelerate {path}: num_processes is {processes!r}; it must be a number above 0")
-    for name in ("fsdp_config", "deepspeed_config"):
-        if not isinstance(found.get(name) or {}, dict):
-            raise ConfigError(f"--accelerate {path}: {name} is {found[name]!r}; it must be a mapping of settings")
-    precision = str(found.get("mixed_precision", "no"))
+    return _read_sharding(path, found), processes, str(found.get("mixed_precision", "no"))
+
+
+def _read_sharding(path: Path, found: Mapping[str, Any]) -> Sharding | None:
+    """Read the sharding of an accelerate file; None where it has none of its own."""
+    kind = str(found["distributed_type"])
     if kind in ("NO", "MULTI_GPU"):
-        return None, processes, precision
+        return None
     if kind == "FSDP":
-        options = found.get("fsdp_config") or {}
+        options = _read_options(path, found, "fsdp_config")
         if options.get("fsdp_version") != 2 or options.get("fsdp_offload_params"):
             raise ConfigError(f"--accelerate {path}: plan counts FSDP with fsdp_version 2 and without offloading")
-        return "fsdp2", processes, precision
+        return "fsdp2"
     if kind == "DEEPSPEED":
-        options = found.get("deepspeed_config") or {}
+        options = _read_options(path, found, "deepspeed_config")
+        offloads = any(options.get(f"offload_{part}_device", "none") != "none" for part in ("optimizer", "param"))
         stage = options.get("zero_stage")
-        offloads = any(options.get(f"offload_{what}_device", "none") != "none" for what in ("optimizer", "param"))
         if stage not in (2, 3) or offloads:
             raise ConfigError(f"--accelerate {path}: plan counts ZeRO stages 2 and 3 without offloading")
-        return ("zero2" if stage == 2 else "zero3"), processes, precision
+        return "zero2" if stage == 2 else "zero3"
     raise ConfigError(f"--accelerate {path}: distributed_type {kind!r} is not one that plan counts")
+
+
+def _read_options(path: Path, found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    options = found.get(name) or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"--accelerate {path}: {name} is {options!r}; it must be a mapping of settings")
+    return options
 
 
 def _choose_sharding(sharding: Sharding | None, num_gpus: int) -> Sharding:
@@ -169,7 +179,7 @@ def _choose_sharding(sharding: Sharding | None, num_gpus: int) -> Sharding:
 
 
 def read_dtype(args: PolarGRPOConfig, model_config: Any) -> torch.dtype:
-    """Of the weights that the trainer holds: TRL loads float32 unless told otherwise (`create_model_from_path`)."""
+    """Return the dtype of the trainer's weights: TRL loads float32 by default (`create_model_from_path`)."""
     wanted = (args.model_init_kwargs or {}).get("dtype", "float32")
     if wanted in ("auto", None):
         wanted = getattr(model_config.get_text_config(), "dtype", None) or model_config.dtype or torch.float32
@@ -179,14 +189,14 @@ def read_dtype(args: PolarGRPOConfig, model_config: Any) -> torch.dtype:
     return dtype
 
 
-def plan(setup: Setup) -> Plan:
-    """`build_plan`, without what transformers and peft say while a model is made for its shapes."""
+def plan(setup: Setup) -> MemoryPlan:
+    """Build the plan, without the warnings of transformers and peft about a model without weights."""
     with _quiet():
         return build_plan(setup)
 
 
-def find_advice(setup: Setup, found: Plan) -> list[Advice]:
-    """Changes that free memory in the fullest phase, or leave the engine room for a session; the best first."""
+def find_advice(setup: Setup, found: MemoryPlan) -> list[Advice]:
+    """Find changes that free memory in the fullest phase, or leave the engine room for a session; the best first."""
     fullest = max(found.phases, key=found.total)
     advice = []
     for change, variant in _list_variants(setup, found):
@@ -198,7 +208,7 @@ def find_advice(setup: Setup, found: Plan) -> list[Advice]:
     return sorted(advice, key=lambda item: (not item.fits, -item.saved_bytes))
 
 
-def _list_variants(setup: Setup, found: Plan) -> Iterator[tuple[str, Setup]]:
+def _list_variants(setup: Setup, found: MemoryPlan) -> Iterator[tuple[str, Setup]]:
     if not setup.sleeps:
         yield "vllm_enable_sleep_mode: true", replace(setup, sleeps=True)
     if not setup.gradient_checkpointing:
@@ -210,9 +220,9 @@ def _list_variants(setup: Setup, found: Plan) -> Iterator[tuple[str, Setup]]:
     if setup.peft_config is None:
         lora = get_peft_config(ModelConfig(use_peft=True, lora_r=32, lora_target_modules="all-linear"))
         yield "use_peft: true, lora_r: 32, lora_target_modules: all-linear", replace(setup, peft_config=lora)
-        if setup.optim not in QUANTISED:
+        if setup.optim not in QUANTIZED:
             yield "optim: adamw_8bit", replace(setup, optim="adamw_8bit")
-    elif setup.dtype == torch.float32 and setup.sharding in ("none", "ddp"):
+    elif setup.dtype == torch.float32 and setup.is_whole:
         # of the base, which is never stepped: in trained weights small steps would round to nothing
         yield 'model_init_kwargs: {"dtype": "bfloat16"}', replace(setup, dtype=torch.bfloat16)
     if setup.has_reference:
@@ -226,12 +236,12 @@ def _list_variants(setup: Setup, found: Plan) -> Iterator[tuple[str, Setup]]:
     )
     if (share := _find_share(setup, found)) != setup.engine_share:
         yield f"vllm_gpu_memory_utilization: {share:g}", replace(setup, engine_share=share)
-    if setup.num_gpus > 1 and setup.sharding in ("none", "ddp"):
+    if setup.num_gpus > 1 and setup.is_whole:
         yield "accelerate file: configs/accelerate/fsdp2.yaml", replace(setup, sharding="fsdp2")
 
 
-def _find_share(setup: Setup, found: Plan) -> float:
-    """The largest share, in steps of 0.05, beside which everything that shares a phase with the engine fits."""
+def _find_share(setup: Setup, found: MemoryPlan) -> float:
+    """Find the engine's largest share, in steps of 0.05, beside which everything in the same phases fits."""
     share_bytes = int(setup.engine_share * setup.gpu_bytes)
     with_engine = ("load", "rollouts") if setup.sleeps else found.phases
     beside = max(found.total(phase) for phase in with_engine) - share_bytes

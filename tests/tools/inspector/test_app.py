@@ -91,10 +91,10 @@ def test_a_session_with_anything_in_it_is_json(client: TestClient) -> None:
     assert told["row"]["rollout"] == NAME and [item["rollout"][-4:] for item in told["group"]] == ["r000", "r001"]
     (call,) = client.get("/api/calls", params={"key": rows[0]["key"], "first": 0}).json()
     assert call["messages"][0]["text"]["text"] == "lone ⟨U+D800⟩ surrogate </script><img src=x onerror=alert(1)>"
-    lines = client.get("/api/lines", params={"key": rows[0]["key"], "lane": 0}).json()
+    lines = client.get("/api/lines", params={"key": rows[0]["key"], "track": 0}).json()
     assert (lines["ids"], lines["texts"], lines["engine"]) == ([1, 2, 3], ["1 ", "2 ", "3 "], [None, None, None])
     empty = client.get("/api/session", params={"key": rows[1]["key"]}).json()
-    assert (empty["calls"], empty["lanes"], empty["row"]["error"]) == ([], [], "nothing\nsaid")
+    assert (empty["calls"], empty["tracks"], empty["row"]["error"]) == ([], [], "nothing\nsaid")
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_a_session_with_anything_in_it_is_json(client: TestClient) -> None:
         ("session?key=../../etc/passwd", 404),
         ("session?key=%2e%2e/%2e%2e/secret", 404),
         ("session", 404),
-        ("lines?key={key}&lane=9", 404),
-        ("lines?key={key}&lane=-1", 400),
-        ("lines?key={key}&lane=0&count=1e9", 400),
+        ("lines?key={key}&track=9", 404),
+        ("lines?key={key}&track=-1", 400),
+        ("lines?key={key}&track=0&count=1e9", 400),
         ("text?key={key}&call=0&part=../../secret", 404),
         ("text?key={key}&call=99&part=reply.text", 404),
-        ("fork?key={key}&lane=0", 404),
+        ("fork?key={key}&track=0", 404),
         ("sessions?sort=beauty", 400),
         ("sessions?reward=much", 400),
         ("nothing", 404),
@@ -142,9 +142,11 @@ def test_only_pages_of_this_machine_are_answered(client: TestClient, run: Path) 
 
 
 def test_pages_need_nothing_from_elsewhere() -> None:
-    static = Path(__file__).parents[3] / "polar_trl" / "inspector" / "static"
-    for path in static.iterdir():
-        text = path.read_text()
+    static = Path(__file__).parents[3] / "polar_trl" / "tools" / "inspector" / "static"
+    vendored = static / "vendor" / "uPlot.iife.min.js"
+    paths = [*(path for path in static.iterdir() if path.is_file()), vendored, static / "vendor" / "uPlot.min.css"]
+    for path in paths:
+        text = path.read_text().removeprefix("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
         assert set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text)) <= {"http://www.w3.org"}, path
         assert "innerHTML" not in text and "eval(" not in text, path
 
@@ -215,7 +217,7 @@ def test_a_session_of_text_without_ids_has_a_conversation(tmp_path: Path) -> Non
     with TestClient(build_app(RunFolder(tmp_path)), base_url="http://localhost") as client:
         key = client.get("/api/sessions").json()["rows"][0]["key"]
         told = client.get("/api/session", params={"key": key}).json()
-        assert (told["calls"][0]["text_only"], told["lanes"]) == (True, [])
+        assert (told["calls"][0]["text_only"], told["tracks"]) == (True, [])
         assert client.get("/api/calls", params={"key": key, "first": 0}).json()[0]["reply"]["text"]["text"] == "ok"
 
 

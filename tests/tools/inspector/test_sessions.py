@@ -15,10 +15,10 @@ from polar_trl.errors import RecordError
 from polar_trl.recording.log import SessionLog
 from polar_trl.sandbox.owner import build_owner_tag
 from polar_trl.tools.inspector import sessions
-from polar_trl.tools.inspector.rows import RowIndex
 from polar_trl.tools.inspector.run_folder import RunFolder
 from polar_trl.tools.inspector.sessions import Entry, SessionIndex
-from polar_trl.tools.inspector.table import build_rows, count_choices, name_stage, parse_reward, select
+from polar_trl.tools.inspector.table import build_table_rows, count_choices, name_stage, parse_reward, select
+from polar_trl.tools.inspector.trained_rows import TrainedRowIndex
 from polar_trl.types import Call
 
 CALLS = (((1,), (10, 11)), ((1, 10, 11, 2), (12,)), ((7,), (20, 21, 22)))
@@ -142,7 +142,7 @@ def test_a_file_without_a_first_line_begins_or_is_no_session(tmp_path: Path, con
     run = RunFolder(tmp_path)
 
     def look_at_both() -> tuple[str, str]:
-        (row,) = [row for row in build_rows(run.sessions.refresh(), run.rows, None) if row["rollout"] == "new"]
+        (row,) = [row for row in build_table_rows(run.sessions.refresh(), run.rows, None) if row["rollout"] == "new"]
         with pytest.raises(RecordError) as raised:
             run.build_session(row["key"])
         return row["stage"], str(raised.value)
@@ -195,7 +195,7 @@ def test_the_table_sorts_and_filters(tmp_path: Path) -> None:
     write_session(
         tmp_path, "train-00001-g000-r000", [], batch="train_00001", stop_reason="no_calls", error="it <b>died</b>"
     )
-    rows = build_rows(SessionIndex(tmp_path / "sessions").refresh(), RowIndex(tmp_path / "rows"), "codex")
+    rows = build_table_rows(SessionIndex(tmp_path / "sessions").refresh(), TrainedRowIndex(tmp_path / "rows"), "codex")
 
     def names(**asked: str) -> list[str]:
         return [row["rollout"][-9:] for row in select(rows, asked)]
@@ -265,7 +265,10 @@ def test_an_odd_end_line_is_a_reason_and_hurts_no_other(
         pass
     assert reason in str(entries["odd"].problem) and not entries["odd"].finished
     assert (entries["whole"].counted, entries["whole"].num_calls) == (True, 3)
-    stages = {row["rollout"]: row["stage"] for row in build_rows(index.refresh(), RowIndex(tmp_path / "rows"), None)}
+    stages = {
+        row["rollout"]: row["stage"]
+        for row in build_table_rows(index.refresh(), TrainedRowIndex(tmp_path / "rows"), None)
+    }
     assert stages == {"odd": "unreadable", "whole": "done"}
 
 
@@ -297,10 +300,11 @@ def test_what_the_trainer_did_with_a_session_is_said_as_it_is(tmp_path: Path) ->
     write_rows(
         tmp_path, 6, [describe_rollout("judged", 0.5) | {"record": name_record("judged", "eval_00006")}], mode="eval"
     )
-    rows = RowIndex(tmp_path / "rows")
+    rows = TrainedRowIndex(tmp_path / "rows")
     rows.refresh()
     told = {
-        row["rollout"]: row["use"] for row in build_rows(SessionIndex(tmp_path / "sessions").refresh(), rows, None)
+        row["rollout"]: row["use"]
+        for row in build_table_rows(SessionIndex(tmp_path / "sessions").refresh(), rows, None)
     }
     assert told == {
         "trained": "trained",

@@ -1,4 +1,4 @@
-"""Tokens on the page: texts, lines, lanes with what the trainer made of them, and why lanes begin."""
+"""Tokens on the page: texts, lines, tracks with the trainer's figures, and forks."""
 
 import json
 from ast import literal_eval
@@ -25,10 +25,10 @@ from polar_trl.errors import ConfigError
 from polar_trl.recording.log import SessionRecord, read_record
 from polar_trl.tools.inspector.conversation import build_calls, clean, read_text
 from polar_trl.tools.inspector.forks import find_fork
-from polar_trl.tools.inspector.lanes import STATES, Lane, build_lanes
 from polar_trl.tools.inspector.layout import build_lines
-from polar_trl.tools.inspector.rows import Fate, RowIndex
 from polar_trl.tools.inspector.run_folder import RunFolder
+from polar_trl.tools.inspector.token_tracks import STATES, TokenTrack, build_tracks
+from polar_trl.tools.inspector.trained_rows import RolloutOutcome, TrainedRowIndex
 from polar_trl.tools.inspector.vocabulary import (
     NUMBER,
     PART,
@@ -43,7 +43,7 @@ from polar_trl.tools.inspector.vocabulary import (
 from polar_trl.types import Call, Message, Rollout, Tool, ToolCall
 
 SYSTEM, USER = Message(role="system", text="You fix code."), Message(role="user", text="Fix it.")
-TRAIN = Fate(mode="train", step=3, reward=1.0, advantage=0.5, dropped=None)
+TRAIN = RolloutOutcome(mode="train", step=3, reward=1.0, advantage=0.5, dropped=None)
 
 
 @pytest.fixture(scope="module")
@@ -152,47 +152,47 @@ def three_turns() -> list[Call]:
     ]
 
 
-def states_of(lane: Lane) -> list[str]:
-    return [STATES[code] for code in lane.states_T]
+def states_of(track: TokenTrack) -> list[str]:
+    return [STATES[code] for code in track.states_T]
 
 
-def test_lanes_carry_the_trainers_figures(tmp_path: Path) -> None:
+def test_tracks_carry_the_trainers_figures(tmp_path: Path) -> None:
     write_session(tmp_path, "s", three_turns())
     row = {"type": "row", "step": 3, "rollout": "s", "record": name_record("s"), "calls": [0], "num_tokens": 4}
     again = row | {"step": 4, "trained": [[2, 4]], "advantage": 0.5, "logprobs": [-9.0, -9.0]}
     first = row | {"trained": [[3, 4]], "advantage": 0.5, "logprobs": [-0.25]}
     write_rows(tmp_path, 3, [describe_rollout("s", 0.5), first, again])
-    rows = RowIndex(tmp_path / "rows")
+    rows = TrainedRowIndex(tmp_path / "rows")
     rows.refresh()
     key = name_record("s").removeprefix("sessions/").removesuffix(".jsonl")
-    fate = rows.find_fate(key)
-    assert fate is not None and (fate.step, fate.advantage, fate.dropped) == (3, 0.5, None)
-    lanes = build_lanes(read_record(tmp_path / name_record("s")), fate, rows.read_rows(key), None)
-    assert [(lane.name, lane.calls) for lane in lanes] == [
+    outcome = rows.find_outcome(key)
+    assert outcome is not None and (outcome.step, outcome.advantage, outcome.dropped) == (3, 0.5, None)
+    tracks = build_tracks(read_record(tmp_path / name_record("s")), outcome, rows.read_rows(key), None)
+    assert [(track.name, track.calls) for track in tracks] == [
         ("trajectory 0", (0, 2, 3)),
         ("auxiliary call 4", (4,)),
         ("superseded call 1", (1,)),
-    ] or [(lane.name, lane.calls) for lane in lanes] == [
+    ] or [(track.name, track.calls) for track in tracks] == [
         ("trajectory 0", (0, 2, 3)),
         ("superseded call 1", (1,)),
         ("auxiliary call 4", (4,)),
     ]
-    lane = lanes[0]
-    assert lane.ids_T.tolist() == [1, 2, 10, 11, 4, 30, 5, 31]
+    track = tracks[0]
+    assert track.ids_T.tolist() == [1, 2, 10, 11, 4, 30, 5, 31]
     # the first pass counts: token 2 was stale in it, and what came after the row was too long
-    assert states_of(lane) == ["context"] * 2 + ["stale", "trained", "context", "too_long", "context", "too_long"]
-    assert np.allclose(lane.gaps_T[3], -0.25 + 0.2, atol=1e-6)
-    assert np.isnan(lane.gaps_T[[0, 1, 2, 4, 5, 6, 7]]).all()
-    assert lane.versions_T.tolist() == [-1, -1, 3, 3, -1, 4, -1, 4]
-    assert lane.count_states() == {"trained": 1, "too_long": 2, "stale": 1}
-    assert {lane.name.split()[0]: states_of(lane)[-1] for lane in lanes[1:]} == {
+    assert states_of(track) == ["context"] * 2 + ["stale", "trained", "context", "too_long", "context", "too_long"]
+    assert np.allclose(track.gaps_T[3], -0.25 + 0.2, atol=1e-6)
+    assert np.isnan(track.gaps_T[[0, 1, 2, 4, 5, 6, 7]]).all()
+    assert track.versions_T.tolist() == [-1, -1, 3, 3, -1, 4, -1, 4]
+    assert track.count_states() == {"trained": 1, "too_long": 2, "stale": 1}
+    assert {track.name.split()[0]: states_of(track)[-1] for track in tracks[1:]} == {
         "auxiliary": "auxiliary",
         "superseded": "superseded",
     }
 
 
 @pytest.mark.parametrize(
-    ("fate", "error", "state"),
+    ("outcome", "error", "state"),
     [
         (None, None, "trainable"),
         (None, "the grader failed", "no_reward"),
@@ -202,10 +202,10 @@ def test_lanes_carry_the_trainers_figures(tmp_path: Path) -> None:
         (TRAIN, None, "trainable"),
     ],
 )
-def test_what_is_not_trained_says_why(fate: Fate | None, error: str | None, state: str) -> None:
+def test_what_is_not_trained_says_why(outcome: RolloutOutcome | None, error: str | None, state: str) -> None:
     record = record_of(three_turns()[:2], error=error, reward=None if error else 1.0)
-    (lane,) = build_lanes(record, fate, [], None)
-    assert states_of(lane) == ["context"] * 2 + [state] * 2 + ["context"] + [state] * 3
+    (track,) = build_tracks(record, outcome, [], None)
+    assert states_of(track) == ["context"] * 2 + [state] * 2 + ["context"] + [state] * 3
 
 
 def reply(text: str = "ok", reasoning: str | None = None, *calls: ToolCall) -> Message:
@@ -242,11 +242,11 @@ def test_a_fork_says_where_and_why(
     reason: str, first: Call, prompt: tuple[int, ...], fields: dict[str, Any], shared: int
 ) -> None:
     calls = [first, build_call("s", 1, prompt, (50,), **fields)]
-    lanes = build_lanes(record_of(calls), None, [], None)
-    assert len(lanes) == 2
-    fork = find_fork(lanes[1], lanes[:1], calls)
+    tracks = build_tracks(record_of(calls), None, [], None)
+    assert len(tracks) == 2
+    fork = find_fork(tracks[1], tracks[:1], calls)
     assert fork is not None
-    assert (fork.reason, fork.num_shared, fork.call, fork.other_lane, fork.other_call) == (reason, shared, 1, 0, 0)
+    assert (fork.reason, fork.num_shared, fork.call, fork.other_track, fork.other_call) == (reason, shared, 1, 0, 0)
     assert fork.explanation.endswith(".")
 
 
@@ -256,10 +256,10 @@ def test_two_continuations_of_one_reply_are_a_branch() -> None:
         build_call("s", 1, (1, 2, 3, 10, 11, 12, 4), (20,)),
         build_call("s", 2, (1, 2, 3, 10, 11, 12, 5), (30,)),
     ]
-    lanes = build_lanes(record_of(calls), None, [], None)
-    fork = find_fork(lanes[1], lanes[:1], calls)
+    tracks = build_tracks(record_of(calls), None, [], None)
+    fork = find_fork(tracks[1], tracks[:1], calls)
     assert fork is not None and (fork.reason, fork.num_shared, fork.other_call) == ("branch", 6, 1)
-    assert find_fork(lanes[0], [], calls) is None
+    assert find_fork(tracks[0], [], calls) is None
 
 
 def test_a_conversation_shows_what_each_call_adds() -> None:
@@ -297,22 +297,22 @@ def test_a_window_of_a_long_session_is_small(tmp_path: Path, smollm2: Path) -> N
     (row,) = run.build_table()
     view = run.open_session(row["key"])
     assert (row["calls"], row["trajectories"], row["advantage"]) == (60, 1, 0.75)
-    (lane,) = view.lanes
-    assert len(lane.ids_T) == 30_000 and lane.count_states() == {"trained": 3000}
+    (track,) = view.tracks
+    assert len(track.ids_T) == 30_000 and track.count_states() == {"trained": 3000}
     meta = json.dumps(view.build_meta())
     window = view.build_lines(0, 120, 200, 60)
     assert len(meta) < 30_000 and len(json.dumps(window)) < 120_000
     assert window["num_lines"] > 1000 and len(window["starts"]) == 60
     start, end = window["starts"][0], window["end"]
-    assert window["ids"] == lane.ids_T[start:end].tolist()
+    assert window["ids"] == track.ids_T[start:end].tolist()
     gaps = [None if value is None or engine is None else value - engine
             for value, engine in zip(window["trainer"], window["engine"], strict=True)]  # fmt: skip
-    assert [gap is not None for gap in gaps] == (lane.states_T[start:end] > 0).tolist()
+    assert [gap is not None for gap in gaps] == (track.states_T[start:end] > 0).tolist()
     assert max(abs(gap) for gap in gaps if gap is not None) < 0.06
     assert view.build_lines(0, 120, 200, 10_000)["end"] <= view.build_lines(0, 120, 600, 0)["end"]
     overview = view.build_overview(0, 120, 300)
     assert {len(overview[name]) for name in ("gap", "engine", "states", "versions")} == {300}
-    largest = lane.gaps_T[np.nanargmax(np.abs(lane.gaps_T))]
+    largest = track.gaps_T[np.nanargmax(np.abs(track.gaps_T))]
     assert np.isclose(max(overview["gap"], key=abs), largest, atol=1e-5)
     assert view.find_line(0, 120, start) == 200
     with pytest.raises(IndexError):

@@ -16,7 +16,6 @@ from polar_trl.tools.memory_plan.activations import count_activations
 from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels
 from polar_trl.tools.memory_plan.memory import (
     GIB,
-    Setup,
     build_plan,
     count_gradients,
     count_kept,
@@ -24,8 +23,8 @@ from polar_trl.tools.memory_plan.memory import (
     count_low_halves,
     count_optimizer,
     count_synced,
-    read_weights,
 )
+from polar_trl.tools.memory_plan.setup import Setup, read_weights
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,7 +13,7 @@ const nav = document.getElementById("nav");
 let page = null;
 let run = null;
 
-/** "#/sessions?task=a" -> {name: "sessions", params: {task: "a"}} */
+/** Parse "#/sessions?task=a" as {name: "sessions", params: {task: "a"}}. */
 function parseAddress() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   return { name: path || "run", params: Object.fromEntries(new URLSearchParams(query ?? "")) };

@@ -42,9 +42,9 @@ class Conversation {
   }
 
   grow(meta) {
-    const lanes = meta.lanes.map((lane, number) => h("option", { value: number }, `${lane.name} (${plural(lane.calls.length, "call")})`));
+    const tracks = meta.tracks.map((track, number) => h("option", { value: number }, `${track.name} (${plural(track.calls.length, "call")})`));
     const chosen = this.filter.value;
-    replace(this.filter, h("option", { value: "" }, `all ${plural(meta.calls.length, "call")}`), lanes);
+    replace(this.filter, h("option", { value: "" }, `all ${plural(meta.calls.length, "call")}`), tracks);
     this.filter.value = chosen;
     this.meta = meta;
     if (!meta.calls.length) replace(this.list, notice("No model call is on record."));
@@ -57,22 +57,22 @@ class Conversation {
   }
 
   applyFilter() {
-    const lane = this.filter.value;
+    const track = this.filter.value;
     this.meta.calls.forEach((call) => {
-      this.cards[call.index].hidden = lane !== "" && call.lane !== Number(lane);
+      this.cards[call.index].hidden = track !== "" && call.track !== Number(track);
     });
     this.list.scrollTop = 0;
   }
 
   buildHead(call) {
-    const lane = call.lane === null ? null : this.meta.lanes[call.lane];
+    const track = call.track === null ? null : this.meta.tracks[call.track];
     const [first, last] = call.versions;
-    const begins = lane?.fork && lane.calls[0] === call.index;
+    const begins = track?.fork && track.calls[0] === call.index;
     return h("header", {},
       h("h2", {}, `Call ${call.index}`),
       h("span", { class: `chip ${call.purpose}` }, call.purpose),
-      lane ? h("a", { class: "chip", href: this.page.address({ view: "tokens", lane: call.lane, call: call.index }) }, lane.name) : h("span", { class: "chip" }, call.text_only ? "text only" : "nothing sampled"),
-      begins ? h("a", { class: "chip fork", href: this.page.address({ view: "forks", lane: call.lane }) }, `fork: ${lane.fork.reason}`) : null,
+      track ? h("a", { class: "chip", href: this.page.address({ view: "tokens", track: call.track, call: call.index }) }, track.name) : h("span", { class: "chip" }, call.text_only ? "text only" : "nothing sampled"),
+      begins ? h("a", { class: "chip fork", href: this.page.address({ view: "forks", track: call.track }) }, `fork: ${track.fork.reason}`) : null,
       h("span", { class: "meta" },
         h("span", {}, words(call.dialect)),
         call.text_only

@@ -14,18 +14,6 @@ export function h(tag, props = {}, ...children) {
   return element;
 }
 
-const SVG = "http://www.w3.org/2000/svg";
-
-/** The same for SVG. */
-export function svg(tag, props = {}, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(props)) {
-    if (value !== null && value !== undefined) element.setAttribute(name, value);
-  }
-  add(element, children);
-  return element;
-}
-
 function add(element, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;

@@ -1,4 +1,4 @@
-// Why trajectories begin, shown on their first different token, and what of the session was not trained.
+// The forks of a session: why each trajectory begins, at its first different token, and the tokens that were not trained.
 
 import { ask, h, notice, replace } from "./dom.js";
 import { count, plural, words } from "./format.js";
@@ -8,20 +8,20 @@ export async function showForks(root, page) {
   const list = h("div", { class: "forks", tabindex: "0" });
   replace(root, list);
   const draw = (meta) => {
-    const lanes = meta.lanes.map((lane, number) => ({ lane, number })).filter(({ lane }) => lane.fork);
-    const trained = lanes.filter(({ lane }) => lane.name.startsWith("trajectory"));
-    const others = lanes.filter(({ lane }) => !lane.name.startsWith("trajectory"));
+    const tracks = meta.tracks.map((track, number) => ({ track, number })).filter(({ track }) => track.fork);
+    const trained = tracks.filter(({ track }) => track.name.startsWith("trajectory"));
+    const others = tracks.filter(({ track }) => !track.name.startsWith("trajectory"));
     replace(
       list,
-      h("section", { class: "card" }, h("h2", {}, "What became of the sampled tokens"), buildDrops(meta)),
+      h("section", { class: "card" }, h("h2", {}, "State of the sampled tokens"), buildDrops(meta)),
       h("h2", {}, trained.length ? plural(trained.length, "fork") : "No forks"),
       trained.length ? null : h("p", { class: "hint" }, "Every trained call continues the one before, token for token: the session is one trajectory."),
-      trained.map(({ lane, number }) => buildFork(page, meta, lane, number)),
+      trained.map(({ track, number }) => buildFork(page, meta, track, number)),
       others.length ? h("h2", {}, "Calls outside of every trajectory") : null,
-      others.map(({ lane, number }) => buildFork(page, meta, lane, number)),
+      others.map(({ track, number }) => buildFork(page, meta, track, number)),
     );
-    const chosen = page.params.lane;
-    if (chosen) list.querySelector(`[data-lane="${Number(chosen)}"]`)?.scrollIntoView({ block: "start" });
+    const chosen = page.params.track;
+    if (chosen) list.querySelector(`[data-track="${Number(chosen)}"]`)?.scrollIntoView({ block: "start" });
   };
   draw(page.meta);
   return { grow: draw, navigate() { draw(page.meta); } };
@@ -45,22 +45,22 @@ function buildDrops(meta) {
       h("td", {}, explain(state))))));
 }
 
-function buildFork(page, meta, lane, number) {
-  const fork = lane.fork;
-  const other = meta.lanes[fork.other_lane];
+function buildFork(page, meta, track, number) {
+  const fork = track.fork;
+  const other = meta.tracks[fork.other_track];
   const body = h("div", { class: "excerpts" }, h("p", { class: "hint" }, "Loading the texts …"));
-  const element = h("section", { class: "card fork-card", data: { lane: number } },
-    h("h3", {}, `${lane.name}: `, h("span", { class: "reason" }, fork.reason)),
+  const element = h("section", { class: "card fork-card", data: { track: number } },
+    h("h3", {}, `${track.name}: `, h("span", { class: "reason" }, fork.reason)),
     h("p", {}, fork.explanation),
     h("p", { class: "hint" },
       "Begins with ", h("a", { href: page.address({ view: "conversation", call: fork.call }) }, `call ${fork.call}`),
       `. Its prompt shares ${plural(fork.shared, "token")} with `,
-      h("a", { href: page.address({ view: "tokens", lane: fork.other_lane, at: fork.shared }) }, other.name),
+      h("a", { href: page.address({ view: "tokens", track: fork.other_track, at: fork.shared }) }, other.name),
       ` up to call ${fork.other_call}, and first differs at token ${count(fork.shared)}. `,
-      h("a", { href: page.address({ view: "tokens", lane: number, at: fork.shared }) }, "Show it in the tokens")),
+      h("a", { href: page.address({ view: "tokens", track: number, at: fork.shared }) }, "Show it in the tokens")),
     body);
-  ask("fork", { key: page.params.key, lane: number }).then(
-    (texts) => replace(body, buildSide(other.name, texts.shared, texts.other, "The other trajectory"), buildSide(lane.name, texts.shared, texts.this, "This one")),
+  ask("fork", { key: page.params.key, track: number }).then(
+    (texts) => replace(body, buildSide(other.name, texts.shared, texts.other, "The other trajectory"), buildSide(track.name, texts.shared, texts.this, "This one")),
     (error) => replace(body, notice(error.message, "bad")),
   );
   return element;

@@ -1,4 +1,4 @@
-// What a token's colour may say, and the legend that says what the colours mean.
+// Colour modes of tokens, with their legends.
 
 import { h } from "./dom.js";
 import { number, signed, words } from "./format.js";
@@ -14,14 +14,14 @@ export const MODES = [
 ];
 const LEAST_LOGPROB = -6;
 
-/** Mode -> {color(token), legend()}; a token is {state, engine, trainer, version}. */
-export function buildModes(meta, lane) {
+/** Each mode's {color(token), legend()}; a token is {state, engine, trainer, version}. */
+export function buildModes(meta, track) {
   const { sequential, diverging } = palette();
   const states = stateColors();
   // the 99th percentile: one token far off would make all others look alike
-  const limit = niceCeil(lane.gap?.p99 ?? 1);
+  const limit = niceCeil(track.gap?.p99 ?? 1);
   const [oldest, newest] = versionsOf(meta);
-  const advantages = meta.lanes.map((other) => Math.abs(other.advantage ?? 0));
+  const advantages = meta.tracks.map((other) => Math.abs(other.advantage ?? 0));
   const largest = niceCeil(Math.max(...advantages, 2)); // in units of a group's deviation, where rewards are scaled
   const engine = buildScale(sequential, 0, LEAST_LOGPROB);
   const gap = buildScale(diverging, -limit, limit);
@@ -33,7 +33,7 @@ export function buildModes(meta, lane) {
   return {
     state: {
       color: (token) => states[token.state] ?? null,
-      legend: () => [entry("context (not sampled here)", null), Object.keys(lane.tokens).map((state) => entry(words(state), states[state]))],
+      legend: () => [entry("context (not sampled here)", null), Object.keys(track.tokens).map((state) => entry(words(state), states[state]))],
     },
     engine: {
       color: (token) => (token.state === "context" ? null : engine.color(token.engine)),
@@ -41,25 +41,25 @@ export function buildModes(meta, lane) {
     },
     gap: {
       color: (token) => gap.color(difference(token)),
-      legend: () => (lane.gap ? ramp(gap, [`trainer lower, ≤ −${number(limit)}`, `trainer higher, ≥ ${number(limit)} nats`]) : noGap),
+      legend: () => (track.gap ? ramp(gap, [`trainer lower, ≤ −${number(limit)}`, `trainer higher, ≥ ${number(limit)} nats`]) : noGap),
     },
     size: {
       color: (token) => { const value = difference(token); return value === null ? null : size.color(Math.abs(value)); },
-      legend: () => (lane.gap ? ramp(size, ["0", `≥ ${number(limit)} nats`]) : noGap),
+      legend: () => (track.gap ? ramp(size, ["0", `≥ ${number(limit)} nats`]) : noGap),
     },
     version: {
       color: (token) => (token.version < 0 ? null : version.color(token.version)),
       legend: () => (oldest === newest ? entry(`version ${oldest}`, version.color(oldest)) : ramp(version, [`version ${oldest}`, `${newest}`])),
     },
     advantage: {
-      color: (token) => (token.state === "trained" || token.state === "trainable" ? advantage.color(lane.advantage) : null),
-      legend: () => (lane.advantage === null ? "no advantage on record" : [ramp(advantage, [signed(-largest), signed(largest)]), h("span", { class: "entry" }, "this rollout", h("b", {}, signed(lane.advantage)))]),
+      color: (token) => (token.state === "trained" || token.state === "trainable" ? advantage.color(track.advantage) : null),
+      legend: () => (track.advantage === null ? "no advantage on record" : [ramp(advantage, [signed(-largest), signed(largest)]), h("span", { class: "entry" }, "this rollout", h("b", {}, signed(track.advantage)))]),
     },
   };
 }
 
 function versionsOf(meta) {
-  const versions = meta.lanes.flatMap((lane) => lane.versions ?? []);
+  const versions = meta.tracks.flatMap((track) => track.versions ?? []);
   return versions.length ? [Math.min(...versions), Math.max(...versions)] : [0, 0];
 }
 

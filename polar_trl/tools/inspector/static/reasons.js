@@ -1,4 +1,4 @@
-// Why sampled tokens were not trained, in one clause each.
+// Explanations of the states of sampled tokens that were not trained, in one clause each.
 
 export const REASONS = {
   auxiliary: "sampled for the agent's side business (a title, a summary); never trained",

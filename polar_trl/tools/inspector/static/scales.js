@@ -1,4 +1,4 @@
-// Values to colours. Lightness carries the value in every scale, so that they read without seeing hue; hues of the
+// Colour scales. Lightness carries the value in every scale, so that they read without seeing hue; hues of the
 // two-sided scale are blue and orange, which the common kinds of colour blindness tell apart.
 
 const LIGHT = {
@@ -29,7 +29,7 @@ export function onThemeChange(action) {
   return () => dark.removeEventListener("change", action);
 }
 
-/** A scale: `color(value)` -> {back, fore} or null; `ends` and `stops` for its legend. */
+/** A scale: `color(value)` is {back, fore} or null; `low`, `high` and `stops` are for its legend. */
 export function buildScale(stops, low, high) {
   const table = Array.from({ length: STEPS }, (_, step) => withFore(mix(stops, step / (STEPS - 1))));
   return {

@@ -1,4 +1,4 @@
-// The page of a session: what became of it, then three views of the same calls.
+// The page of a session: its result, then three views of the same calls.
 
 import { ask, h, notice, replace } from "./dom.js";
 import { count, number, seconds, signed, words } from "./format.js";
@@ -80,7 +80,7 @@ class SessionPage {
 
   drawTabs() {
     const shown = this.params.view in VIEWS ? this.params.view : "conversation";
-    const forks = this.meta.lanes.filter((lane) => lane.fork && lane.name.startsWith("trajectory")).length;
+    const forks = this.meta.tracks.filter((track) => track.fork && track.name.startsWith("trajectory")).length;
     replace(this.tabs, Object.entries(VIEWS).map(([name, [title]]) =>
       h("a", { href: this.address({ view: name }), "aria-current": name === shown ? "page" : null }, title,
         name === "forks" && forks ? h("span", { class: "badge" }, forks) : null)));
@@ -104,7 +104,7 @@ class SessionPage {
       ["Advantage", row.advantage === null ? "–" : signed(row.advantage)],
       ["Calls", count(this.meta.calls.length)],
       ["Sampled", `${count(this.meta.calls.reduce((sum, call) => sum + call.sampled_tokens, 0))} tokens`],
-      ["Trajectories", count(this.meta.lanes.filter((lane) => lane.name.startsWith("trajectory")).length)],
+      ["Trajectories", count(this.meta.tracks.filter((track) => track.name.startsWith("trajectory")).length)],
       ["Ended", row.stop_reason ? words(row.stop_reason) : row.stage],
       ["Time", row.seconds === null ? "–" : seconds(row.seconds)],
     ].filter(Boolean);
@@ -123,7 +123,7 @@ class SessionPage {
   }
 }
 
-/** What the trainer did with it, after the name of its batch. */
+/** The trainer's use of the session, after the name of its batch. */
 function nameUse(row) {
   if (row.use === null || row.step === null) return "";
   if (row.use === "evaluation") return `, after step ${row.step}`;

@@ -1,4 +1,4 @@
-// A whole trajectory as a thin strip beside its tokens: the colours that the tokens have, and what is on the screen.
+// A whole trajectory as a thin strip beside its tokens: their colours, and the part that is on the screen.
 
 import { h } from "./dom.js";
 

@@ -2,7 +2,7 @@
 
 import { ask, debounce, h, notice, replace } from "./dom.js";
 import { count } from "./format.js";
-import { LaneMap } from "./lane_map.js";
+import { TrackMap } from "./track_map.js";
 import { buildModes, MODES } from "./modes.js";
 import { onThemeChange } from "./scales.js";
 import { drawDetail } from "./token_detail.js";
@@ -18,7 +18,7 @@ const MAX_HEIGHT = 8e6; // browsers place nothing beyond some 16 million pixels
 
 export async function showTokens(root, page) {
   const view = new Tokens(root, page);
-  await view.openLane(Number(page.params.lane ?? 0));
+  await view.openTrack(Number(page.params.track ?? 0));
   await view.goTo(page.params);
   return view;
 }
@@ -39,12 +39,12 @@ class Tokens {
   close() {
     this.stopTheme();
     this.observer.disconnect();
-    this.lanes.close();
+    this.tracks.close();
   }
 
   build() {
     this.legend = h("div", { class: "scale" });
-    this.lanes = new LaneMap(this.meta, (lane) => this.openLane(lane));
+    this.tracks = new TrackMap(this.meta, (track) => this.openTrack(track));
     this.detail = h("dl", { class: "detail", "aria-live": "polite" });
     this.spacer = h("div", { class: "spacer" });
     this.window = h("div", { class: "window" });
@@ -53,12 +53,12 @@ class Tokens {
     this.map = new TokenMap((share) => { this.scroller.scrollTop = share * this.spacer.clientHeight - this.scroller.clientHeight / 2; });
     const modes = h("fieldset", { class: "modes" }, h("legend", {}, "Colour"), MODES.map(([name, title]) =>
       h("label", {}, h("input", { type: "radio", name: "mode", value: name, checked: name === this.mode, on: { change: () => this.setMode(name) } }), h("span", {}, title))));
-    this.jump = h("button", { type: "button", title: "The token where trainer and engine differ most", on: { click: () => this.goTo({ at: this.lane.gap.at }) } }, "Largest gap");
+    this.jump = h("button", { type: "button", title: "The token where trainer and engine differ most", on: { click: () => this.goTo({ at: this.track.gap.at }) } }, "Largest gap");
     const calls = h("span", { class: "group" },
       h("button", { type: "button", title: "Previous call (p)", on: { click: () => this.stepCall(-1) } }, "‹ call"),
       h("button", { type: "button", title: "Next call (n)", on: { click: () => this.stepCall(1) } }, "call ›"));
     const note = this.meta.vocabulary.known ? null : notice(this.meta.vocabulary.note);
-    replace(this.root, note, this.lanes.element, h("div", { class: "toolbar" }, modes, this.legend, h("span", { class: "push" }), calls, this.jump), this.detail,
+    replace(this.root, note, this.tracks.element, h("div", { class: "toolbar" }, modes, this.legend, h("span", { class: "push" }), calls, this.jump), this.detail,
       h("div", { class: "token-view" }, this.scroller, this.map.canvas));
     this.scroller.addEventListener("scroll", () => this.draw(), { passive: true });
     this.window.addEventListener("pointerover", (event) => this.onPoint(event));
@@ -71,26 +71,26 @@ class Tokens {
   }
 
   navigate(params) {
-    const lane = Number(params.lane ?? 0);
-    if (lane !== this.number) this.openLane(lane).then(() => this.goTo(params));
+    const track = Number(params.track ?? 0);
+    if (track !== this.number) this.openTrack(track).then(() => this.goTo(params));
     else this.goTo(params);
   }
 
   grow(meta) {
     this.meta = meta;
-    this.lanes.show(meta);
-    this.openLane(this.number, this.scroller.scrollTop);
+    this.tracks.show(meta);
+    this.openTrack(this.number, this.scroller.scrollTop);
   }
 
-  async openLane(number_, top = 0) {
-    if (!this.meta.lanes.length) {
+  async openTrack(number_, top = 0) {
+    if (!this.meta.tracks.length) {
       replace(this.root, notice(this.meta.calls.some((call) => call.text_only) ? "The model's server gave text without token ids: there are no tokens to show." : "No token was sampled in this session."));
       return;
     }
-    this.number = Math.min(Math.max(0, number_ || 0), this.meta.lanes.length - 1);
-    this.lane = this.meta.lanes[this.number];
-    this.lanes.choose(this.number);
-    this.jump.disabled = !this.lane.gap;
+    this.number = Math.min(Math.max(0, number_ || 0), this.meta.tracks.length - 1);
+    this.track = this.meta.tracks[this.number];
+    this.tracks.choose(this.number);
+    this.jump.disabled = !this.track.gap;
     this.caret = null;
     this.columns = this.countColumns();
     this.setScales();
@@ -105,7 +105,7 @@ class Tokens {
 
   async resize() {
     const columns = this.countColumns();
-    if (!this.lane) return;
+    if (!this.track) return;
     if (columns === this.columns) {
       this.drawMap();
       this.draw();
@@ -130,7 +130,7 @@ class Tokens {
   async fetchOverview() {
     const generation = this.generation;
     try {
-      const overview = await ask("overview", { key: this.page.params.key, lane: this.number, columns: this.columns, bins: Math.max(50, this.map.canvas.clientHeight) });
+      const overview = await ask("overview", { key: this.page.params.key, track: this.number, columns: this.columns, bins: Math.max(50, this.map.canvas.clientHeight) });
       if (generation !== this.generation) return;
       this.overview = overview;
       this.drawMap();
@@ -142,7 +142,7 @@ class Tokens {
   async fetchBlock(block) {
     if (this.blocks.has(block)) return this.blocks.get(block);
     const generation = this.generation;
-    const answer = ask("lines", { key: this.page.params.key, lane: this.number, columns: this.columns, first: block * BLOCK, count: BLOCK });
+    const answer = ask("lines", { key: this.page.params.key, track: this.number, columns: this.columns, first: block * BLOCK, count: BLOCK });
     this.blocks.set(block, null);
     try {
       const data = await answer;
@@ -208,8 +208,8 @@ class Tokens {
     if (!data) return h("div", { class: "tl" }, h("span", { class: "gutter" }, "…"));
     const start = data.starts[line % BLOCK];
     const end = data.starts[(line % BLOCK) + 1] ?? data.end;
-    const span = this.lane.spans.findIndex(([from]) => from === start);
-    const gutter = span >= 0 ? h("span", { class: "gutter begins" }, `call ${this.lane.calls[span]}`) : h("span", { class: "gutter" }, count(start));
+    const span = this.track.spans.findIndex(([from]) => from === start);
+    const gutter = span >= 0 ? h("span", { class: "gutter begins" }, `call ${this.track.calls[span]}`) : h("span", { class: "gutter" }, count(start));
     const row = h("div", { class: "tl" }, gutter);
     const base = data.starts[0];
     for (let position = start; position < end; position += 1) {
@@ -239,23 +239,23 @@ class Tokens {
 
   setMode(mode) {
     this.mode = mode;
-    history.replaceState(null, "", this.page.address({ lane: this.number, color: mode }));
-    this.page.params = { ...this.page.params, lane: String(this.number), color: mode };
+    history.replaceState(null, "", this.page.address({ track: this.number, color: mode }));
+    this.page.params = { ...this.page.params, track: String(this.number), color: mode };
     this.recolor();
   }
 
   setScales() {
-    this.modes = buildModes(this.meta, this.lane);
+    this.modes = buildModes(this.meta, this.track);
     replace(this.legend, this.modes[this.mode].legend());
   }
 
   recolor() {
-    if (!this.lane) return;
+    if (!this.track) return;
     this.setScales();
     this.drawn = null;
     this.draw();
     this.drawMap();
-    this.lanes.draw();
+    this.tracks.draw();
   }
 
   find(position) {
@@ -288,7 +288,7 @@ class Tokens {
     if (move) {
       event.preventDefault();
       const next = this.caret === null ? (this.firstToken() ?? 0) : this.caret + move;
-      if (next < 0 || next >= this.lane.num_tokens) return;
+      if (next < 0 || next >= this.track.num_tokens) return;
       if (!this.window.querySelector(`[data-at="${next}"]`)) await this.goTo({ at: next });
       else this.setCaret(next);
     } else if (event.key === "n") this.stepCall(1);
@@ -297,21 +297,21 @@ class Tokens {
 
   stepCall(move) {
     const here = this.caret ?? this.firstToken() ?? 0;
-    const starts = this.lane.spans.map(([start]) => start);
+    const starts = this.track.spans.map(([start]) => start);
     const target = move > 0 ? starts.find((start) => start > here) : starts.findLast((start) => start < here);
     if (target !== undefined) this.goTo({ at: target });
   }
 
   /** Scroll to a token (`at`) or to a call's samples (`call`). */
   async goTo(params, marks = true) {
-    if (!this.lane) return;
+    if (!this.track) return;
     let position = params.at === undefined ? undefined : Number(params.at);
     if (position === undefined && params.call !== undefined) {
-      const span = this.lane.calls.indexOf(Number(params.call));
-      if (span >= 0) position = this.lane.spans[span][0];
+      const span = this.track.calls.indexOf(Number(params.call));
+      if (span >= 0) position = this.track.spans[span][0];
     }
-    if (position === undefined || !(position >= 0) || position >= this.lane.num_tokens) return;
-    const { line } = await ask("line", { key: this.page.params.key, lane: this.number, columns: this.columns, position });
+    if (position === undefined || !(position >= 0) || position >= this.track.num_tokens) return;
+    const { line } = await ask("line", { key: this.page.params.key, track: this.number, columns: this.columns, position });
     await this.fetchBlock(Math.floor(line / BLOCK));
     const lead = marks ? Math.min(4, line) : 0;
     this.scroller.scrollTop = ((line - lead) * LINE) / this.squeeze;
@@ -322,12 +322,12 @@ class Tokens {
 
   drawDetail(position) {
     const found = position === null ? null : this.find(position);
-    drawDetail(this.detail, this.meta, this.lane, position, found);
+    drawDetail(this.detail, this.meta, this.track, position, found);
     if (found?.data.kinds[found.index] === PART) this.fetchBytes(position);
   }
 
   async fetchBytes(position) {
-    const { bytes } = await ask("token", { key: this.page.params.key, lane: this.number, position });
+    const { bytes } = await ask("token", { key: this.page.params.key, track: this.number, position });
     this.detail.querySelector("dd")?.append(` bytes ${bytes}`);
   }
 

@@ -1,7 +1,7 @@
-"""RUN/rows/ATTEMPT/*.jsonl -> what was made of each rollout, and where the trainer's log-probabilities are.
+"""Index the trainer's row files: each rollout's outcome, and where the trainer's log-probabilities are on disk.
 
-Only what was appended is read, and of a row's line only what stands before its log-probabilities; `read_rows` reads
-those of one session. It refuses to keep log-probabilities of sessions that nobody looks at.
+The files are RUN/rows/ATTEMPT/*.jsonl. Only appended lines are read, and of a row's line only what stands before its
+log-probabilities; `read_rows` reads those of one session when its page is opened.
 """
 
 import re
@@ -19,8 +19,8 @@ _FILE = re.compile(r"^(train|eval)_(\d+)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fate:
-    """What the trainer made of a rollout."""
+class RolloutOutcome:
+    """The trainer's decision on a rollout: its reward, its advantage, or why it was dropped."""
 
     mode: str
     """"train" or "eval"."""
@@ -54,8 +54,8 @@ class _Place:
     step: int
 
 
-class RowIndex:
-    """The rows of a run. Threads may share it.
+class TrainedRowIndex:
+    """Outcomes and trained rows of a run. Threads may share it.
 
     Args:
         folder: RUN/rows; it may not exist.
@@ -65,13 +65,13 @@ class RowIndex:
         self._folder = folder
         self._lock = threading.Lock()
         self._offsets: dict[Path, int] = {}
-        self._fates: dict[str, Fate] = {}
+        self._outcomes: dict[str, RolloutOutcome] = {}
         self._places: dict[str, list[_Place]] = defaultdict(list)
         self.version = 0
         self.num_bad_lines = 0
 
     def refresh(self) -> None:
-        """Take in what has been written since."""
+        """Read the lines appended since the last look."""
         with self._lock:
             for path in sorted(self._folder.rglob("*.jsonl")) if self._folder.is_dir() else []:
                 if path.is_symlink():
@@ -81,16 +81,16 @@ class RowIndex:
                     self._offsets[path] = self._read(path, offset)
                     self.version += 1
 
-    def find_fate(self, key: str) -> Fate | None:
-        """Of a session by its key; None where the trainer has not decided, or wrote no rows."""
-        return self._fates.get(key)
+    def find_outcome(self, key: str) -> RolloutOutcome | None:
+        """Find a session's outcome by its key; None where the trainer has not decided, or wrote no rows."""
+        return self._outcomes.get(key)
 
     def count_rows(self, key: str) -> int:
-        """Lines that `read_rows` would read; they are only ever appended."""
+        """Count the lines that `read_rows` would read; they are only ever appended."""
         return len(self._places.get(key, ()))
 
     def read_rows(self, key: str) -> list[TrainedRow]:
-        """Its rows, of each the first training: later passes over a batch move away from what the engine was."""
+        """Read a session's rows, each as first trained: later passes over a batch leave the engine's policy."""
         with self._lock:
             places = list(self._places.get(key, ()))
         first: dict[tuple[int, ...], TrainedRow] = {}
@@ -126,7 +126,7 @@ class RowIndex:
         key = str(line["record"]).removeprefix("sessions/").removesuffix(".jsonl")
         if line["type"] == "rollout":
             match = _FILE.match(path.stem)
-            self._fates[key] = Fate(
+            self._outcomes[key] = RolloutOutcome(
                 mode=match[1] if match else "train",
                 step=int(match[2]) if match else None,
                 reward=None if line["reward"] is None else float(line["reward"]),
@@ -138,7 +138,7 @@ class RowIndex:
 
 
 def _parse_without_values(text: bytes) -> Mapping[str, Any]:
-    """The line without its "logprobs", where they come last; the whole otherwise."""
+    """Parse a line without its "logprobs", where they come last; the whole line otherwise."""
     start = text.find(_VALUES)
     if start > 0:
         try:

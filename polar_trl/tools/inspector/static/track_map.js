@@ -1,13 +1,13 @@
-// Trajectories as bars, one below the other on one scale of tokens: what is sampled, and where each leaves another.
+// Token tracks as bars on one scale of tokens: the sampled spans, and the prefix shared with an earlier track.
 
 import { h, replace } from "./dom.js";
 import { count, words } from "./format.js";
 import { stateColors } from "./scales.js";
 
-export class LaneMap {
+export class TrackMap {
   constructor(meta, onChoose) {
     this.onChoose = onChoose;
-    this.element = h("div", { class: "lanes", role: "group", "aria-label": "Trajectories" });
+    this.element = h("div", { class: "tracks", role: "group", "aria-label": "Trajectories" });
     this.chosen = 0;
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.element);
@@ -20,13 +20,13 @@ export class LaneMap {
 
   show(meta) {
     this.meta = meta;
-    this.bars = meta.lanes.map(() => h("canvas"));
-    this.buttons = meta.lanes.map((lane, number) =>
-      h("button", { type: "button", class: "lane", on: { click: () => this.onChoose(number) } },
-        h("span", { class: "lane-name" }, lane.name),
+    this.bars = meta.tracks.map(() => h("canvas"));
+    this.buttons = meta.tracks.map((track, number) =>
+      h("button", { type: "button", class: "track", on: { click: () => this.onChoose(number) } },
+        h("span", { class: "track-name" }, track.name),
         this.bars[number],
-        h("span", { class: "lane-facts" }, `${count(lane.num_tokens)} tokens`,
-          lane.fork ? h("span", { class: "reason" }, lane.fork.reason) : h("span", { class: "hint" }, Object.keys(lane.tokens).map(words).join(", ")))));
+        h("span", { class: "track-facts" }, `${count(track.num_tokens)} tokens`,
+          track.fork ? h("span", { class: "reason" }, track.fork.reason) : h("span", { class: "hint" }, Object.keys(track.tokens).map(words).join(", ")))));
     replace(this.element, this.buttons);
     this.choose(this.chosen);
     this.draw();
@@ -42,12 +42,12 @@ export class LaneMap {
   }
 
   draw() {
-    const longest = Math.max(1, ...this.meta.lanes.map((lane) => lane.num_tokens));
+    const longest = Math.max(1, ...this.meta.tracks.map((track) => track.num_tokens));
     const colors = stateColors();
     const style = getComputedStyle(this.element);
-    const [track, shared] = [style.getPropertyValue("--track"), style.getPropertyValue("--shared")];
+    const [empty, shared] = [style.getPropertyValue("--track"), style.getPropertyValue("--shared")];
     const ratio = devicePixelRatio || 1;
-    this.meta.lanes.forEach((lane, number) => {
+    this.meta.tracks.forEach((track, number) => {
       const bar = this.bars[number];
       const [width, height] = [bar.clientWidth, bar.clientHeight];
       if (!width) return;
@@ -56,15 +56,15 @@ export class LaneMap {
       const pen = bar.getContext("2d");
       pen.scale(ratio, ratio);
       const x = (tokens) => (tokens / longest) * width;
-      pen.fillStyle = track;
-      pen.fillRect(0, 4, Math.max(2, x(lane.num_tokens)), height - 8);
-      if (lane.fork) {
+      pen.fillStyle = empty;
+      pen.fillRect(0, 4, Math.max(2, x(track.num_tokens)), height - 8);
+      if (track.fork) {
         pen.fillStyle = shared;
-        pen.fillRect(0, 4, x(lane.fork.shared), height - 8);
+        pen.fillRect(0, 4, x(track.fork.shared), height - 8);
       }
-      const state = Object.entries(lane.tokens).sort((a, b) => b[1] - a[1])[0]?.[0];
-      pen.fillStyle = colors[state]?.back ?? track;
-      for (const [start, end] of lane.spans) pen.fillRect(x(start), 1, Math.max(1.5, x(end) - x(start)), height - 2);
+      const state = Object.entries(track.tokens).sort((a, b) => b[1] - a[1])[0]?.[0];
+      pen.fillStyle = colors[state]?.back ?? empty;
+      for (const [start, end] of track.spans) pen.fillRect(x(start), 1, Math.max(1.5, x(end) - x(start)), height - 2);
     });
   }
 }

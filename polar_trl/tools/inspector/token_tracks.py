@@ -1,6 +1,6 @@
-"""A session's record and the trainer's rows -> lanes: each trajectory, and each call that is in none, as arrays.
+"""Build the token tracks of a session: each trajectory, and each call that is in none, as arrays per token.
 
-It refuses to say that a token was trained unless the trainer's rows say so; without rows it is "trainable".
+A token is "trained" only where the trainer's rows have it; without rows it is "trainable".
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,20 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polar_trl.recording.log import SessionRecord
-from polar_trl.tools.inspector.rows import Fate, TrainedRow
 from polar_trl.tools.inspector.sessions import reconstruct
+from polar_trl.tools.inspector.trained_rows import RolloutOutcome, TrainedRow
 from polar_trl.types import Call, Trajectory
 
 STATES = (
     "context", "trained", "trainable", "auxiliary", "superseded", "no_reward", "zero_variance", "too_long", "stale",
     "too_long_or_stale", "evaluation",
 )  # fmt: skip
-"""What became of a token; the index is its code. "context": not sampled here. "trainable": whether it was trained is
-not on record. The others were sampled and not trained, for that reason."""
+"""Token states; the index is the code. "context": not sampled here. "trainable": whether it was trained is not on
+record. The others were sampled and not trained, for that reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
+class TokenTrack:
     """T tokens: one trajectory of the session, or one call that is in none."""
 
     name: str
@@ -51,34 +51,34 @@ class Lane:
         return self.trainer_T - self.engine_T
 
     def count_states(self) -> dict[str, int]:
-        """State -> sampled tokens."""
+        """Count the sampled tokens of each state."""
         counts = np.bincount(self.states_T, minlength=len(STATES))
         return {name: int(count) for name, count in zip(STATES, counts, strict=True) if count and name != "context"}
 
 
-def build_lanes(
-    record: SessionRecord, fate: Fate | None, rows: Sequence[TrainedRow], max_tokens: int | None
-) -> list[Lane]:
-    """Trajectories first, in the order of their first calls; then each call that no trajectory trains.
+def build_tracks(
+    record: SessionRecord, outcome: RolloutOutcome | None, rows: Sequence[TrainedRow], max_tokens: int | None
+) -> list[TokenTrack]:
+    """Build the tracks: trajectories in the order of their first calls, then each call that no trajectory trains.
 
     Args:
         max_tokens: The run's `max_trajectory_tokens`, which tells too long from stale where no row was made.
     """
     rollout = record.rollout
     trajectories = reconstruct(record).trajectories
-    lanes = [
-        _build_trained(f"trajectory {number}", trajectory, rollout.calls, fate, rows, max_tokens)
+    tracks = [
+        _build_trained(f"trajectory {number}", trajectory, rollout.calls, outcome, rows, max_tokens)
         for number, trajectory in enumerate(trajectories)
     ]
-    if fate is None and rollout.error is not None and record.finished:
-        lanes = [_mark(lane, "no_reward") for lane in lanes]
-    used = {index for lane in lanes for index in lane.calls}
+    if outcome is None and rollout.error is not None and record.finished:
+        tracks = [_mark(track, "no_reward") for track in tracks]
+    used = {index for track in tracks for index in track.calls}
     for call in rollout.calls:
         if call.index not in used and call.completion.token_ids:
             reason = "auxiliary" if call.purpose == "auxiliary" else "superseded"
-            lane = _build_lane(f"{reason} call {call.index}", _build_single(rollout.id, call), rollout.calls)
-            lanes.append(_mark(lane, reason))
-    return lanes
+            track = _build_track(f"{reason} call {call.index}", _build_single(rollout.id, call), rollout.calls)
+            tracks.append(_mark(track, reason))
+    return tracks
 
 
 def _build_single(rollout_id: str, call: Call) -> Trajectory:
@@ -93,13 +93,13 @@ def _build_single(rollout_id: str, call: Call) -> Trajectory:
     )
 
 
-def _build_lane(name: str, trajectory: Trajectory, calls: Sequence[Call]) -> Lane:
+def _build_track(name: str, trajectory: Trajectory, calls: Sequence[Call]) -> TokenTrack:
     trainable_T = np.array(trajectory.trainable, dtype=bool)
     engine_T = np.array(trajectory.logprobs, dtype=np.float32)
     engine_T[~trainable_T | ~np.isfinite(engine_T)] = np.nan
     starts = [len(calls[index].prompt_ids) for index in trajectory.call_indices]
     lengths = [len(calls[index].completion.token_ids) for index in trajectory.call_indices]
-    return Lane(
+    return TokenTrack(
         name=name,
         calls=trajectory.call_indices,
         spans=tuple((start, start + length) for start, length in zip(starts, lengths, strict=True)),
@@ -117,53 +117,53 @@ def _build_trained(
     name: str,
     trajectory: Trajectory,
     calls: Sequence[Call],
-    fate: Fate | None,
+    outcome: RolloutOutcome | None,
     rows: Sequence[TrainedRow],
     max_tokens: int | None,
-) -> Lane:
-    """A trajectory with what the trainer made of it."""
-    lane = _build_lane(name, trajectory, calls)
-    if fate is None:
-        return lane
-    if fate.mode != "train":
-        return _mark(lane, "evaluation")
-    lane = replace(lane, advantage=fate.advantage)
-    if fate.dropped is not None:
-        return _mark(lane, fate.dropped)
-    mine = [row for row in rows if set(row.calls) <= set(lane.calls)]
+) -> TokenTrack:
+    """Build the track of a trajectory, with the states and log-probabilities of the trainer's rows."""
+    track = _build_track(name, trajectory, calls)
+    if outcome is None:
+        return track
+    if outcome.mode != "train":
+        return _mark(track, "evaluation")
+    track = replace(track, advantage=outcome.advantage)
+    if outcome.dropped is not None:
+        return _mark(track, outcome.dropped)
+    mine = [row for row in rows if set(row.calls) <= set(track.calls)]
     if not mine:
         # other trajectories of the rollout were trained and this was not: as a whole too long, or too old
-        return _mark(lane, _name_missing(lane, max_tokens)) if rows else lane
+        return _mark(track, _name_missing(track, max_tokens)) if rows else track
     for row in mine:
         position = 0
         for start, end in row.trained:
-            lane.trainer_T[start:end] = row.logprobs[position : position + end - start]
-            lane.states_T[start:end] = STATES.index("trained")
+            track.trainer_T[start:end] = row.logprobs[position : position + end - start]
+            track.states_T[start:end] = STATES.index("trained")
             position += end - start
-    open_T = lane.states_T == STATES.index("trainable")
+    open_T = track.states_T == STATES.index("trainable")
     positions_T = np.arange(len(open_T))
     reach = max(row.num_tokens for row in mine)
-    lane.states_T[open_T & (positions_T >= reach)] = STATES.index("too_long")
-    lane.states_T[open_T & (positions_T < reach)] = STATES.index("stale")
-    return replace(lane, advantage=mine[0].advantage, step=min(row.step for row in mine))
+    track.states_T[open_T & (positions_T >= reach)] = STATES.index("too_long")
+    track.states_T[open_T & (positions_T < reach)] = STATES.index("stale")
+    return replace(track, advantage=mine[0].advantage, step=min(row.step for row in mine))
 
 
-def _name_missing(lane: Lane, max_tokens: int | None) -> str:
+def _name_missing(track: TokenTrack, max_tokens: int | None) -> str:
     if max_tokens is None:
         return "too_long_or_stale"
-    return "too_long" if lane.spans[0][1] > max_tokens else "stale"
+    return "too_long" if track.spans[0][1] > max_tokens else "stale"
 
 
-def _mark(lane: Lane, reason: str) -> Lane:
-    """All that was sampled here was left out."""
-    states_T = np.where(lane.states_T > 0, STATES.index(reason), 0).astype(np.uint8)
-    return replace(lane, states_T=states_T)
+def _mark(track: TokenTrack, reason: str) -> TokenTrack:
+    """Give all tokens sampled here one state."""
+    states_T = np.where(track.states_T > 0, STATES.index(reason), 0).astype(np.uint8)
+    return replace(track, states_T=states_T)
 
 
-def total_states(lanes: Iterable[Lane]) -> Mapping[str, Any]:
-    """State -> sampled tokens of all lanes."""
+def total_states(tracks: Iterable[TokenTrack]) -> Mapping[str, Any]:
+    """Count the sampled tokens of each state over all tracks."""
     total: dict[str, int] = {}
-    for lane in lanes:
-        for name, count in lane.count_states().items():
+    for track in tracks:
+        for name, count in track.count_states().items():
             total[name] = total.get(name, 0) + count
     return total
