@@ -1,4 +1,4 @@
-"""Test that each command of README.md and docs/ is run, here or where its entry says, and that links lead somewhere."""
+"""Test that each command of README.md and docs/ is run, here or where its entry says, and that links resolve."""
 
 import ast
 import importlib
