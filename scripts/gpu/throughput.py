@@ -263,7 +263,7 @@ def build_client_session(lengths: SessionLengths, number: int, api_key: str, sca
 
 
 def build_offline_params(num_tokens: int) -> Any:
-    """What the engine would ask for so many tokens."""
+    """Build what the engine would ask for so many tokens."""
     params = build_sampling_params(GenerationParams(max_tokens=num_tokens))
     params.ignore_eos = True
     return params

@@ -320,7 +320,7 @@ def build_setup(case: Case, *, tiny: bool) -> Setup:
 
 
 def predict_bytes(setup: Setup) -> int:
-    """What `polar-trl plan` counts of torch's peak in the training phase, with a plain AdamW."""
+    """Predict torch's peak in the training phase as `polar-trl plan` does, with a plain AdamW."""
     return sum(count_kept(setup).values()) - count_low_halves(setup) + sum(count_training(setup).values())
 
 

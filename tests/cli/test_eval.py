@@ -1,4 +1,4 @@
-"""`polar-trl eval` as a process: vLLM's CPU build, a real model, an agent of its own; kills, adapters, two engines."""
+"""Test `polar-trl eval` as a process: vLLM's CPU build, a real model, an agent; kills, adapters, two engines."""
 
 import dataclasses
 import json

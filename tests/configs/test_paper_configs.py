@@ -108,7 +108,7 @@ def test_one_step_in_miniature(
 
 
 def test_fsdp2_shards_the_published_class_and_engines_get_its_weights(model: Path, tmp_path: Path) -> None:
-    """What eight GPUs do with configs/accelerate/fsdp2.yaml, on two CPU processes and an easier agent."""
+    """Do what eight GPUs do with configs/accelerate/fsdp2.yaml, on two CPU processes and an easier agent."""
     for result in launch_ranks("fsdp2", tmp_path, "agents", str(model)):
         assert result["distributed_type"] == "FSDP"
         assert result["policy_version"] == 2

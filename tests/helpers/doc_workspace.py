@@ -35,7 +35,7 @@ PLACEHOLDERS = {
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where commands run."""
+    """The folder and the environment in which commands run."""
 
     folder: Path
     env: dict[str, str]

@@ -25,7 +25,7 @@ SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the client made of a reply."""
+    """A reply as the client read it."""
 
     text: str
     reasoning: str

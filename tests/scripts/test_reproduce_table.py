@@ -1,4 +1,4 @@
-"""scripts/reproduce_table.py: two cells for real in miniature, and the whole table from recorded results."""
+"""Test scripts/reproduce_table.py: two cells for real in miniature, the whole table from recorded results."""
 
 import json
 import re

@@ -57,7 +57,7 @@ class Faulty(PresetRows):
 
 
 class Witness(TrainerCallback):
-    """What is left of each step."""
+    """Keep what is left of each step."""
 
     def __init__(self, trainer: Faulty) -> None:
         self.trainer = trainer

@@ -1,4 +1,4 @@
-"""The drawn sessions have the published statistics, and both kinds of rows hold the same samples."""
+"""Test that drawn sessions have the published statistics, and that both kinds of rows hold the same samples."""
 
 import numpy as np
 import pytest
