@@ -1,4 +1,4 @@
-"""A made-up package of two releases, in archives like those of PyPI, and the task that their difference makes.
+"""Build a package of two releases, in archives like those of PyPI, and the task that their difference makes.
 
 The archives lie in the cache that $POLAR_TRL_CACHE names, so nothing is downloaded. A test sets that variable first.
 """

@@ -1,4 +1,4 @@
-"""Random conversations in normal form, and what a policy and an agent then add to them, for the tests of all dialects.
+"""Draw conversations in normal form, and what a policy and an agent then add to them, for the tests of all dialects.
 
 Draws what the agents' wires were seen to carry and what could break a format: empty texts, odd unicode, arguments
 that are no JSON. Draws no lone surrogates: bodies cannot hold them (see the fuzz tests).

@@ -1,4 +1,4 @@
-"""Sessions that something happens to, a container engine that can be stopped, and a look at what is left afterwards.
+"""Run sessions that something happens to, stop container engines, and count what is left afterwards.
 
 `Leftovers` counts containers, folders, mounts, disks, control groups and processes.
 """

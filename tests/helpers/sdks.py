@@ -1,4 +1,4 @@
-"""The providers' own Python clients, each behind one small face: ask, answer tools, count, list, break off.
+"""Put the providers' own Python clients behind one small face: ask, answer tools, count, list, break off.
 
 What they accept and how they put a stream together is the measure of a dialect; nothing here reads an event.
 """
