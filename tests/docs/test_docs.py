@@ -192,7 +192,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_files_that_are_named_exist_and_run_files_are_named() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for name in re.findall(
-        r"(?<![\w/])(?:configs|scripts|examples|polar_trl|tests)/[\w./-]+\.(?:py|sh|yaml|txt|jsonl)\b", text
+        r"(?<![\w/])(?:configs|scripts|examples|polar_trl|tests/\w+)/[\w./-]+\.(?:py|sh|yaml|txt|jsonl)\b", text
     ):
         assert (ROOT / name).is_file(), name
     assert not [path.name for path in (ROOT / "configs").glob("*.yaml") if path.name not in text]
