@@ -1,4 +1,4 @@
-"""A rollout that nothing gives a reward: TRL's warning about it stays out of the log, any other is told."""
+"""Test rollouts without a reward: no function stands in for a failure, and TRL's warning stays out of the log."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -36,3 +36,13 @@ def test_only_the_warning_of_a_missing_reward_is_left_out(caplog: pytest.LogCapt
     assert [record.getMessage() for record in caplog.records] == ["[RANK 0] another warning"]
     trainer._calculate_rewards([row | {"rollouts": failed}], ["x"], ["y"], [[]])  # TRL's own trainer still says it
     assert "All reward functions returned None" in caplog.records[-1].getMessage()
+
+
+def test_a_reward_function_does_not_stand_in_for_a_failure() -> None:
+    """Law 4, with a reward function that has a number for every rollout."""
+    failed = Rollout(id="r0", task_id="t", group_id="g", calls=(), error="the grader broke")
+    healthy = Rollout(id="r1", task_id="t", group_id="g", calls=(), reward=1.0)
+    trainer = Rewards(lambda rollouts, **_: [0.5] * len(rollouts))
+    results = [SimpleNamespace(rollout=rollout) for rollout in (failed, healthy)]
+    rewards_RF = trainer._compute_rewards([{"prompt": "x"}] * 2, results, ["y"] * 2)  # type: ignore[arg-type]
+    assert torch.isnan(rewards_RF[0]).all() and rewards_RF[1].tolist() == [0.5]
