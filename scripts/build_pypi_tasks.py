@@ -38,7 +38,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
 
 @dataclasses.dataclass(kw_only=True)
 class Row:
-    """What became of one task."""
+    """Outcome of one task."""
 
     id: str
     state: str

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Base and trained models inside four agents -> the paper's table beside ours, and who gains inside which agent.
+"""Evaluate base and trained models inside four agents, and write the paper's table beside ours.
 
   python scripts/reproduce_table.py --out runs/table --base Qwen/Qwen3.5-4B \\
       --trained codex=runs/codex claude_code=runs/claude qwen_code=runs/qwen pi=runs/pi -- --num_engines 8
   python scripts/reproduce_table.py --out runs/table --base Qwen/Qwen3.5-4B --trained codex=runs/codex --transfer
   python scripts/reproduce_table.py --render-only runs/table
 
-Each cell is a `polar-trl eval` into OUT/MODEL__AGENT, with the settings of that agent's run file. What follows -- goes
-to each of them. A cell that was stopped goes on with the same command; one that fails leaves the others alone. Writes
+Each cell is a `polar-trl eval` of the run file with `--agent AGENT`, into OUT/MODEL__AGENT. What follows -- goes to
+each of them. A cell that was stopped goes on with the same command; one that fails leaves the others alone. Writes
 OUT/table.md and OUT/table.json. Exits with 1 if a cell failed, and with --render-only if one of the table is missing.
-It refuses to pass cells of different tasks, or of different sampling, off as one table: table.md says so first.
+Cells of different tasks, or of different sampling, are no one table: table.md says so first.
 """
 
 import argparse
@@ -23,8 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from polar_trl.cli.eval import format_rate
 from polar_trl.cli.process import sigterm_interrupts
@@ -42,7 +40,7 @@ PAPER: Mapping[str, tuple[float, float]] = {
 """pass@1 in per cent of Qwen3.5-4B before and after training inside the agent, on SWE-bench Verified: table 1 of
 arXiv 2605.24220."""
 BASE, TRAINED = "base", "trained-"
-CONFIG = "configs/qwen3.5-4b_{agent}_skyrl293_8xh100.yaml"
+CONFIG = "configs/qwen3.5-4b_skyrl293_8xh100.yaml"
 TASKS = "swe-bench-verified"
 OF_MODEL = ("model", "tokenizer", "served_name")
 """Settings that cells of one model share; those of one agent share what begins with "agent", and all the rest."""
@@ -87,7 +85,7 @@ def main() -> None:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is ours, and what follows --."""
+    """Split the command line into our own arguments and those after --."""
     if "--" not in arguments:
         return list(arguments), []
     place = list(arguments).index("--")
@@ -107,7 +105,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="default: the paper's four; with --render-only, those of OUT's cells",
     )  # fmt: skip
     parser.add_argument("--transfer", action="store_true", help="each trained model inside every agent, too")
-    parser.add_argument("--config", default=CONFIG, metavar="FILE", help="run file of {agent} (default: %(default)s)")
+    parser.add_argument(
+        "--config",
+        default=CONFIG,
+        metavar="FILE",
+        help="run file; {agent} in its name is filled in (default: %(default)s)",
+    )
     parser.add_argument("--tasks", default=TASKS, help="(default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
     parser.add_argument("--render-only", type=Path, metavar="OUT", help="the table of what is there; runs nothing")
@@ -126,12 +129,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown := [agent for agent, _ in args.trained if agent not in args.agents]:
         parser.error(f"--trained names {unknown[0]!r}, which is not among --agents {' '.join(args.agents)}")
     for agent in args.agents:
-        check_config(parser, find_config(args.config, agent), agent)
+        if not (path := find_config(args.config, agent)).is_file():
+            parser.error(f"no run file at {path} for {agent!r}")
     return args
 
 
 def find_agents(out: Path) -> list[str]:
-    """Of the cells that have a folder: the paper's, in its order, and then others."""
+    """Return the agents of the cells that have a folder: the paper's, in its order, then others."""
     found = set()
     for path in out.glob("*__*/"):
         model, _, agent = path.name.partition("__")
@@ -151,22 +155,8 @@ def find_config(template: str, agent: str) -> Path:
     return Path(template.replace("{agent}", agent))
 
 
-def check_config(parser: argparse.ArgumentParser, path: Path, agent: str) -> None:
-    """A run file of another agent would fill the wrong column. Ends with a sentence on one that is none."""
-    if not path.is_file():
-        parser.error(f"no run file at {path} for {agent!r}; --config names them, with {{agent}} in it")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        parser.error(f"{path} is no run file: {' '.join(str(error).split())}")
-    if not isinstance(content, dict):
-        parser.error(f"{path} is no run file, which has lines of `key: value`")
-    if (found := content.get("agent", "shell")) != agent:
-        parser.error(f"{path} is for the agent {found!r} and not {agent!r}")
-
-
 def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, str], *, transfer: bool) -> list[Cell]:
-    """What is to be evaluated: the table's cells first, then those of the matrix."""
+    """List the cells to evaluate: the table's first, then the transfer matrix's."""
     cells = [Cell(model=BASE, agent=agent, path=base) for agent in agents if base]
     own = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside == agent]
     others = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside != agent]
@@ -175,13 +165,13 @@ def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, st
 
 
 def build_command(cell: Cell, config: str, tasks: str, out: Path, extra: Sequence[str]) -> list[str]:
-    path, folder = find_config(config, cell.agent), str(out / cell.name)
-    keys = ["--config", str(path), "--model_name_or_path", cell.path, "--output_dir", folder, "--tasks", tasks]
+    keys = ["--config", str(find_config(config, cell.agent)), "--agent", cell.agent, "--tasks", tasks]
+    keys += ["--model_name_or_path", cell.path, "--output_dir", str(out / cell.name)]
     return [sys.executable, "-m", "polar_trl.cli", "eval", *keys, *extra]
 
 
 def run_cells(commands: Mapping[Cell, Sequence[str]]) -> list[str]:
-    """One after the other; names of those that failed. An interrupt ends the one that runs, and then this."""
+    """Run cells one after the other; return the names of those that failed. An interrupt ends the running one."""
     failed = []
     for number, (cell, command) in enumerate(commands.items(), start=1):
         try:
@@ -197,7 +187,7 @@ def run_cells(commands: Mapping[Cell, Sequence[str]]) -> list[str]:
 
 
 def run_cell(command: Sequence[str]) -> int:
-    """Exit status. Raises `KeyboardInterrupt`, with the process ended, where this one or that one is interrupted."""
+    """Run one cell; return its exit status. Raises `KeyboardInterrupt`, the cell ended, if either is interrupted."""
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         command,
@@ -218,7 +208,7 @@ def run_cell(command: Sequence[str]) -> int:
 
 
 def build_report(out: Path, agents: Sequence[str], *, failed: Sequence[str] = ()) -> dict[str, Any]:
-    """What `table.json` holds, from the folders of the cells."""
+    """Build the content of `table.json` from the folders of the cells."""
     names = [f"{model}__{agent}" for model in (BASE, *(TRAINED + agent for agent in agents)) for agent in agents]
     cells = {name: read_cell(out / name) for name in names}
     for name in failed:
@@ -248,7 +238,7 @@ def build_report(out: Path, agents: Sequence[str], *, failed: Sequence[str] = ()
 
 
 def read_cell(folder: Path) -> dict[str, Any]:
-    """State and numbers of one cell.
+    """Read state and numbers of one cell.
 
     "missing", "begun" (sessions are there, a summary is not), "no pass@1", "unreadable" (`error` says why) or "done".
     """
@@ -266,7 +256,7 @@ def read_cell(folder: Path) -> dict[str, Any]:
 
 
 def count_tasks(folder: Path, num_samples: int) -> dict[str, TaskCount]:
-    """How many sessions of each task were graded, and how many passed."""
+    """Count graded and passed sessions per task."""
     found: dict[str, list[bool]] = {}
     for result in read_results(folder):
         if result.reward is not None and result.sample < num_samples:
@@ -275,14 +265,14 @@ def count_tasks(folder: Path, num_samples: int) -> dict[str, TaskCount]:
 
 
 def pair_tasks(before: Mapping[str, TaskCount], after: Mapping[str, TaskCount]) -> dict[str, Any] | None:
-    """pass@1 of the second less that of the first, on the tasks of both."""
+    """Estimate the paired gain in pass@1 on the tasks of both."""
     both = [task for task in before if task in after]
     gain = estimate_gain([before[task] for task in both], [after[task] for task in both])
     return None if gain.rate is None else {"rate": gain.rate, "low": gain.low, "high": gain.high, "tasks": len(both)}
 
 
 def find_differences(out: Path, cells: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Settings in which cells differ from the first one that should share them, as sentences."""
+    """Yield a sentence per setting in which a cell differs from the first one that should share it."""
     settings: dict[str, dict[str, Any]] = {}
     for name, cell in cells.items():
         path = out / name / SETTINGS_FILE
@@ -311,7 +301,7 @@ def find_differences(out: Path, cells: Mapping[str, Mapping[str, Any]]) -> Itera
 
 
 def write_report(out: Path, report: Mapping[str, Any]) -> None:
-    """`table.md`, `table.json`, and the same on standard output."""
+    """Write `table.md` and `table.json`, and print the table."""
     text = "\n".join(render_report(report)) + "\n"
     out.mkdir(parents=True, exist_ok=True)  # every cell may have failed before it wrote anything
     (out / "table.md").write_text(text, encoding="utf-8")
@@ -320,7 +310,7 @@ def write_report(out: Path, report: Mapping[str, Any]) -> None:
 
 
 def _join_numbers(cells: Sequence[Mapping[str, Any]]) -> str:
-    """How many sessions a task has, in every cell that is done."""
+    """Name the numbers of sessions per task among the cells that are done."""
     return " or ".join(map(str, sorted({cell["num_samples"] for cell in cells})))
 
 

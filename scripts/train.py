@@ -76,12 +76,12 @@ def stop_once(signum: int, _frame: Any) -> None:
 
 
 def is_over(args: PolarGRPOConfig, checkpoint: Path) -> bool:
-    """Whether nothing is left to do after a checkpoint."""
+    """Tell whether nothing is left to do after a checkpoint."""
     return 0 < args.max_steps <= read_step(checkpoint) and (Path(args.output_dir) / "summary.json").exists()
 
 
 def explain_resume(folder: Path) -> str:
-    """How to go on with a run that was stopped."""
+    """Say how to go on with a run that was stopped."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         return f"no checkpoint was written yet (save_strategy, save_steps); sessions are recorded in {folder}"

@@ -1,12 +1,10 @@
-"""What the tests share: the small pretrained model, a tiny random one, and one vLLM engine per session."""
+"""Provide the small pretrained model and a tiny random one, and group tests over processes."""
 
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
@@ -47,18 +45,17 @@ def tiny_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class _ByFile(LoadFileScheduling):
-    """The tests of a file share an engine or a trained run, so they stay together. Files with containers follow each
-    other: they share a container engine, in which whoever starts removes what the dead left behind."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for `pytest -n 2 --dist loadgroup`.
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "containers" if "mark.containers" in (ROOT / file).read_text() else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """How `pytest -n 2` spreads tests over processes."""
-    return _ByFile(config, log)
+    The tests of a file share an engine or a trained run, so they stay together. Files with containers follow each
+    other: they share a container engine, in which whoever starts removes what the dead left behind.
+    """
+    with_containers = {item.path for item in items if item.get_closest_marker("containers")}
+    for item in items:
+        group = "containers" if item.path in with_containers else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_configure(config: pytest.Config) -> None:

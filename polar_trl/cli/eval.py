@@ -14,7 +14,7 @@ from polar_trl.eval.arguments import EvalArguments
 EPILOG = """\
 examples:
   polar-trl eval --config configs/quickstart.yaml --output_dir runs/eval
-  polar-trl eval --config configs/qwen3.5-4b_pi_skyrl293_8xh100.yaml --model_name_or_path runs/pi/checkpoint-70 \\
+  polar-trl eval --config configs/qwen3.5-4b_skyrl293_8xh100.yaml --model_name_or_path runs/pi/checkpoint-70 \\
       --tasks swe-bench-verified --num_samples 4 --k 1 4 --num_engines 8 --output_dir runs/eval-pi-70
   polar-trl eval --agent pi --tasks tasks.jsonl --sandbox bwrap --model_name_or_path Qwen/Qwen3-4B \\
       --vllm_max_model_length 32768 --output_dir runs/eval-base

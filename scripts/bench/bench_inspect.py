@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long `polar-trl inspect` takes for 20,000 sessions and for one session of 100,000 tokens, in Chromium.
+"""Time `polar-trl inspect` with 20,000 sessions and with one session of 100,000 tokens, in Chromium.
 
     python scripts/bench/bench_inspect.py
 

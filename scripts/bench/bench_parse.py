@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""How long bodies of 5 MB take: every dialect and shape -> processor seconds to read one, and
-to answer it in a session.
+"""Time bodies of 5 MB, of every dialect and shape: processor seconds to read one, and to answer it in a session.
 
 "parse" is the reader alone, "parse grown" reads the same body with one more message in the same session. "session" and
 "session grown" are whole turns without HTTP: parse, digests, prompt, reply, record. The renderer makes a token of
-every byte. It refuses to hide a slow row: the last line names the slowest.
+every byte. The last line names the slowest.
 """
 
 import argparse

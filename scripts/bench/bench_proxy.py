@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How much the proxy adds to a model call: sessions that grow to a size -> latency and requests per second.
+"""Measure what the proxy adds to a model call: latency and requests per second of sessions that grow to a size.
 
 Each request is an agent's: the whole conversation again, a tool call and its result longer than the one before. The
 last fifth of each session is measured, from a client in a process of its own. "direct" is the same prompt ids given
@@ -187,7 +187,7 @@ class Bench:
         self._num_sessions = 0
 
     def run_job(self, body_kb: int, num_threads: int, sessions_per_thread: int) -> tuple[dict[str, Any], SessionLog]:
-        """What the client measured, and the record of one session."""
+        """Return what the client measured, and the record of one session."""
         logs = [self._open_log() for _ in range(num_threads * sessions_per_thread)]
         keys = [self._proxy.open_session(log, SessionLimits(max_calls=1 << 30)).api_key for log in logs]
         threads = [keys[start::num_threads] for start in range(num_threads)]

@@ -177,7 +177,7 @@ def read_masters(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def compare_moves(model: str, rounding: str) -> dict[str, Any]:
-    """How far the engine's weights went in all steps, over how far the masters did."""
+    """Return how far the engine's weights went in all steps, over how far the masters did."""
     trainer = build_trainer(model, weight_rounding=rounding)
     before: dict[str, dict[str, torch.Tensor]] = {}
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long a sandbox takes from being asked for until a command has run in it: made then ("cold"), or before ("warm").
+"""Time a sandbox from being asked for until a command has run in it: made then ("cold"), or before ("warm").
 
 Each repetition measures both sides, in turns: one sandbox at a time, then some at once, with an empty work folder and
 with a work tree of 2000 files (50 MB). Warm ones come out of a pool as deep as what is asked for at once, filled

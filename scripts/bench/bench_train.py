@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a training step costs: TRL's padded path against flat layouts, on the lengths of agents' sessions.
+"""Measure a training step: TRL's padded path against flat layouts, on the lengths of agents' sessions.
 
   python scripts/bench/bench_train.py                                     # CPU: tiny model, lengths scaled down
   python scripts/bench/bench_train.py --model 0.6b --scale 1 --groups 1 --group_size 8 --json bench.json      # a GPU

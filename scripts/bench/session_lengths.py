@@ -1,4 +1,4 @@
-"""Published statistics of agents' sessions -> sessions of such lengths, and rows of random token ids for them.
+"""Draw sessions of published lengths of agents' sessions, and rows of random token ids for them.
 
 Three sets: "swe", "20k/40" and "5k/30". Sessions of a group share the system prompt, tools and task exactly, those of
 other groups the system prompt and tools. It refuses to pass for a record: nobody published the lengths themselves, so
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthSet:
-    """What sessions of a set have in common."""
+    """Statistics that the sessions of a set have in common."""
 
     prompt_tokens: int
     """Of the first call: system prompt, tools and task."""

@@ -1,4 +1,4 @@
-"""Rows -> the padded batch that TRL itself would train: what our layouts are measured and tested against."""
+"""Build the padded batch that TRL itself would train: what our layouts are measured and tested against."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""An agent that does what agents do to their histories: a title on the side, a sub-agent, a compaction, a second turn.
+"""Do to a history what agents do to theirs: a title on the side, a sub-agent, a compaction, a second turn.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=key python3 -I -S demo_agent.py "Fix the pager"
 

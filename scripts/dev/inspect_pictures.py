@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A run's folder -> pictures of `polar-trl inspect`, made by Chromium: what docs/inspect.md shows.
+"""Take the pictures of `polar-trl inspect` that docs/inspect.md shows, of a run's folder, by Chromium.
 
     python scripts/dev/make_demo_run.py --out /tmp/demo-run
     python scripts/dev/inspect_pictures.py /tmp/demo-run --out docs/img
     python scripts/dev/inspect_pictures.py RUN --out docs/img --curves quickstart_run    the curves alone, of any run
 
-It refuses to make a picture of a page on which a script failed.
+A page on which a script failed is no picture, but an error.
 """
 
 import argparse

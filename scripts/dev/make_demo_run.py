@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A scripted model and a real agent, proxy, sandbox and runner -> a run's folder with everything that a run can have.
+"""Make a run's folder with all that a run can have: a scripted model, and a real agent, proxy, sandbox and runner.
 
     python scripts/dev/make_demo_run.py --out /tmp/demo-run         then: polar-trl inspect /tmp/demo-run
 
@@ -45,7 +45,7 @@ PAGER = '''"""Cuts a list of entries into pages."""
 
 
 def page_count(num_entries: int, per_page: int) -> int:
-    """How many pages there are."""
+    """Count the pages."""
     return num_entries // per_page + 1
 
 
@@ -92,7 +92,7 @@ class DemoHarness(ShellHarness):
 
 
 class ScriptedModel:
-    """What the model says: a reply to a prompt, by what stands in it.
+    """Reply to a prompt, by what stands in it.
 
     Args:
         tokenizer: Spells the prompt and the reply.
@@ -224,7 +224,7 @@ class Grades:
 
 
 class Writer:
-    """What a trainer leaves in a run's folder, of sessions that were rolled out."""
+    """Write what a trainer leaves in a run's folder, of sessions that were rolled out."""
 
     def __init__(self, out: Path, group: int, seed: int) -> None:
         self._out = out
@@ -282,7 +282,7 @@ class Writer:
                 "reward": float(np.nanmean(rewards_RF.numpy())),
                 "reward_std": float(np.nanstd(rewards_RF.numpy())),
                 "frac_reward_zero_std": advantages.zero_variance_R.float().mean().item(),
-                **_summarise_gaps(gaps),
+                **_summarize_gaps(gaps),
                 "polar/trained_tokens": sum(row.num_trainable for row in rows),
                 "polar/phase/rollouts_s": seconds,
                 "polar/phase/training_s": seconds * self._noise.uniform(0.3, 0.5),
@@ -336,7 +336,7 @@ def build_tokenizer(vocabulary: Path) -> Any:
     return tokenizer
 
 
-def _summarise_gaps(gaps: Any) -> dict[str, float]:
+def _summarize_gaps(gaps: Any) -> dict[str, float]:
     """As TRL names them; nothing for a step that trained nothing."""
     if not len(gaps):
         return {}

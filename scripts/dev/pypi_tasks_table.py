@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `polar-trl check-tasks --json` said of built folders -> the table of docs/pypi-tasks.md, on standard output.
+"""Print the table of docs/pypi-tasks.md from what `polar-trl check-tasks --json` said of built folders.
 
 python scripts/dev/pypi_tasks_table.py TASKS CHECKS.json
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""RolloutResult quickstart runs -> docs/quickstart-results.md and docs/img/quickstart.png.
+"""Write docs/quickstart-results.md and docs/img/quickstart.png from finished quickstart runs.
 
 python scripts/dev/quickstart_report.py runs/quickstart-seed1-* runs/quickstart-seed2-* runs/quickstart-seed3-*
 """

@@ -1,4 +1,4 @@
-"""Lengths of agents' sessions -> such sessions over HTTP, from other processes, and when each call began and ended.
+"""Run sessions of given lengths over HTTP from other processes, and note when each call began and ended.
 
 Every session is a connection that asks, gets its answer and asks again with that answer and a new message, as an agent
 does whose tools take no time. A slot that ends a session takes the next one, so that as many run at once until all

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Do flat layouts compute on this device what each row alone computes? Prints a table; exit code 1 if not.
+"""Check that flat layouts compute on this device what each row alone computes; exit code 1 if not.
 
   python scripts/gpu/check_layouts.py            # CPU or GPU, whichever there is
 

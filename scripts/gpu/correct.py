@@ -1,4 +1,4 @@
-"""Is the engine right? Greedy text and logprobs in each CUDA graph mode against transformers; then the sampling gap.
+"""Judge the engine: greedy text and logprobs in each CUDA graph mode against transformers, then the sampling gap.
 
   bash scripts/gpu/run.sh correct .cache/models/SmolLM2-135M-Instruct
   bash scripts/gpu/run.sh correct MODEL --modes decode full
@@ -187,7 +187,7 @@ def run_mode(
 
 
 def show_refused_setting(report: Report) -> None:
-    """What a run file that asks for mode FULL gets."""
+    """Return what a run file that asks for mode FULL gets."""
     from polar_trl.errors import ConfigError
     from polar_trl.grpo.config import PolarGRPOConfig
 

@@ -1,4 +1,4 @@
-"""Batches of requests -> what a freshly built engine samples for them, each batch from a cold prefix cache.
+"""Sample batches of requests from a freshly built engine, each batch from a cold prefix cache.
 
 The engine is built, and given the trainer's weights, by the trainer's own code. One process has one engine: vLLM does
 not give all of its memory back. Used by correct.py; it refuses nothing itself, and says what `colocate` refused.
@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What the engine sampled for one request: C token ids and their logprobs (nats), and when (s from the start)."""
+    """Sample of one request: C token ids and their logprobs (nats), and when (s from the start)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -58,7 +58,7 @@ def read_batches(path: Path) -> list[Batch]:
 
 
 def read_samples(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[Sample]]]:
-    """What the engine's process has written so far: how the engine was built, and samples by batch."""
+    """Read what the engine's process has written so far: how the engine was built, and samples by batch."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     samples = {line["batch"]: [Sample(**sample) for sample in line["samples"]] for line in lines[1:]}
     return (lines[0] if lines else None), samples

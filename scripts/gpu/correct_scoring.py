@@ -1,4 +1,4 @@
-"""What an engine sampled -> how far it is from transformers and from the trainer's own pass, and a verdict.
+"""Score an engine's samples by transformers and by the trainer's own pass, and give a verdict.
 
 Used by correct.py. A batch is right when its mean gap to float32 is within the tolerance of the trainer's start-up
 check, and wherever a token is not float32's own choice the two are a tie within twice that. It refuses to judge
@@ -78,7 +78,7 @@ class TrainerScore:
         return torch.cat(parts)
 
 
-def summarise_gap(gap: Tensor) -> dict[str, float]:
+def summarize_gap(gap: Tensor) -> dict[str, float]:
     """Mean, nearest-rank 99th percentile and largest of absolute differences in nats."""
     gap = gap.abs().double()
     place = -(-99 * len(gap) // 100)
@@ -128,7 +128,7 @@ class Judge:
                 reference.score(request.prompt_ids, sample.token_ids)
                 for request, sample in zip(batch.requests, samples, strict=True)
             ]
-            gaps[name] = summarise_gap(torch.cat([chosen for chosen, _ in scores]) - sampled)
+            gaps[name] = summarize_gap(torch.cat([chosen for chosen, _ in scores]) - sampled)
             texts = self.texts[name][batch.name]
             same[name] = sum(count_equal(sample.token_ids, text) for sample, text in zip(samples, texts, strict=True))
             if name == "float32":
@@ -159,7 +159,7 @@ class Judge:
         }
 
     def judge_bfloat16(self, batch: Batch) -> dict[str, Any]:
-        """How far transformers in bfloat16 is from float32 on its own greedy text: what the precision alone costs."""
+        """Measure transformers in bfloat16 against float32 on its own greedy text: what the precision alone costs."""
         samples = []
         for request, text in zip(batch.requests, self.texts["bfloat16"][batch.name], strict=True):
             chosen, _ = self.references["bfloat16"].score(request.prompt_ids, text)
@@ -175,7 +175,7 @@ def count_overlaps(batch: Batch, samples: Sequence[Sample]) -> int:
 
 
 class Fidelity:
-    """How far what was sampled is from the trainer's score of it."""
+    """Measure sampled logprobs against the trainer's score of the same tokens."""
 
     def __init__(self, model: str, reference: Reference, device: torch.device) -> None:
         self._trainer = TrainerScore(model, device)
@@ -202,9 +202,9 @@ class Fidelity:
             except Exception as error:  # noqa: BLE001 - one kernel that does not work must not cost the other figures
                 row[name] = row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
                 continue
-            figures[name] = summarise_gap(logprobs[name] - sampled)
+            figures[name] = summarize_gap(logprobs[name] - sampled)
             row[name] = render_gap(figures[name])
         if "trainer_bfloat16" in logprobs and "trainer_float32" in logprobs:
-            figures["precision"] = summarise_gap(logprobs["trainer_bfloat16"] - logprobs["trainer_float32"])
+            figures["precision"] = summarize_gap(logprobs["trainer_bfloat16"] - logprobs["trainer_float32"])
             row["precision"] = render_gap(figures["precision"])
         return {**row, "figures": figures}

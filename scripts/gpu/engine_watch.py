@@ -1,4 +1,4 @@
-"""A vLLM engine in this process -> when each of its steps ran, when each prompt came, and when its answer was there.
+"""Note when each step of a vLLM engine ran, when each prompt came, and when its answer was there.
 
 It watches whoever steps the engine: our thread, or `LLM.generate`. It changes nothing of what is sampled, and does not
 tell apart two prompts of one length that end alike; see `build_key`.
@@ -42,7 +42,7 @@ class Step:
 
 
 class EngineWatch:
-    """What both sides' `LLMEngine` did since `clear`."""
+    """Watch what both sides' `LLMEngine` does from `clear` on."""
 
     def __init__(self, llm_engine: Any) -> None:
         self._engine = llm_engine
@@ -213,5 +213,5 @@ def _find_cpu_ms(steps: Sequence[Step]) -> float:
 
 
 def build_key(prompt_ids: Sequence[int]) -> TokenIds:
-    """What no two prompts of a measurement share: the length, and the last ids, random words among them."""
+    """Build a key that no two prompts of a measurement share: the length, and the last ids, random words all."""
     return (len(prompt_ids), *prompt_ids[-64:])

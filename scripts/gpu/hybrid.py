@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Qwen3.5's published class, tiny and random -> it trains and generates in one process, and its gap at every step.
+"""Train and sample Qwen3.5's published class, tiny and random, in one process; print the gap of every step.
 
   bash scripts/gpu/run.sh hybrid --model .cache/models/SmolLM2-135M-Instruct     # takes its tokenizer and template
   bash scripts/gpu/run.sh hybrid --model MODEL --head-dim 256 --graphs none --runs full
@@ -162,7 +162,7 @@ def measure_gap(trainer: PolarGRPOTrainer) -> dict[str, float]:
 
 
 def is_saved(model: Any, folder: Path) -> bool:
-    """Whether the folder loads again as a multimodal model with the same weights."""
+    """Tell whether the folder loads again as a multimodal model with the same weights."""
     # not the Auto class: vLLM, once it has built an engine, lets that make configurations of vLLM's own
     saved = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     loaded = dict(saved.named_parameters())

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from report import Report
-from training_runs import GAP, build_launch, plot_arms, render_gap
+from training_runs import GAP, build_launch, render_gap
 
+from polar_trl.grpo.logs.summary import plot_rewards
 from polar_trl.run_folder import read_log
 
 ARMS: dict[str, dict[str, str]] = {
@@ -262,6 +263,17 @@ def build_runs(args: argparse.Namespace, done: Sequence[Mapping[str, Any]]) -> l
     return [run for run in runs if not any(run.who.items() <= row.items() for row in done)]
 
 
+def average_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Average the reward of each step over the seeds of an arm, up to the shortest run."""
+    curves: dict[str, list[list[float]]] = {}
+    for row in rows:
+        if row.get("log"):
+            label = str(row["arm"]) + (f", {row['processes']} ranks" if row["processes"] > 1 else "")
+            rewards = [line["reward"] for line in row["log"] if line.get("reward") is not None]
+            curves.setdefault(label, []).append(rewards)
+    return {label: [fmean(step) for step in zip(*runs, strict=False)] for label, runs in curves.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
@@ -292,7 +304,7 @@ def main() -> None:
     report.save()
     if any(row.get("log") for row in rows):
         title = f"{Path(args.config).stem}, {Path(args.model).name}, {report.content['machine']}"
-        plot_arms([row for row in rows if row.get("log")], args.out / f"{args.name}.png", title=title)
+        plot_rewards(average_seeds(rows), args.out / f"{args.name}.png", title=title)
     report.finish()
 
 

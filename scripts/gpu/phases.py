@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Steps of long sessions on a random model of real size -> where a step's time goes, on one GPU and on several.
+"""Measure where the time of a step of long sessions goes, on a random model of real size, on one GPU and on several.
 
   bash scripts/gpu/run.sh phases --tokenizer MODEL                        # Qwen3-4B's sizes, LoRA, 32 sessions a step
   bash scripts/gpu/run.sh phases --tokenizer MODEL --processes 1 2        # the same on two ranks: per GPU against one
   bash scripts/gpu/run.sh phases --tokenizer MODEL --model tiny --sessions 8 --calls 2 --steps 2      # a rehearsal
 
-The whole of a run but for the meaning of its tokens: PolarGRPOTrainer, agents that are processes (long_session.py:
-every session makes --calls calls of --sampled tokens, with as many words in between and a shared prompt before), sleep
-between rollouts and training, LoRA merged and pushed at every step. Rewards are drawn from the sampled ids. Push,
-sleep, wake and cache reset are then timed once more by themselves. It refuses to call a first step typical: times are
-those after it.
+The whole of a run but for the meaning of its tokens: PolarGRPOTrainer, agents that are processes (every session makes
+--calls calls of --sampled tokens, as many words in between and a shared prompt before), sleep between rollouts and
+training, LoRA merged and pushed at every step. Rewards are drawn from the sampled ids. Push, sleep, wake and cache
+reset are then timed once more by themselves. Times leave out the first step.
 """
 
 import argparse
@@ -47,6 +46,34 @@ COLUMNS = {
     "sampled_per_s": "sampled tokens/s per GPU, whole step",
     "peak_gb": "peak GB",
 }
+
+
+AGENT = """
+import http.client, json, os, random, sys
+from urllib.parse import urlsplit
+
+WORDS = "the of to and in is for on that with file line test code value".split()
+def words(count, seed):
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+calls, prompt, sampled = map(int, sys.argv[1:4])
+task = sys.argv[4]
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+messages = [{"role": "system", "content": words(prompt, "system")}, {"role": "user", "content": task}]
+connection = http.client.HTTPConnection(url.netloc, timeout=3600)
+for number in range(calls):
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": sampled}
+    connection.request("POST", url.path.rstrip("/") + "/chat/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    if response.status != 200:
+        sys.exit(f"call {number}: {response.status} {answer}")
+    messages.append({"role": "assistant", "content": answer["choices"][0]["message"].get("content") or ""})
+    messages.append({"role": "user", "content": words(sampled, f"{task}-{number}")})
+"""
+"""An agent whose sessions have a set length: so many calls, and as many words after each as it may sample."""
 
 
 def make_model(name: str, tokenizer_folder: str, folder: Path) -> None:
@@ -109,13 +136,12 @@ def train(args: argparse.Namespace) -> None:
         show_rollout_progress=False,
         disable_tqdm=True,
     )
-    script = Path(__file__).with_name("long_session.py")
-    command = f"python3 -I -S ~/long_session.py {args.calls} {args.prompt} {args.sampled} {args.sampled}"
+    command = f"python3 -I -S ~/long_session.py {args.calls} {args.prompt} {args.sampled}"
     trainer = PolarGRPOTrainer(
         model=str(args.folder / "model"),
         args=config,
         train_dataset=[Task(id=f"t{n}", instruction=f"task {n}", agent_timeout_s=1200.0) for n in range(64)],
-        harness=ShellHarness(command + " {instruction}", files={"long_session.py": script.read_text()}),
+        harness=ShellHarness(command + " {instruction}", files={"long_session.py": AGENT}),
         reward_funcs=reward,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"),
     )

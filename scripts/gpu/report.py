@@ -1,8 +1,8 @@
-"""What an experiment measured -> a JSON file that grows with each figure, and a table for docs/performance.md.
+"""Write what an experiment measured to a JSON file, row by row, and render it as a table for docs/performance.md.
 
   python scripts/gpu/report.py docs/results/*.json          prints the tables again
 
-It refuses to lose figures: the file is written after every row, so that a run that is cut short keeps what it had.
+The file is written after every row, so that a run that is cut short keeps what it had.
 """
 
 import json

@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def read_gb() -> float:
-    """What torch has allocated on the GPU; 0 on a CPU."""
+    """Return what torch has allocated on the GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second through proxy and engine over those of offline vllm.LLM.generate, at 8, 64 and 256 sessions.
+"""Measure tokens per second through proxy and engine, over those of offline vllm.LLM.generate.
 
   bash scripts/gpu/run.sh throughput --model 135m --tokenizer .cache/models/SmolLM2-135M-Instruct
   bash scripts/gpu/run.sh throughput --model 4b --concurrency 64 --calls 6 --scale 0.5
@@ -24,54 +24,37 @@ slots, to the end of the last but so many.
 calls, which arrive together and are encoded from scratch, stands beside it (p50). "Hit" is the
 share of prompt tokens that came from the prefix cache. A separate session of 40 calls, at a quarter of the lengths,
 gives both at one session at once. "Mixed" steps compute prompts too; what the collector took is that of the engine's
-thread only. The file has more of the kind: waits and page faults per step, requests in its batch. It refuses
-to compare answers of different lengths.
+thread only. The file has more of the kind: waits and page faults per step, requests in its batch.
 """
 
 import argparse
 import gc
-import json
 import resource
-import shutil
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from agent_clients import Clients, ClientSession
 from engine_watch import EngineWatch, Side, WatchedEngine, build_key, find_busy
-from model_sizes import QWEN3_06B, QWEN3_4B, SMOLLM2_135M, build_sizes
 from report import Report
 from session_lengths import TASK_TOKENS, SessionLengths, build_sessions
+from word_chain import MAX_MODEL_LEN, MODELS, chain_words, find_words, write_model
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import set_environment
 from polar_trl.engine.cuda_graphs import LLM_KWARGS, require_safe_graphs
 from polar_trl.engine.vllm import VllmEngine, build_sampling_params
-from polar_trl.errors import ConfigError
 from polar_trl.proxy import Proxy
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
 from polar_trl.types import Call
 
-LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
-MODELS: dict[str, dict[str, Any]] = {
-    "tiny": {"class": LLAMA, "sizes": build_sizes(2, 64, 128, 2, 1, 32), "calls": (4, 3, 3), "scale": 0.02},
-    "135m": {"class": LLAMA, "sizes": SMOLLM2_135M, "calls": (16, 14, 6), "scale": 1.0},
-    "0.6b": {"class": QWEN3, "sizes": QWEN3_06B, "calls": (12, 10, 3), "scale": 0.5},
-    "4b": {"class": QWEN3, "sizes": QWEN3_4B, "calls": (6, 6, 3), "scale": 0.4},
-}
-"""Sizes, with the vocabulary of the tokenizer that is given. `calls` a
-session begins on average at 8, 64 and 256 sessions and the factor of lengths: what an H100 does in half a minute."""
 CONCURRENCY = (8, 64, 256)
-MAX_MODEL_LEN = 32768
-NUM_WORDS = 4096
 DEFAULT_TOKENIZER = Path(".cache/models/SmolLM2-135M-Instruct")
 SESSION_SCALE = 0.25
 SESSIONS_PER_CLIENT = 64
@@ -103,7 +86,6 @@ COLUMNS = {
     "proxy_step_system_ms": "system's CPU ms per step, proxy",
     "offline_step_system_ms": "system's, offline",
     "threaded_step_ms": "step ms, offline in a thread",
-    "switch_interval_ms": "switch interval ms",
 }
 
 
@@ -281,77 +263,10 @@ def build_client_session(lengths: SessionLengths, number: int, api_key: str, sca
 
 
 def build_offline_params(num_tokens: int) -> Any:
-    """What the engine would ask for so many tokens."""
+    """Build what the engine would ask for so many tokens."""
     params = build_sampling_params(GenerationParams(max_tokens=num_tokens))
     params.ignore_eos = True
     return params
-
-
-# The model
-
-
-def write_model(folder: Path, name: str, tokenizer_folder: Path, vocab_size: int) -> None:
-    """A configuration of the model's sizes and the tokenizer's files. Weights are made by `load_weights`."""
-    kind = MODELS[name]["class"]
-    config = {
-        "architectures": [kind],
-        "model_type": "llama" if kind == LLAMA else "qwen3",
-        "vocab_size": vocab_size,
-        **MODELS[name]["sizes"],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        # so that the last layer can be other than the embedding
-        "tie_word_embeddings": False,
-        "dtype": "float32" if name == "tiny" else "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    for path in tokenizer_folder.iterdir():
-        if path.name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges", "added_tokens")):
-            shutil.copy(path, folder)
-
-
-def find_words(tokenizer: Any) -> dict[str, int]:
-    """Words that are one token in the midst of a text -> that token."""
-    words = {}
-    for token_id in range(len(tokenizer)):
-        text = tokenizer.decode([token_id])
-        word = text[1:]
-        if not (text[:1] == " " and len(word) > 2 and word.isascii() and word.isalpha()):
-            continue
-        if tokenizer.encode(text, add_special_tokens=False) == [token_id]:
-            words[word] = token_id
-        if len(words) == NUM_WORDS:
-            return words
-    raise ConfigError(f"--tokenizer: it has {len(words)} words of one token, and {NUM_WORDS} are needed")
-
-
-def chain_words(llm: Any, word_ids: Sequence[int], vocab_size: int, hidden: int) -> None:
-    """Weights with which each token is followed by one certain word.
-
-    The random layers are of no account beside the embedding E. With the last layer W[word i+1] = 8 E[word i] the
-    logit of the word after word i is 8 E[i]·E[i] / rms(E[i]), about 8 times the hidden size; others are far below.
-    Tokens that are no words have the embedding of one.
-    """
-    generator = torch.Generator().manual_seed(0)
-    embedding = torch.randn(vocab_size, hidden, generator=generator)
-    words = torch.tensor(word_ids)
-    others = torch.ones(vocab_size, dtype=torch.bool)
-    others[words] = False
-    other_ids = others.nonzero()[:, 0]
-    embedding[other_ids] = embedding[words[other_ids * 7919 % len(words)]]
-    last_layer = torch.zeros(vocab_size, hidden)
-    last_layer[words.roll(-1)] = 8 * embedding[words]
-    weights = {
-        "model.embed_tokens.weight": embedding,
-        "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": last_layer,
-    }
-    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
-    parameter = next(model.parameters())
-    with torch.no_grad():
-        model.load_weights([(name, weight.to(parameter)) for name, weight in weights.items()])
 
 
 def build_llm(folder: Path, options: argparse.Namespace) -> Any:
@@ -425,14 +340,12 @@ def run_rows(bench: "Bench", report: Report, options: argparse.Namespace) -> Non
     except Exception as error:  # noqa: BLE001 - reported, and the run ends with a failure
         report.fail(error, **model, sessions=1)
     sizes = zip(options.concurrency, options.calls, strict=True)
-    for (num_slots, calls_per_slot), interval_ms in product(sizes, options.switch_interval_ms):
-        setting = model | {"switch_interval_ms": interval_ms}
-        sys.setswitchinterval(interval_ms / 1000)
+    for num_slots, calls_per_slot in sizes:
         try:
             row = bench.measure(num_slots, calls_per_slot, options.scale, threaded=options.threaded)
-            report.add(**setting, **row)
+            report.add(**model, **row)
         except Exception as error:  # noqa: BLE001 - the same
-            report.fail(error, **setting, sessions=num_slots)
+            report.fail(error, **model, sessions=num_slots)
 
 
 def read_options() -> argparse.Namespace:
@@ -450,9 +363,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="factor of all lengths")
     parser.add_argument("--session-calls", type=int, default=40, help="calls of the session on its own (default 40)")
     parser.add_argument("--cuda-graphs", choices=LLM_KWARGS, default="default", help="as engine_cuda_graphs")
-    parser.add_argument(
-        "--switch-interval-ms", type=float, nargs="+", default=[5.0], help="a row for each (Python's 5)"
-    )
     parser.add_argument(
         "--threaded", action="store_true", help="run offline in a thread too: tells the thread's cost from the proxy's"
     )

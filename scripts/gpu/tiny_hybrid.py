@@ -1,4 +1,4 @@
-"""SmolLM2's tokenizer -> the folder of a tiny checkpoint of Qwen3.5's published class, with random weights.
+"""Build a tiny checkpoint of Qwen3.5's published class, with random weights and SmolLM2's tokenizer.
 
 All parts of the published checkpoints are there: gated delta nets and full attention with a gate, rotary positions in
 three dimensions, a vision tower, tied embeddings, and the files of a processor. It refuses to be a model of anything:

@@ -1,8 +1,8 @@
-"""What a training step of a real model's sizes costs at 16k, 32k and 64k tokens: tokens per second, MFU, memory.
+"""Measure a training step of a real model's sizes at 16k, 32k and 64k tokens: tokens per second, MFU, memory.
 
   bash scripts/gpu/run.sh train_cost                                          all cases, at most 330 s
   bash scripts/gpu/run.sh train_cost --cases qwen3.5-4b:lora:16384 --seconds 120
-  bash scripts/gpu/run.sh train_cost --no-profile --cases qwen3-4b:lora:16384:keep qwen3-4b:full:16384
+  bash scripts/gpu/run.sh train_cost --cases qwen3-4b:lora:16384:keep qwen3-4b:full:16384
   bash scripts/gpu/run.sh train_cost --tiny                                   a CPU: small sizes, short rows
 
 Weights are random, made on the device: in bfloat16 beside an adapter, in float32 (bfloat16 products) where all are
@@ -13,11 +13,11 @@ MFU is what `train_flops.Flops.model` counts, which leaves out what gradient che
 over the card's peak; "hardware %" has it in. `plan GB` is what `polar-trl plan` predicts for the same pass, beside the
 engine, what CUDA takes, and the low halves of masters, which a plain AdamW has not; `peak GB` is torch's own count.
 
-The first case is also profiled: what its GPU time goes to, by kernel. Where Liger's kernels are installed, 16k tokens
-of a 4B model with an adapter are trained with them too (TRL's `use_liger_kernel`). Sizes: Qwen3-0.6B and Qwen3-4B as
-published (arXiv:2505.09388, table 1, and their model cards); Qwen3.5-4B's text model as on its model card. What that
-does not say is the default of transformers' `Qwen3_5TextConfig`: head_dim 256, delta net heads of 128, full attention
-in one layer of four. That makes 4.02, 0.60 and 4.21 billion weights.
+Where Liger's kernels are installed, 16k tokens of a 4B model with an adapter are trained with them too (TRL's
+`use_liger_kernel`). Sizes: Qwen3-0.6B and Qwen3-4B as published (arXiv:2505.09388, table 1, and their model cards);
+Qwen3.5-4B's text model as on its model card. What that does not say is the default of transformers'
+`Qwen3_5TextConfig`: head_dim 256, delta net heads of 128, full attention in one layer of four. That makes 4.02, 0.60
+and 4.21 billion weights.
 """
 
 import argparse
@@ -44,7 +44,6 @@ import torch._dynamo
 from bench_train import PresetRows, read_peak, reset_peak
 from datasets import Dataset
 from fla_tuning import limit_tuning
-from kernel_shares import profile_step
 from model_sizes import QWEN3_06B, QWEN3_4B, QWEN35_4B, VOCABULARY, build_sizes
 from peft import LoraConfig
 from report import Report
@@ -233,7 +232,7 @@ def build_rows(num_tokens: int, vocab_size: int, *, scale: int) -> list[Row]:
     return rows
 
 
-def run_case(case: Case, args: argparse.Namespace, report: Report, *, with_profile: bool) -> dict[str, Any]:
+def run_case(case: Case, args: argparse.Namespace, report: Report) -> dict[str, Any]:
     """Measure one case."""
     with tempfile.TemporaryDirectory() as out:
         trainer = build_trainer(case, out, tiny=args.tiny)
@@ -264,7 +263,7 @@ def run_case(case: Case, args: argparse.Namespace, report: Report, *, with_profi
     policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     num_scored = sum(row.num_trainable for row in trainer.preset)
     flops = count_flops(policy, lengths, num_scored, checkpointing=case.checkpointing)
-    row = {
+    return {
         "tokens": sum(lengths),
         **describe_kernels(case, policy, device),
         "checkpointing": "yes" if case.checkpointing else "no",
@@ -278,9 +277,6 @@ def run_case(case: Case, args: argparse.Namespace, report: Report, *, with_profi
         "all_steps_s": [sum(times) for times in steps],
         "flops": {name: getattr(flops, name) for name in Flops.__slots__},
     }
-    if with_profile:
-        report.note(profile={"case": case.label, **profile_step(step, report.say)})
-    return row
 
 
 def compare_with_peak(flops: Flops, seconds: float) -> dict[str, float]:
@@ -325,7 +321,7 @@ def build_setup(case: Case, *, tiny: bool) -> Setup:
 
 
 def predict_bytes(setup: Setup) -> int:
-    """What `polar-trl plan` counts of torch's peak in the training phase, with a plain AdamW."""
+    """Predict torch's peak in the training phase as `polar-trl plan` does, with a plain AdamW."""
     return sum(count_kept(setup).values()) - count_low_halves(setup) + sum(count_training(setup).values())
 
 
@@ -353,14 +349,14 @@ def run(args: argparse.Namespace, report: Report, predict: Callable[[Case], Futu
     cases = list(list_cases(args))
     predicted = {case: predict(case) for case in cases}
     done: list[tuple[Case, dict[str, Any]]] = []
-    for number, case in enumerate(cases):
+    for case in cases:
         names = {"model": case.model, "tuning": case.tuning, "tokens": case.tokens}
         if time.monotonic() - started > args.seconds:
             report.add(**names, error=f"not run: {args.seconds} s were over")
             continue
         try:
             with own_module(case):
-                row = run_case(case, args, report, with_profile=args.profile and number == 0)
+                row = run_case(case, args, report)
             report.add(**(names | row))
             done.append((case, report.content["rows"][-1]))
         except Exception as error:  # noqa: BLE001 - the other cases go on
@@ -393,9 +389,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=330, help="no case is begun after so many")
     parser.add_argument("--plan_seconds", type=float, default=60, help="waited for predictions at the end")
     parser.add_argument("--repeat", type=int, default=3, help="steps after the first; the median counts")
-    parser.add_argument(
-        "--profile", action=argparse.BooleanOptionalAction, default=True, help="profile the first case"
-    )
     parser.add_argument("--tune", type=int, default=4, help="configurations tried per Triton kernel; 0: all")
     parser.add_argument("--tiny", action="store_true", help="small sizes and short rows, for a CPU")
     args = parser.parse_args()

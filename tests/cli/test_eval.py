@@ -1,11 +1,9 @@
-"""`polar-trl eval` as a process: vLLM's CPU build, a real model, an agent of its own; kills, adapters, two engines."""
+"""Test `polar-trl eval` as a process: vLLM's CPU build, a real model, an agent; kills, adapters, two engines."""
 
 import dataclasses
 import json
-import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +23,7 @@ from polar_trl.cli import _build_parser, main
 from polar_trl.errors import ConfigError
 from polar_trl.eval.arguments import EvalArguments
 from polar_trl.eval.evaluate import summarize_results
-from polar_trl.eval.sample_tasks import read_results
+from polar_trl.eval.sample_tasks import SampleResult, read_results
 from polar_trl.eval.setup import parse_eval
 from polar_trl.eval.workers import find_devices
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -65,15 +63,29 @@ def wait_for_results(process: "subprocess.Popen[bytes]", out: Path, count: int, 
         time.sleep(0.05)
 
 
-def test_from_the_first_session_over_two_kills_to_the_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, log = tmp_path / "out", tmp_path / "log"
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """An evaluation that was killed, then interrupted, then run to its end."""
+
+    out: Path
+    keys: list[str]
+    killed: list[SampleResult]
+    """Results that were there after the kill, and after the interrupt."""
+    stopped: list[SampleResult]
+    exit_status: int
+    stop_log: str
+    summary: dict[str, Any]
+    end_log: str
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    """The first command of docs/eval.md, three times."""
+    folder = tmp_path_factory.mktemp("eval")
+    out, log = folder / "out", folder / "log"
     documented = find_commands(DOCS, "polar-trl eval")[0]
-    assert documented[:2] == ["--config", "configs/quickstart.yaml"] and documented[-2:] == [
-        "--output_dir",
-        "runs/eval",
-    ]
+    assert documented[:2] == ["--config", "configs/quickstart.yaml"]
+    assert documented[-2:] == ["--output_dir", "runs/eval"]
     keys = documented[2:-2]
     process = start(out, *keys, log=log)
     wait_for_results(process, out, 2, log)
@@ -84,38 +96,49 @@ def test_from_the_first_session_over_two_kills_to_the_summary(
     process = start(out, *keys, log=log)
     wait_for_results(process, out, len(killed) + 2, log)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    stopped = read_results(out)
-    assert stopped[: len(killed)] == killed and len(stopped) < 12
-    said = log.read_text()
-    assert f"{len(killed)} graded sessions and 0 without a reward are there already" in said
-    assert said.splitlines()[-1] == "polar-trl: stopped; the same command goes on with what is left"
+    exit_status = process.wait(timeout=60)
+    stopped, stop_log = read_results(out), log.read_text()
+    summary, end_log = run(out, *keys)
+    return Resumed(out, keys, killed, stopped, exit_status, stop_log, summary, end_log)
 
-    summary, said = run(out, *keys)
-    results = read_results(out)
-    assert results[: len(stopped)] == stopped
-    assert f"{12 - len(stopped)} sessions are left to run on the CPU" in said
-    # no session was run twice, and each has a reward
+
+def test_a_kill_and_an_interrupt_keep_the_results_so_far(resumed: Resumed) -> None:
+    killed, stopped = resumed.killed, resumed.stopped
+    assert resumed.exit_status == 130
+    assert stopped[: len(killed)] == killed and len(stopped) < 12
+    assert f"{len(killed)} graded sessions and 0 without a reward are there already" in resumed.stop_log
+    last = resumed.stop_log.splitlines()[-1]
+    assert last == "polar-trl: stopped; the same command goes on with what is left"
+    assert f"{12 - len(stopped)} sessions are left to run on the CPU" in resumed.end_log
+    assert read_results(resumed.out)[: len(stopped)] == stopped
+
+
+def test_no_session_is_run_twice_and_each_has_a_reward(resumed: Resumed) -> None:
+    results = read_results(resumed.out)
     assert set(Counter((result.task, result.sample) for result in results).values()) == {1} and len(results) == 12
-    assert summary["sessions"] == {
-        "wanted": 12, "graded": 12, "passed": sum(r.reward == 1.0 for r in results), "failed": 0, "missing": 0,
-    }  # fmt: skip
-    assert json.loads((out / "summary.json").read_text()) == summary
-    assert set(summary["by"]) == {result.task.rsplit("-", 2)[0] for result in results}
-    mean = sum(result.reward or 0.0 for result in results) / 12
-    assert summary["pass_at"]["1"]["rate"] == pytest.approx(sum(r.reward == 1.0 for r in results) / 12)
-    assert summary["mean_reward"] == pytest.approx(mean)
-    assert summary["pass_at"]["2"]["rate"] >= summary["pass_at"]["1"]["rate"]
     for result in results:
         assert 1 <= result.calls <= 2 and 1 <= result.sampled_tokens <= 64
-    # every session that ended is a whole record; those of the two kills have no end
-    ended = {result.record for result in results}
-    on_disk = {str(path.relative_to(out)) for path in out.rglob("sessions/*/*.jsonl")}
-    assert ended < on_disk
+    # every session that ended is a whole record; those that were stopped have no end
+    on_disk = {str(path.relative_to(resumed.out)) for path in resumed.out.rglob("sessions/*/*.jsonl")}
+    assert {result.record for result in results} < on_disk
 
-    # all is done: no engine is started, and another setting is refused
+
+def test_the_summary_is_that_of_the_results(resumed: Resumed) -> None:
+    results, summary = read_results(resumed.out), resumed.summary
+    num_passed = sum(result.reward == 1.0 for result in results)
+    assert summary["sessions"] == {"wanted": 12, "graded": 12, "passed": num_passed, "failed": 0, "missing": 0}
+    assert json.loads((resumed.out / "summary.json").read_text()) == summary
+    assert set(summary["by"]) == {result.task.rsplit("-", 2)[0] for result in results}
+    assert summary["pass_at"]["1"]["rate"] == pytest.approx(num_passed / 12)
+    assert summary["pass_at"]["2"]["rate"] >= summary["pass_at"]["1"]["rate"]
+    assert summary["mean_reward"] == pytest.approx(sum(result.reward or 0.0 for result in results) / 12)
+
+
+def test_where_all_is_done_no_engine_is_started_and_another_setting_is_refused(
+    resumed: Resumed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
-    arguments = ["eval", *QUICKSTART, "--output_dir", str(out), *keys]
+    arguments = ["eval", *QUICKSTART, "--output_dir", str(resumed.out), *resumed.keys]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "12, 12 graded" in printed and "pass@1 in % (95 % interval)" in printed and "copy_command" in printed
@@ -272,71 +295,6 @@ def test_one_sentence(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("polar-trl: ") and message in last
     assert not (tmp_path / "out").exists()
-
-
-def test_folders_that_hold_no_whole_model(tmp_path: Path, tiny_model: Path) -> None:
-    def link(name: str, *left_out: str) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        for path in tiny_model.iterdir():
-            if path.name not in left_out:
-                os.link(path, folder / path.name)
-        return folder
-
-    whole = link("whole")
-    assert find_model(str(whole)).identity.startswith("whole ")
-    assert find_model(str(whole)).identity.split()[1] == find_model(str(tiny_model)).identity.split()[1]
-    other = link("other")
-    (other / "chat_template.jinja").unlink(missing_ok=True)
-    (other / "chat_template.jinja").write_text("{{ messages }}")
-    assert find_model(str(other)).identity.split()[1] != find_model(str(whole)).identity.split()[1]
-    with pytest.raises(ConfigError, match="lacks weights"):
-        find_model(str(link("weightless", "model.safetensors")))
-    with pytest.raises(ConfigError, match="has no tokenizer"):
-        find_model(str(link("wordless", "tokenizer.json", "tokenizer_config.json")))
-    (whole / "polar_state.json.part").touch()
-    with pytest.raises(ConfigError, match="was not written to its end"):
-        find_model(str(whole))
-    (whole / "polar_state.json.part").unlink()
-    (whole / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00002-of-00002.safetensors"}}')
-    with pytest.raises(ConfigError, match="lacks model-00002-of-00002"):
-        find_model(str(whole))
-    cut = link("cut", "model.safetensors")
-    (cut / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes()[:100_000])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not whole"):
-        find_model(str(cut))
-    shards = link("shards")
-    (shards / "part-1.safetensors").write_bytes(b"\0" * 20)
-    (shards / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part-1.safetensors"}}')
-    with pytest.raises(ConfigError, match=r"part-1\.safetensors is not whole"):
-        find_model(str(shards))
-    (shards / "model.safetensors.index.json").write_text('{"weight_map": ')
-    with pytest.raises(ConfigError, match="is no index of weights"):
-        find_model(str(shards))
-    archive = link("archive", "model.safetensors")
-    for content in (b"", b"PK\3\4 and no end"):
-        (archive / "pytorch_model.bin").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not whole"):
-            find_model(str(archive))
-    (tmp_path / "run" / "checkpoint-20").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"is a run's folder without a final model; name .*checkpoint-20"):
-        find_model(str(tmp_path / "run"))
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="names no base_model_name_or_path"):
-        find_model(str(adapter))
-    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
-    with pytest.raises(ConfigError, match=r"is an adapter without adapter_model\.safetensors"):
-        find_model(str(adapter))
-    (adapter / "adapter_model.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is not whole"):
-        find_model(str(adapter))
-    shutil.copy(tiny_model / "model.safetensors", adapter / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="is an adapter of '/no/base', and that is not to be had"):
-        find_model(str(adapter))
-    with pytest.raises(ConfigError, match="model_name_or_path is needed"):
-        find_model(None)
 
 
 def test_which_tasks_and_how_sampled(tmp_path: Path) -> None:

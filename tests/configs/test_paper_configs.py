@@ -1,4 +1,4 @@
-"""The paper's run files, the same files, end to end in miniature: real agents in containers, real bugs, one step each.
+"""Run the paper's run files end to end in miniature: real agents in containers, real bugs, one step each.
 
 What is laid over them is in configs/miniature.txt; the model is Qwen3.5's published class, tiny and random.
 """
@@ -41,13 +41,13 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_overrides() -> list[str]:
-    """As `$(grep -v '^#' configs/miniature.txt)`."""
+    """Read what `$(grep -v '^#' configs/miniature.txt)` gives."""
     lines = (ROOT / "configs" / "miniature.txt").read_text().splitlines()
     return [word for line in lines if not line.startswith("#") for word in line.split()]
 
 
 def launch(config: str, model: Path, tasks: Path, out: Path, *more: str) -> dict[str, Any]:
-    """The line of the run's one step."""
+    """Run one step; return its line of log.jsonl."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "scripts/train.py"),
@@ -74,7 +74,7 @@ def test_one_step_in_miniature(
     agent: str, kind: str, model: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    step = launch(f"qwen3.5-4b_{agent}_skyrl293_{kind}", model, tasks, out)
+    step = launch(f"qwen3.5-4b_skyrl293_{kind}", model, tasks, out, "--agent", agent)
 
     assert step["step"] == 1
     assert step["rewards/grader/mean"] == 0.0, "noise cannot have fixed it"
@@ -108,7 +108,7 @@ def test_one_step_in_miniature(
 
 
 def test_fsdp2_shards_the_published_class_and_engines_get_its_weights(model: Path, tmp_path: Path) -> None:
-    """What eight GPUs do with configs/accelerate/fsdp2.yaml, on two CPU processes and an easier agent."""
+    """Do what eight GPUs do with configs/accelerate/fsdp2.yaml, on two CPU processes and an easier agent."""
     for result in launch_ranks("fsdp2", tmp_path, "agents", str(model)):
         assert result["distributed_type"] == "FSDP"
         assert result["policy_version"] == 2
@@ -121,5 +121,5 @@ def test_the_overrides_are_those_that_the_docs_show() -> None:
     (command,) = re.findall(r"^accelerate launch scripts/train\.py (?:.*\\\n)*.*miniature\.txt\)$", docs, re.MULTILINE)
     shown = shlex.split(re.sub(r"\$\(.*\)", "OVERRIDES", command.replace("\\\n", " ")))
     assert shown[-1] == "OVERRIDES"
-    assert shown[3:5] == ["--config", "configs/qwen3.5-4b_codex_skyrl293_8xh100.yaml"]
-    assert shown[5:-1:2] == ["--model_name_or_path", "--tasks", "--output_dir"]
+    assert shown[3:7] == ["--config", "configs/qwen3.5-4b_skyrl293_8xh100.yaml", "--agent", "codex"]
+    assert shown[7:-1:2] == ["--model_name_or_path", "--tasks", "--output_dir"]

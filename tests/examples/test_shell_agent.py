@@ -1,4 +1,4 @@
-"""The quickstart's agent, as a process of its own, against the real proxy with scripted replies."""
+"""Test the quickstart's agent, as a process of its own, against the real proxy with scripted replies."""
 
 import runpy
 import subprocess

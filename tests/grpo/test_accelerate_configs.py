@@ -1,4 +1,4 @@
-"""The files of configs/accelerate: two CPU processes train the same numbers under each, and engines get the weights.
+"""Test the files of configs/accelerate: two CPU processes train the same numbers under each, engines get the weights.
 
 Each file is used as it is but for the number of processes and the precision.
 """
@@ -24,6 +24,7 @@ def ddp(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     first, second = launch_ranks("ddp_8gpu", tmp_path_factory.mktemp("ddp"), "rows", str(model))
     assert torch.equal(first["weights"], second["weights"])
     assert first["kept"] == len(first["weights"])
+    check_faulty_steps(first)
     return first
 
 
@@ -39,14 +40,27 @@ def test_sharded_training_gives_the_numbers_of_ddp(
     assert first["distributed_type"] == second["distributed_type"] == kind
     # ZeRO-3 keeps a parameter's share elsewhere: only what is too small to be cut is left in the model
     assert first["kept"] <= share * len(ddp["weights"]) and second["kept"] <= share * len(ddp["weights"])
-    assert first["passes"] == ddp["passes"] == [2, 2]  # accumulated over more than one backward pass
-    assert len(first["losses"]) == 2
-    assert first["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
-    assert first["norms"] == pytest.approx(ddp["norms"], rel=1e-5)
+    assert first["passes"] == ddp["passes"] and ddp["passes"][0] == 2  # accumulated over several backward passes
+    assert len(first["losses"]) == 4
+    assert first["losses"] == pytest.approx(ddp["losses"], rel=1e-5, nan_ok=True)
+    for step in (0, 3):  # of the other two, one backend says infinite and another one NaN
+        assert first["norms"][step] == pytest.approx(ddp["norms"][step], rel=1e-5)
     assert torch.equal(first["weights"], second["weights"])
     moved = (ddp["weights"] - first["before"]).norm()
     assert moved > 0.1
     assert (first["weights"] - ddp["weights"]).norm() < 1e-4 * moved
+    for rank in (first, second):
+        check_faulty_steps(rank)
+
+
+def check_faulty_steps(rank: dict[str, Any]) -> None:
+    """Neither a loss that is not finite, in the second step, nor no rows, in the third, move a shard or the rate."""
+    made, faulty, empty, last = rank["weights_of_steps"]
+    assert torch.isfinite(last).all() and not torch.equal(made, rank["before"])
+    assert torch.equal(faulty, made) and torch.equal(empty, made)
+    assert not torch.equal(last, made)
+    assert rank["skipped"] == [0, 1, 0, 0]
+    assert len(set(rank["rates"])) == 2
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero2", "deepspeed_zero3"])
@@ -60,17 +74,6 @@ def test_deepspeeds_own_masters_are_dithered(model: Path, tmp_path: Path, name: 
         moved = (after - before).abs().sum()
         assert 0.9 < (result["weights"].float() - published).abs().sum() / moved < 1.1
     assert torch.equal(first["weights"], second["weights"])
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
-def test_neither_a_loss_that_is_not_finite_nor_no_rows_move_a_shard(model: Path, tmp_path: Path, name: str) -> None:
-    for rank in launch_ranks(name, tmp_path, "faults", str(model)):
-        made, faulty, empty, last = rank["weights_of_steps"]
-        assert torch.isfinite(last).all() and not torch.equal(made, rank["before"])
-        assert torch.equal(faulty, made) and torch.equal(empty, made)
-        assert not torch.equal(last, made)
-        assert rank["skipped"] == [0, 1, 0, 0]
-        assert len(set(rank["rates"])) == 2  # neither moves the learning rate
 
 
 @pytest.mark.parametrize("adapter", ["whole", "lora"])

@@ -219,8 +219,10 @@ def check_steps(result: dict[str, Any]) -> None:
     assert all(changed < 1e-6 for changed in result["others"].values())
 
 
-def test_two_steps_of_all_weights(checkpoint: Path, tmp_path: Path) -> None:
-    run_worker("hybrid_worker.py", str(checkpoint), str(tmp_path), "full")
+def test_two_steps_of_all_weights_on_two_ranks_without_a_search_for_unused_weights(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    run_worker("hybrid_worker.py", str(checkpoint), str(tmp_path), "full", processes=2)
     result = read_result(tmp_path)
     check_steps(result)
     assert not [name for name in result["trainable"] if "visual" in name]
@@ -242,8 +244,3 @@ def test_two_steps_of_an_adapter_with_evaluation(checkpoint: Path, tmp_path: Pat
     assert any("q_proj" in name for name in result["trainable"])
     assert result["gap_merged"] < 0.05
     assert result["gap_first_weights"] > 3 * result["gap_merged"]
-
-
-def test_two_processes_without_a_search_for_unused_weights(checkpoint: Path, tmp_path: Path) -> None:
-    run_worker("hybrid_worker.py", str(checkpoint), str(tmp_path), "full", processes=2)
-    check_steps(read_result(tmp_path))

@@ -202,3 +202,10 @@ def test_only_the_warning_of_a_missing_reward_is_left_out(caplog: pytest.LogCapt
     assert [record.getMessage() for record in caplog.records] == ["[RANK 0] another warning"]
     Stock([reward])._calculate_rewards([{"rollouts": failed}], ["x"], ["y"], [[]])  # TRL's own trainer still says it
     assert "All reward functions returned None" in caplog.records[-1].getMessage()
+
+
+def test_a_reward_function_does_not_stand_in_for_a_failure() -> None:
+    """Law 4, with a reward function that has a number for every rollout."""
+    failed = replace(PASSED, reward=None, error="the grader broke")
+    _, rewards_RF = compute(None, [lambda rollouts, **_: [0.5] * len(rollouts)], failed, PASSED)
+    assert torch.isnan(rewards_RF[0]).all() and rewards_RF[1].tolist() == [0.5]

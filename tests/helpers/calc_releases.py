@@ -1,4 +1,4 @@
-"""A made-up package of two releases, in archives like those of PyPI, and the task that their difference makes.
+"""Build a package of two releases, in archives like those of PyPI, and the task that their difference makes.
 
 The archives lie in the cache that $POLAR_TRL_CACHE names, so nothing is downloaded. A test sets that variable first.
 """
@@ -125,7 +125,7 @@ def pretend_installed(requirements: Path, part: Part = "environments") -> None:
 
 
 def check_here(folder: Path, scratch: Path) -> Checked:
-    """What a run's graders say about a task folder, in sandboxes of this machine."""
+    """Return what a run's graders say about a task folder, in sandboxes of this machine."""
     pretend_installed(folder / "environment" / "requirements.txt")
     (task,) = provide_python(load_harbor(folder))
     checker = TaskChecker(LocalSandboxBackend(scratch / "sessions"), kind="local", gold_runs=1)

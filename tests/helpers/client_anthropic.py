@@ -1,4 +1,4 @@
-"""A Messages client, as agents write them."""
+"""Talk Messages as the clients of agents do."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the clients of all formats are to the tests, and what they share. Shares no code with the package's readers."""
+"""Define the face that the clients of all formats show to the tests. No code is shared with the package's readers."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ SIGNATURE = "c2lnbmVk"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What a client read from a reply."""
+    """A reply as a client read it."""
 
     text: str
     reasoning: str

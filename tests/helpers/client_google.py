@@ -1,4 +1,4 @@
-"""A generateContent client, as agents write them."""
+"""Talk generateContent as the clients of agents do."""
 
 import json
 from collections.abc import Sequence

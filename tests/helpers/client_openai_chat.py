@@ -1,4 +1,4 @@
-"""A Chat Completions client, as agents write them."""
+"""Talk Chat Completions as the clients of agents do."""
 
 import json
 from collections.abc import Sequence

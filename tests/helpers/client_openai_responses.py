@@ -1,4 +1,4 @@
-"""A Responses client, as agents write them."""
+"""Talk Responses as the clients of agents do."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A folder as `sample_tasks` leaves it, with sessions that a real proxy recorded from a scripted model."""
+"""Make a folder as `sample_tasks` leaves it, with sessions that a real proxy recorded from a scripted model."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Random conversations in normal form, and what a policy and an agent then add to them, for the tests of all dialects.
+"""Draw conversations in normal form, and what a policy and an agent then add to them, for the tests of all dialects.
 
 Draws what the agents' wires were seen to carry and what could break a format: empty texts, odd unicode, arguments
 that are no JSON. Draws no lone surrogates: bodies cannot hold them (see the fuzz tests).
@@ -167,7 +167,7 @@ def _tool_call(draw: st.DrawFn, declared: tuple[Tool, ...], in_history: bool) ->
 
 @st.composite
 def replies(draw: st.DrawFn, declared: tuple[Tool, ...], in_history: bool = False) -> Message:
-    """What a policy may say: reasoning, text, up to three tool calls (without ids), or nothing."""
+    """Draw what a policy may say: reasoning, text, up to three tool calls (without ids), or nothing."""
     return Message(
         role="assistant",
         text=draw(texts),
@@ -178,7 +178,7 @@ def replies(draw: st.DrawFn, declared: tuple[Tool, ...], in_history: bool = Fals
 
 @st.composite
 def others(draw: st.DrawFn, with_images: bool, min_size: int = 0) -> list[Message]:
-    """What follows a reply and is no tool result."""
+    """Draw what follows a reply and is no tool result."""
     roles = draw(st.lists(st.sampled_from(["user", "user", "system", "developer"]), min_size=min_size, max_size=2))
     return [
         Message(role=role, text=draw(texts), images=draw(images) if with_images and role == "user" else ())
@@ -242,7 +242,7 @@ def requests(draw: st.DrawFn, kinds: tuple[ToolKind, ...] = ("function",), with_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Style:
-    """What clients of one format do differently from each other, and no reader may mind."""
+    """Draw what clients of one format do differently from each other, and no reader may mind."""
 
     block_lists: bool
     """Texts as lists of one or two blocks, not as strings, where both are allowed."""

@@ -1,19 +1,20 @@
-"""A folder in which the commands of the docs run as they are written: what they name is there, small.
+"""Make a folder in which the commands of the docs run as they are written: what they name is there, small.
 
 The checkout's folders are links. Models of the hub are folders of the same names (`Qwen/Qwen3-4B` is a path, too),
-without weights. It refuses to install anything: the environment of the tests is the `.venv` that scripts make.
+without weights. Nothing is installed: the environment of the tests is the `.venv` that scripts make.
 """
 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from calc_releases import PYTHON, build, make_row
-from doc_pages import ROOT
+from doc_commands import FIRST
 from environments import IMAGE, install_pytest
 from tiny_paper_model import build_tiny_paper_model
 from transformers import AutoTokenizer, PreTrainedConfig, Qwen3_5Config, Qwen3Config
@@ -21,32 +22,28 @@ from transformers import AutoTokenizer, PreTrainedConfig, Qwen3_5Config, Qwen3Co
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.tasks.build.folders import Tools
 
+ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("configs", "constraints", "examples", "polar_trl", "scripts", "tests", "docs", ".cache", "pyproject.toml")
-FIRST = "runs/first"
 PLACEHOLDERS = {
     r"\bIMAGE\b": IMAGE,
     r"\bpython:3\.11\b": IMAGE,
     r"\bRUN/sessions/\.\.\./ID\.jsonl": f"{FIRST}/sessions/*/train_00000/train-00000-g000-r000.jsonl",
     r"\bRUN\b": FIRST,
 }
-"""What commands name that is the reader's own, or has to be downloaded -> what is here."""
-ONE_STEP = (
-    "--max_steps 1 --gradient_accumulation_steps 2 --per_device_train_batch_size 4 --num_generations 4 "
-    "--drop_zero_variance false --entropy_coef 0.01"
-)
-"""Overrides that make a step of the quickstart small, and one with a gradient whatever is sampled."""
+"""What commands name that is the reader's own, or has to be downloaded, and what is here instead."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where commands run."""
+    """The folder and the environment in which commands run."""
 
     folder: Path
     env: dict[str, str]
-    said: dict[str, str]
-    """Command -> what it printed, of those that were run for all tests."""
 
     def run(self, command: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command of the docs, placeholders filled in."""
+        for pattern, value in PLACEHOLDERS.items():
+            command = re.sub(pattern, value, command)
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.folder,
@@ -58,7 +55,7 @@ class Workspace:
 
 
 def build_workspace(folder: Path, smollm2: Path) -> Workspace:
-    """Fill an empty folder. The run `runs/first` is made by the first command of the README."""
+    """Fill an empty folder. The run `FIRST` is made by the first command of the README."""
     for name in LINKS:
         (folder / name).symlink_to(ROOT / name)
     _build_environment(folder)
@@ -74,7 +71,7 @@ def build_workspace(folder: Path, smollm2: Path) -> Workspace:
     _build_agent(folder)
     run = (ROOT / "configs" / "quickstart.yaml").read_text().splitlines(keepends=True)
     (folder / "my_run.yaml").write_text("".join(line for line in run if not line.startswith("grader:")))
-    return Workspace(folder, env, {})
+    return Workspace(folder, env)
 
 
 def _build_environment(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A trainer with a bubblewrap and a container sandbox in which commands run, to be killed. Started by `test_faults`.
+"""Run commands in a bubblewrap and a container sandbox, as a trainer that is to be killed. Started by `test_faults`.
 
 Arguments: where sandboxes are kept, and a token for their environment. Prints its owner tag, then "running".
 """

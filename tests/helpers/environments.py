@@ -1,4 +1,4 @@
-"""What containers of the tests are made from."""
+"""Name the image of the tests' containers, and install pytest where they look for it."""
 
 import importlib.util
 import shutil

@@ -1,6 +1,6 @@
-"""Sessions that something happens to, a container engine that can be stopped, and a look at what is left afterwards.
+"""Run sessions that something happens to, stop container engines, and count what is left afterwards.
 
-It refuses to look away: `Leftovers` counts containers, folders, mounts, disks, control groups and processes.
+`Leftovers` counts containers, folders, mounts, disks, control groups and processes.
 """
 
 import os
@@ -226,7 +226,7 @@ class Tap:
 
 
 class Leftovers:
-    """What there is of the sandboxes of one test and one process.
+    """Leftovers of the sandboxes of one test and one process.
 
     Args:
         root: Where they keep their folders.

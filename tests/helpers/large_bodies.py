@@ -1,4 +1,4 @@
-"""Large bodies in the shapes that could make a reader slow, for every dialect. Used by the fuzz tests and by
+"""Build large bodies in the shapes that could make a reader slow, for every dialect. Used by the fuzz tests and by
 scripts/bench/bench_parse.py."""
 
 import json

@@ -16,7 +16,7 @@ ACCELERATE = ROOT / "configs" / "accelerate"
 
 
 def build_launcher(processes: int) -> list[str]:
-    """What starts a script: Python, or `accelerate launch` where it is several processes."""
+    """Build what starts a script: Python, or `accelerate launch` where it is several processes."""
     if processes == 1:
         return [sys.executable]
     return [
@@ -39,7 +39,7 @@ def run_worker(script: str, *arguments: str, processes: int = 1) -> None:
 
 
 def launch_ranks(name: str, out: Path, *arguments: str, precision: str = "no") -> list[dict[str, Any]]:
-    """What each of two ranks wrote."""
+    """Run `accelerate_worker.py` as two ranks; return what each wrote."""
     out.mkdir(parents=True, exist_ok=True)
     settings = yaml.safe_load((ACCELERATE / f"{name}.yaml").read_text())
     settings |= {"num_processes": 2, "mixed_precision": precision}

@@ -1,4 +1,4 @@
-"""Small OpenAI-compatible servers for tests, on a real socket."""
+"""Serve small OpenAI-compatible apps on a real socket."""
 
 import socket
 import threading

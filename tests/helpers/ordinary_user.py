@@ -1,4 +1,4 @@
-"""What an ordinary user sees of a sandbox, as JSON on standard output; run by `test_unprivileged`.
+"""Print what an ordinary user sees of a sandbox, as JSON; run by `test_unprivileged`.
 
 Arguments: bwrap, docker, doomed, or node and an image.
 """

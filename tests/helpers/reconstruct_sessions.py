@@ -1,4 +1,4 @@
-"""Recorded sessions for the tests: by hand, or at random with few distinct ids so that prefixes collide."""
+"""Build recorded sessions for the tests: by hand, or at random with few distinct ids so that prefixes collide."""
 
 from collections.abc import Sequence
 

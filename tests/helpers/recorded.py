@@ -1,4 +1,4 @@
-"""Runs for the tests of the inspector: sessions, written by the log that a run writes them with, and rows."""
+"""Write runs for the tests of the inspector: sessions, by the log that a run writes them with, and rows."""
 
 import json
 import random
@@ -75,7 +75,7 @@ def write_rows(run: Path, step: int, lines: Sequence[dict[str, Any]], mode: str 
 
 
 def name_record(name: str, batch: str = "train_00000") -> str:
-    """What rows call a session's record."""
+    """Return what rows call a session's record."""
     return f"sessions/{ATTEMPT}/{batch}/{name}.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""Calls, rollouts and logs to write records of."""
+"""Build calls, rollouts and logs to write records of."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A registry of container images on this machine's loopback, served by the test itself: one small layer per image.
+"""Serve a registry of container images on this machine's loopback: one small layer per image.
 
 It can fail, wait and hang. It knows no uploads, no logins and no other image than those it was told of.
 """

@@ -1,4 +1,4 @@
-"""The providers' own Python clients, each behind one small face: ask, answer tools, count, list, break off.
+"""Put the providers' own Python clients behind one small face: ask, answer tools, count, list, break off.
 
 What they accept and how they put a stream together is the measure of a dialect; nothing here reads an event.
 """
@@ -25,7 +25,7 @@ SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the client made of a reply."""
+    """A reply as the client read it."""
 
     text: str
     reasoning: str

@@ -1,4 +1,4 @@
-"""A proxy on a real socket for tests, and the engines and clients around it."""
+"""Serve a proxy on a real socket for tests, with the engines and clients around it."""
 
 import asyncio
 import threading

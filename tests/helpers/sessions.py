@@ -1,4 +1,4 @@
-"""Sessions of real agents with a scripted model, whose settings a test changes and whose requests it hears."""
+"""Run sessions of real agents with a scripted model, whose settings a test changes and whose requests it hears."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""A tiny repository that pretends to be one that swebench knows, and its row: for the tests of its grader."""
+"""Build a tiny repository that pretends to be one that swebench knows, and its row: for the tests of its grader."""
 
 import os
 import subprocess

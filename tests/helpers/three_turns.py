@@ -1,4 +1,4 @@
-"""The scripted session of three turns that every known agent is put through."""
+"""Put a known agent through the scripted session of three turns."""
 
 from itertools import pairwise
 

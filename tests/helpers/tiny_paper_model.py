@@ -1,4 +1,4 @@
-"""A folder with a tiny checkpoint of Qwen3.5's published class, of whose noise agents can make something.
+"""Build a tiny checkpoint of Qwen3.5's published class, of whose noise agents can make something.
 
 All parts of the published checkpoints (`scripts/gpu/tiny_hybrid.py`: gated delta nets, a vision tower, a processor),
 with the tokenizer, the template and the leaning towards markup of `tiny_qwen`. It refuses to tie the LM head to the

@@ -1,4 +1,4 @@
-"""Folders with a tiny Qwen3.5 and a tiny Qwen3 of random weights: SmolLM2's vocabulary, Qwen's markup and templates.
+"""Build a tiny Qwen3.5 and a tiny Qwen3 of random weights: SmolLM2's vocabulary, Qwen's markup and templates.
 
 Its text is noise. It leans towards the tokens of markup only, so that reasoning, turns and tool calls end now and then
 as a model's do: agents then get answers, cut answers and tool calls that no tool understands. It never names a tool.

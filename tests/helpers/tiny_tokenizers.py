@@ -1,4 +1,4 @@
-"""Small byte-level tokenizers with chat templates of our own, trained in a moment; no files and no network."""
+"""Train small byte-level tokenizers with chat templates of our own; no files and no network."""
 
 import importlib.util
 from functools import cache

@@ -1,4 +1,4 @@
-"""What scripts/quickstart.sh makes of its arguments; nothing is installed, and no training runs."""
+"""Test how scripts/quickstart.sh reads its arguments; nothing is installed, and no training runs."""
 
 import os
 import re

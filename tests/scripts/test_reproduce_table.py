@@ -1,4 +1,4 @@
-"""scripts/reproduce_table.py: two cells for real in miniature, and the whole table from recorded results."""
+"""Test scripts/reproduce_table.py: two cells for real in miniature, the whole table from recorded results."""
 
 import json
 import re
@@ -96,8 +96,6 @@ def test_the_table_and_the_matrix_from_recorded_results(tmp_path: Path, script: 
     assert report["gains"]["trained-pi__codex"]["rate"] == pytest.approx(-1 / 9)
     assert report["gains"]["trained-pi__pi"]["tasks"] == 9
     lines = list(script.render_report(report))
-    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
-    assert [cell.strip() for cell in rows["codex"].split("|")][1:5] != []
     table = lines[: lines.index("## Trained inside one agent, evaluated inside another")]
     for agent, (base, trained, gain) in {
         "codex": ("3.8", "26.4", "+22.6"),
@@ -152,37 +150,6 @@ def test_what_is_compared_with_what(tmp_path: Path, script: ModuleType) -> None:
     ]
 
 
-def test_settings_that_are_not_there_are_named_once(tmp_path: Path, script: ModuleType) -> None:
-    for agent in AGENTS:
-        record_cell(tmp_path, f"base__{agent}", 2)
-    (tmp_path / "base__codex" / "settings.json").unlink()
-    (tmp_path / "base__claude_code" / "settings.json").write_text("{}")
-    (tmp_path / "base__qwen_code" / "settings.json").write_text('{"tasks": "10 tasks aa"}')
-    first, second, third = script.build_report(tmp_path, AGENTS)["differences"]
-    assert first.startswith("base__codex: its settings cannot be compared: settings.json: FileNotFoundError(")
-    assert second == "base__claude_code: its settings cannot be compared: settings.json has none"
-    assert third == "base__qwen_code: its settings cannot all be compared: settings.json lacks temperature"
-
-
-def test_a_failed_cell_has_no_gain(tmp_path: Path, script: ModuleType) -> None:
-    record_cell(tmp_path, "base__pi", 2)
-    record_cell(tmp_path, "trained-pi__pi", 5)
-    report = script.build_report(tmp_path, ["pi"], failed=["base__pi"])
-    assert report["gains"] == {"trained-pi__pi": None}
-    assert "| failed | 55.6 (26.7 to 81.1) | - | 1 / 1 |" in "\n".join(script.render_report(report))
-
-
-def test_numbers_of_sessions_that_differ_are_named(tmp_path: Path, script: ModuleType) -> None:
-    record_cell(tmp_path, "base__pi", 2)
-    record_cell(tmp_path, "trained-pi__pi", 5)
-    path = tmp_path / "trained-pi__pi" / "summary.json"
-    summary = json.loads(path.read_text())
-    path.write_text(json.dumps(summary | {"num_samples": 3}))
-    report = script.build_report(tmp_path, AGENTS)
-    assert report["differences"] == ["trained-pi__pi: num_samples is 3, and 1 in base__pi"]
-    assert "10 tasks of swe-bench-verified, 1 or 3 session(s) each" in "\n".join(script.render_report(report))
-
-
 def test_one_broken_cell_leaves_the_others_alone(tmp_path: Path, script: ModuleType) -> None:
     for agent in AGENTS:
         record_cell(tmp_path, f"base__{agent}", 2)
@@ -229,7 +196,7 @@ script.main()
 
 @pytest.mark.parametrize(
     ("number", "sigint"),
-    [(signal.SIGTERM, "heeded"), (signal.SIGTERM, "ignored"), (signal.SIGINT, "heeded"), (signal.SIGKILL, "ignored")],
+    [(signal.SIGTERM, "ignored"), (signal.SIGINT, "heeded"), (signal.SIGKILL, "ignored")],
 )
 def test_what_ends_it_ends_the_cell_first(tmp_path: Path, number: signal.Signals, sigint: str) -> None:
     command = [sys.executable, "-c", RUN, sigint, CELL, str(tmp_path)]
@@ -253,8 +220,8 @@ def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 6
     assert lines[0].split(" -m ")[1] == (
-        "polar_trl.cli eval --config configs/qwen3.5-4b_codex_skyrl293_8xh100.yaml --model_name_or_path "
-        f"Qwen/Qwen3.5-4B --output_dir {tmp_path / 'o' / 'base__codex'} --tasks swe-bench-verified --num_engines 8"
+        "polar_trl.cli eval --config configs/qwen3.5-4b_skyrl293_8xh100.yaml --agent codex --tasks swe-bench-verified "
+        f"--model_name_or_path Qwen/Qwen3.5-4B --output_dir {tmp_path / 'o' / 'base__codex'} --num_engines 8"
     )
     done = call(*keys, "--dry-run", "--transfer")
     folders = [Path(line.split("--output_dir ")[1].split()[0]).name for line in done.stdout.splitlines()]
@@ -267,8 +234,8 @@ def test_the_documented_commands() -> None:
     text = (ROOT / "docs" / "eval.md").read_text(encoding="utf-8").replace("\\\n", " ")
     gain, paper = re.findall(r"^python scripts/reproduce_table\.py (.*)$", text, re.MULTILINE)
     for line, count, end in (
-        (gain, 2, " --tasks new_tasks.jsonl --num_samples 4"),
-        (paper, 4 + 16, " --tasks swe-bench-verified --num_engines 8"),
+        (gain, 2, " --num_samples 4"),
+        (paper, 4 + 16, " --num_engines 8"),
     ):
         words = shlex.split(line)
         done = call(*words[: words.index("--")], "--dry-run", *words[words.index("--") :])
@@ -286,24 +253,11 @@ def test_the_documented_commands() -> None:
         (["--out", "o", "--trained", "goose=m"], "--trained names 'goose'"),
         (["--out", "o", "--trained", "pi=a", "--trained", "pi=b"], "--trained names 'pi' twice"),
         (["--out", "o", "--base", "m", "--agents", "pi", "pi"], "--agents names 'pi' twice"),
-        (["--out", "o", "--base", "m", "--config", "configs/{foo}.yaml"], "no run file at configs/{foo}.yaml"),
-        (["--out", "o", "--base", "m", "--config", "docs/eval.md"], "docs/eval.md is no run file: while scanning"),
+        (["--out", "o", "--base", "m", "--config", "no/{agent}.yaml"], "no run file at no/codex.yaml for 'codex'"),
         (["--render-only", "docs"], "docs is no folder of cells"),
-        (["--out", "o", "--base", "m", "--agents", "goose"], "no run file at configs/qwen3.5-4b_goose_skyrl293"),
-        (
-            ["--out", "o", "--base", "m", "--agents", "pi", "--config", "configs/quickstart.yaml"],
-            "configs/quickstart.yaml is for the agent 'shell' and not 'pi'",
-        ),
     ],
 )
 def test_one_sentence(arguments: list[str], message: str) -> None:
     done = call(*arguments)
     assert done.returncode == 2
     assert message in done.stderr.strip().splitlines()[-1]
-
-
-def test_a_run_file_that_is_a_list(tmp_path: Path) -> None:
-    (tmp_path / "pi.yaml").write_text("- agent: pi\n")
-    done = call("--out", "o", "--base", "m", "--agents", "pi", "--config", f"{tmp_path}/{{agent}}.yaml")
-    assert done.returncode == 2
-    assert "pi.yaml is no run file, which has lines of `key: value`" in done.stderr.splitlines()[-1]

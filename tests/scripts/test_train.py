@@ -1,4 +1,4 @@
-"""Bad input to scripts/train.py: one sentence, the right exit, and nothing loaded or written."""
+"""Test bad input to scripts/train.py: one sentence, the right exit, and nothing loaded or written."""
 
 import json
 import subprocess

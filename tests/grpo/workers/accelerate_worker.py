@@ -1,13 +1,12 @@
 """Train under whatever `accelerate launch --config_file` set up: `accelerate_worker.py OUT KIND MODEL [lora]`.
 
-KIND "rows" trains two steps on fixed rows, so that runs can be compared number by number; "faults" four, of which the
-second has a loss that is NaN on the last rank and the third no rows; "masters" trains rows with DeepSpeed in bfloat16,
+KIND "rows" trains four steps on fixed rows, so that runs can be compared number by number; the second has a loss that
+is NaN on the last rank, and the third no rows. "masters" trains rows with DeepSpeed in bfloat16,
 in small steps, and keeps DeepSpeed's own masters; "agents" trains one step on sessions of real agents, and compares
 the engine with the trainer after the last push. Each rank writes OUT/rank<N>.pt.
 """
 
 import asyncio
-import os
 import random
 import sys
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from datasets import Dataset
+from sharded_on_cpu import configure_sharding
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, TrainerCallback
 from trl.distributed import DistributedBackend
@@ -28,21 +26,10 @@ from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.rows import Row
 
 out, kind, model = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-if is_deepspeed or is_fsdp:
-    # accelerate reads the settings of both only where it found GPUs: that one answer is given here, and all that
-    # follows is its own. Without it, these processes would train with DistributedDataParallel and say nothing.
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = (
-        DistributedType.DEEPSPEED if is_deepspeed else DistributedType.MULTI_GPU
-    )
 if kind == "masters":
     transformers.training_args.is_torch_bf16_gpu_available = lambda *_: True  # DeepSpeed has it on a CPU too
 common: dict[str, Any] = {
-    "accelerator_config": {"use_configured_state": is_deepspeed or is_fsdp},
-    # with DeepSpeed, accelerate takes "use the CPU" for "without DeepSpeed"; there is nothing else here
-    "use_cpu": not is_deepspeed,
+    **configure_sharding(),
     "bf16": kind == "masters",
     "learning_rate": 1e-6 if kind == "masters" else 1e-3,
     "gradient_checkpointing": True,
@@ -108,7 +95,7 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             num_generations=4,
-            max_steps=4 if kind == "faults" else 2,
+            max_steps=4 if kind == "rows" else 2,
             max_tokens_per_device=90,
             max_completion_length=64,
             vllm_importance_sampling_mode="token_truncate",
@@ -122,9 +109,9 @@ def train_rows() -> tuple[Any, dict[str, Any]]:
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
     trainer.preset = build_rows(range(rank * 8 // world, (rank + 1) * 8 // world))
     before = read_whole(trainer)
-    trainer.has_faults = kind == "faults"
+    trainer.has_faults = kind == "rows"
     callback = WeightsOfSteps(trainer)
-    if kind == "faults":
+    if kind == "rows":
         trainer.add_callback(callback)
     masters: list[torch.Tensor] = []
 

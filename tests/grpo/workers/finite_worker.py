@@ -1,4 +1,4 @@
-"""A run in which rewards and log-probabilities are no numbers: `finite_worker.py MODEL OUT MAX_STEPS`.
+"""Train a run in which rewards and log-probabilities are no numbers: `finite_worker.py MODEL OUT MAX_STEPS`.
 
 A task's behaviour is what a reward function gives for the first rollout of its group, or what the grader gives for all
 of them; the last rank's engine gives some completions log-probabilities that are none, and its loss is NaN in the last

@@ -1,4 +1,4 @@
-"""Faults put into optimizer steps: `guard_worker.py OUT`, under one process or several.
+"""Put faults into optimizer steps: `guard_worker.py OUT`, under one process or several.
 
 Writes OUT/rank-R.json: of each case, step by step, digests of weights and of the optimizer's state, and what was
 logged; and the error that ended it. Every fault is on the last rank only.
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from datasets import Dataset
-from loss_worker import PresetRows, build_model, build_rows, build_settings, build_tokenizer
+from preset_rows import PresetRows, build_common, build_model, build_rows, build_settings, share_rollouts
 from transformers import TrainerCallback
 
 from polar_trl.errors import StepError
@@ -58,7 +57,7 @@ class Faulty(PresetRows):
 
 
 class Witness(TrainerCallback):
-    """What is left of each step."""
+    """Keep what is left of each step."""
 
     def __init__(self, trainer: Faulty) -> None:
         self.trainer = trainer
@@ -101,12 +100,9 @@ def run(out: Path, *, scaler: torch.amp.GradScaler | None = None, **wanted: Any)
     trainer = Faulty(
         model=build_model("llama"),
         args=PackedGRPOConfig(**{**settings, **wanted}),
-        reward_funcs=lambda **_: [0.0],
-        processing_class=build_tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}),
+        **build_common(),
     )
-    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    trainer.preset = build_rows(range(rank * 8 // world, (rank + 1) * 8 // world), 1)
+    trainer.preset = build_rows(share_rollouts(trainer), 1)
     for name, value in faults.items():
         setattr(trainer, name, value)
     if faults.get("gradient_steps"):

@@ -1,4 +1,4 @@
-"""The settings of the loss that the config accepts, as the cases that are held against TRL's own padded batch.
+"""List the settings of the loss that the config accepts, as cases to hold against TRL's own padded batch.
 
 Loss types, levels of the importance ratio and modes of its correction in all their combinations, taken from the lists
 by which the config refuses all else. Each combination meets one of the other settings alone, on-policy or after an

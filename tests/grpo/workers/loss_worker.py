@@ -1,199 +1,101 @@
-"""Loss and gradient of the same rollouts, cut, laid out and spread in several ways: `loss_worker.py OUT KIND`.
+"""Compute loss and gradient of the same rollouts, cut, laid out and spread in several ways: `loss_worker.py OUT`.
 
-Under one process or several. "layouts" writes OUT/layouts-<world size>.pt on rank 0: (architecture, layout, loss type,
-parts per rollout, tokens per pass) -> (loss, gradient), the same for other numbers of micro-steps per generation; on
-one process also (architecture, "trl", loss type), TRL's own trainer on one padded batch, and (architecture, layout) ->
-log-probabilities of all trained tokens. "table" writes OUT/table-<world size>.pt: (number of a case of
-`loss_table.CASES`, parts per rollout or "trl") -> (loss, gradient, logged figures).
+Under one process or several; rank 0 writes OUT/<world size>.pt, a dict of sections whose keys are all alike:
+
+    training     (architecture, layout, loss type) -> name of the split -> (loss, gradient)
+    evaluation   (architecture, layout, loss type) -> loss
+    nothing      (architecture, layout) -> losses of a step and of an evaluation without rows
+    generations  (loss, gradient) of a step fed by two generations, by the first of them, by the second
+    table        number of a case of `loss_table.CASES` -> name of the split -> (loss, gradient, logged figures)
+    logps        (architecture, layout) -> log-probabilities of all trained tokens              (one process)
+    trl          (architecture, loss type) -> (loss, gradient, log-probabilities) of one padded batch, by TRL
+    trl_table    number of a case -> (loss, gradient, logged figures), by TRL
+    empty_last   of each rank: squared norm of the weights before and after a step whose last generation is empty
 """
 
 import os
-import random
 import sys
-from collections.abc import Iterable
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from datasets import Dataset
 from loss_table import CASES, build_case_settings
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from preset_rows import NUM_ROLLOUTS, PresetRows, build_common, build_model, build_rows, build_settings, share_rollouts
 from trl import GRPOConfig, GRPOTrainer
 from trl_padded import build_padded_batch
 
 from polar_trl.grpo.config import LOSS_TYPES, PackedGRPOConfig
-from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.packing.batch import build_micro_batch
-from polar_trl.grpo.rows import Row, build_row
-from polar_trl.reconstruct.merge import build_prefix_merged
-from polar_trl.reconstruct.truncate import take_calls
-from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout
+from polar_trl.grpo.rows import Row
 
-NUM_ROLLOUTS, NUM_CALLS, VOCAB = 8, 7, 200
 LAYOUTS = ("tree", "packed", "single")
 SPLITS = ((1, 10_000), (1, 200), (2, 90), (7, 200))
 """Parts per rollout, and most tokens of a forward pass."""
-TABLE_SPLITS = ((2, 10_000), (7, 150))
+TABLE_SPLITS = ((2, 10_000), (3, 300))
 """The same, of the cases of the table."""
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """What TRL wants to see; no text is ever encoded."""
-    vocabulary = {str(index): index for index in range(VOCAB)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="0", eos_token="1")
+def list_loss_types(architecture: str, layout: str, world: int) -> tuple[str, ...]:
+    """List what is computed: every loss type where it costs least, and one of each way to divide everywhere else.
 
-
-def build_model(architecture: str) -> Any:
-    torch.manual_seed(3)
+    Architectures differ in how a pass is scored, which several ranks do not touch: there, Llama stands for all, and
+    one layout of the hybrid has passes of every length.
+    """
     if architecture == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES))
-    if architecture == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **HYBRID))
+        return LOSS_TYPES[: {1: len(LOSS_TYPES), 2: 3, 4: 2}[world]]
+    if world == 1:
+        return LOSS_TYPES[: 3 if architecture == "qwen3_5" else 1]
+    return LOSS_TYPES[:1] if (architecture, layout, world) == ("qwen3_5", "tree", 2) else ()
 
 
-def build_rollout(seed: int) -> Rollout:
-    """A session of growing conversation, with spans of uneven length; pairs of rollouts share how they begin."""
-    common, rng = random.Random(seed // 2), random.Random(seed)
-    ids: tuple[int, ...] = tuple(common.randrange(3, VOCAB) for _ in range(12))
-    calls = []
-    for index in range(NUM_CALLS):
-        # the first answers of a pair begin alike, so that trained tokens are shared too
-        sampled = (5, 6) if index == 0 else ()
-        sampled += tuple(rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 9)))
-        calls.append(
-            Call(
-                session_id=f"r{seed}",
-                index=index,
-                dialect="openai_chat",
-                request=ChatRequest(messages=(Message(role="user", text="x"),)),
-                prompt_ids=ids,
-                completion=Completion(
-                    token_ids=sampled,
-                    logprobs=tuple(-rng.uniform(5.0, 5.6) for _ in sampled),
-                    finish_reason="stop",
-                ),
-                message=Message(role="assistant", text="y"),
-            )
-        )
-        ids = ids + sampled + tuple(rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 6)))
-    return Rollout(id=f"r{seed}", task_id="t", group_id="g", calls=tuple(calls), reward=1.0)
+def read_gradient(trainer: Any) -> torch.Tensor:
+    """[P]: the gradient of all weights."""
+    return torch.cat([weight.grad.flatten() for weight in trainer.model.parameters()])
 
 
-def build_rows(numbers: Iterable[int], parts: int) -> list[Row]:
-    rng = random.Random(1)
-    advantages = [rng.uniform(-2, 2) for _ in range(NUM_ROLLOUTS)]
-    rows = []
-    for number in numbers:
-        rollout = build_rollout(number)
-        (whole,) = build_prefix_merged(rollout).trajectories
-        num_calls = len(whole.call_indices)
-        num_parts = min(parts, num_calls)
-        edges = [part * num_calls // num_parts for part in range(num_parts + 1)]
-        for first, end in pairwise(edges):
-            rows.append(build_row(take_calls(whole, rollout, first, end), advantages[number]))
-    return rows
+def measure_steps(trainer: PresetRows, generations: Sequence[list[Row]], num_updates: int = 1) -> Any:
+    """Compute loss and gradient, as the mean over ranks that DDP makes and the mean over updates.
 
-
-class PresetRows(PackedGRPOTrainer):
-    """Trains the rows that it is given."""
-
-    preset: list[Row]
-
-    def _collect_rows(self, inputs: Any, mode: str) -> list[Row]:
-        return self.preset
-
-
-def build_settings(out: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(out),
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 8,
-        "max_completion_length": 64,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    Args:
+        generations: The rows that a micro-step finds, should it begin a generation.
+    """
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    trainer.model.zero_grad()
+    loss = torch.zeros(())
+    for trainer.preset in generations:
+        loss += trainer.training_step(trainer.model, [{}])
+    gradient = trainer.accelerator.reduce(read_gradient(trainer) / num_updates, reduction="mean")
+    return trainer.accelerator.reduce(loss / num_updates, reduction="mean").item(), gradient.clone()
 
 
 def train_ours(
     trainer: PresetRows, loss_type: str, numbers: range, parts: int, max_tokens: int, per_generation: int = 2
 ) -> Any:
-    """Loss and gradient of an optimizer step (two micro-steps), as the mean over ranks that DDP makes.
+    """Compute loss and gradient of an optimizer step (two micro-steps).
 
     Where a generation feeds several optimizer steps, the mean over them; where it takes several generations to feed
     one, each of them has the same rows.
     """
     trainer.args.steps_per_generation = per_generation
-    trainer.args.loss_type = loss_type
-    trainer.args.max_tokens_per_device = max_tokens
-    trainer.preset = build_rows(numbers, parts)
+    trainer.args.loss_type, trainer.args.max_tokens_per_device = loss_type, max_tokens
     trainer.step.windows, trainer._step = None, 0
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    trainer.model.zero_grad()
     num_micro_steps = max(per_generation, trainer.args.gradient_accumulation_steps)
     num_updates = num_micro_steps // trainer.args.gradient_accumulation_steps
-    loss = sum(trainer.training_step(trainer.model, [{}]) for _ in range(num_micro_steps))
-    assert isinstance(loss, torch.Tensor)
-    loss = loss / num_updates
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]) / num_updates
-    gradient = trainer.accelerator.reduce(gradient, reduction="mean")
-    return trainer.accelerator.reduce(loss, reduction="mean").item(), gradient.clone()
+    return measure_steps(trainer, [build_rows(numbers, parts)] * num_micro_steps, num_updates)
 
 
 def train_generations(trainer: PresetRows, numbers: range, kept: tuple[int, int]) -> Any:
-    """Loss and gradient of a step that two generations feed: each of half of the rollouts, of which the range `kept`
-    has rows."""
+    """Compute loss and gradient of a step that two generations feed, of which the range `kept` has rows."""
     halves = [[number for number in numbers if number in half] for half in (range(4), range(4, NUM_ROLLOUTS))]
-    generations = [build_rows([n for n in half if n in range(*kept)], 2) for half in halves]
     trainer.args.steps_per_generation, trainer.args.loss_type = 1, "dapo"
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.step.windows, trainer._step = None, 0
-    trainer.model.zero_grad()
-    loss = 0.0
-    for trainer.preset in generations:
-        loss += trainer.training_step(trainer.model, [{}])
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-    gradient = trainer.accelerator.reduce(gradient, reduction="mean")
-    return trainer.accelerator.reduce(loss, reduction="mean").item(), gradient.clone()
+    return measure_steps(trainer, [build_rows([n for n in half if n in range(*kept)], 2) for half in halves])
 
 
 def evaluate_ours(trainer: PresetRows, loss_type: str, numbers: range) -> float:
-    """Loss of an evaluation batch, as the mean over ranks that transformers logs."""
+    """Compute the loss of an evaluation batch, as the mean over ranks that transformers logs."""
     trainer.args.loss_type = loss_type
     trainer.preset = build_rows(numbers, 2)
     trainer.model.eval()
@@ -202,7 +104,7 @@ def evaluate_ours(trainer: PresetRows, loss_type: str, numbers: range) -> float:
 
 
 def train_nothing(trainer: PresetRows) -> tuple[float, float]:
-    """Losses of a step and of an evaluation in which no rank has a row."""
+    """Return the losses of a step and of an evaluation in which no rank has a row."""
     trainer.preset, trainer.step.windows, trainer._step = [], None, 0
     trainer.model.eval()
     evaluated, _, _ = trainer.prediction_step(trainer.model, [{}], True)
@@ -210,8 +112,32 @@ def train_nothing(trainer: PresetRows) -> tuple[float, float]:
     return float(trained), evaluated.item()
 
 
+class SecondIsEmpty(PresetRows):
+    """Train a step of two generations, of which the last has no rows."""
+
+    num_generations_seen = 0
+
+    def _collect_rows(self, inputs: Any, mode: str) -> list[Row]:
+        self.num_generations_seen += 1
+        return build_rows(share_rollouts(self), 1) if self.num_generations_seen == 1 else []
+
+
+def train_empty_last(out: Path, common: dict[str, Any]) -> list[list[float]]:
+    """Return, of each rank, the squared norm of the weights before and after the step."""
+    settings = {**build_settings(out), "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.1}
+    args = PackedGRPOConfig(**settings, steps_per_generation=1, optim="sgd")
+    trainer = SecondIsEmpty(model=build_model("llama"), args=args, **common)
+
+    def total() -> torch.Tensor:
+        return sum(((weight.detach().double() ** 2).sum() for weight in trainer.model.parameters()), torch.zeros(()))
+
+    before = total()
+    trainer.train()
+    return trainer.accelerator.gather(torch.stack([before, total()])[None]).tolist()
+
+
 def score_ours(trainer: PresetRows) -> torch.Tensor:
-    """[S] log-probabilities of all trained tokens, row by row."""
+    """[S]: log-probabilities of all trained tokens, row by row."""
     rows = build_rows(range(NUM_ROLLOUTS), 1)
     parts = [[row] for row in rows] if trainer.layout_kind == "single" else [rows]
     scored = []
@@ -231,7 +157,7 @@ def score_padded(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> torch.
 
 
 def train_trl(trainer: GRPOTrainer, settings: dict[str, Any], old: Any = None, reference: Any = None) -> Any:
-    """Loss, gradient and log-probabilities by TRL, on one batch in which each rollout is one row.
+    """Compute loss, gradient and log-probabilities by TRL, on one batch in which each rollout is one row.
 
     Args:
         old: State of the model when the rollouts came to be trained, if it has moved since.
@@ -244,7 +170,7 @@ def train_trl(trainer: GRPOTrainer, settings: dict[str, Any], old: Any = None, r
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = 1
     trainer.model.zero_grad()
     trainer.model.train()
-    logps = present = score_padded(trainer, batch)
+    present = score_padded(trainer, batch)
     now = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     for key, state in (("old_per_token_logps", old), ("ref_per_token_logps", reference)):
         if state is not None:
@@ -265,8 +191,7 @@ def train_trl(trainer: GRPOTrainer, settings: dict[str, Any], old: Any = None, r
         batch["importance_sampling_ratio"] = ratio
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-    return loss.item(), gradient.clone(), present[batch["tool_mask"].bool()]
+    return loss.item(), read_gradient(trainer), present[batch["tool_mask"].bool()]
 
 
 def apply_settings(trainer: Any, settings: dict[str, Any]) -> None:
@@ -289,7 +214,7 @@ def move_weights(model: Any, seed: int, scale: float) -> None:
 
 
 def build_table_model(out: Path) -> str:
-    """A folder with a model whose log-probabilities are far from alike: the reference model is loaded from it."""
+    """Save a model whose log-probabilities are far from alike: the reference model is loaded from its folder."""
     model = build_model("llama")
     with torch.no_grad():
         for weight in model.parameters():
@@ -300,37 +225,29 @@ def build_table_model(out: Path) -> str:
 
 
 def train_again(trainer: PresetRows, old: Any, new: Any) -> Any:
-    """Loss, gradient and figures of the step after `old` became `new`, on rollouts that were collected before."""
+    """Compute loss, gradient and figures of the step after `old` became `new`, on rollouts collected before."""
     trainer.model.train()
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy.load_state_dict(old)
     trainer.step.windows = trainer.step.plan(trainer.preset, "train")
     policy.load_state_dict(new)
-    trainer.model.zero_grad()
     trainer._step = (trainer.num_iterations - 1) * trainer.args.steps_per_generation
-    loss = sum(trainer.training_step(trainer.model, [{}]) for _ in range(trainer.args.gradient_accumulation_steps))
-    assert isinstance(loss, torch.Tensor)
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-    gradient = trainer.accelerator.reduce(gradient, reduction="mean")
-    return trainer.accelerator.reduce(loss, reduction="mean").item(), gradient.clone(), take_figures(trainer)
+    measured = measure_steps(trainer, [trainer.preset] * trainer.args.gradient_accumulation_steps)
+    return *measured, take_figures(trainer)
 
 
-def run_table(out: Path, common: dict[str, Any]) -> dict[Any, Any]:
-    """Every case of the table, by TRL on one process, and by ours for each split."""
-    rank = int(os.environ.get("RANK", 0))
-    folder = build_table_model(out / f"table-{rank}")
+def run_table(out: Path, common: dict[str, Any], results: dict[str, Any]) -> None:
+    """Compute every case of the table, by TRL on one process, and by ours for each split."""
+    folder = build_table_model(out / f"table-{os.environ.get('RANK', 0)}")
     settings: dict[str, Any] = {**build_settings(out), "beta": 0.1, "model_init_kwargs": {"dtype": "float32"}}
     trainer = PresetRows(model=folder, args=PackedGRPOConfig(**settings), **common)
-    world = trainer.accelerator.num_processes
+    world, share = trainer.accelerator.num_processes, share_rollouts(trainer)
     stock = GRPOTrainer(model=folder, args=GRPOConfig(**settings), **common) if world == 1 else None
-    reference = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    reference = copy_state(trainer)
     move_weights(trainer.model, 5, 0.02)
-    old = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    old = copy_state(trainer)
     move_weights(trainer.model, 6, 0.02)
-    new = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-    share = range(rank * NUM_ROLLOUTS // world, (rank + 1) * NUM_ROLLOUTS // world)
-    results: dict[Any, Any] = {}
+    new = copy_state(trainer)
     for number, case in enumerate(CASES):
         if number % {1: 1, 2: 3, 4: 13}[world]:
             continue  # several processes are slow
@@ -338,71 +255,66 @@ def run_table(out: Path, common: dict[str, Any]) -> dict[Any, Any]:
         for parts, max_tokens in TABLE_SPLITS if number % 4 == 0 else TABLE_SPLITS[1:]:
             apply_settings(trainer, settings)
             trainer.args.max_tokens_per_device, trainer.preset = max_tokens, build_rows(share, parts)
-            results[number, parts] = train_again(trainer, old if case.is_off_policy else new, new)
+            found = train_again(trainer, old if case.is_off_policy else new, new)
+            results["table"][number][f"{parts} parts"] = found
         if stock is not None:
             stock.model.load_state_dict(new)
-            is_penalised = settings["beta"] > 0
-            found = train_trl(
-                stock, settings, old if case.is_off_policy else None, reference if is_penalised else None
-            )
-            results[number, "trl"] = (*found[:2], take_figures(stock))
-    return results
+            before = old if case.is_off_policy else None
+            found = train_trl(stock, settings, before, reference if settings["beta"] > 0 else None)
+            results["trl_table"][number] = (*found[:2], take_figures(stock))
+
+
+def copy_state(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
 
 
 def take_figures(trainer: Any) -> dict[str, float]:
-    """What waits to be logged, as it would be."""
+    """Take the metrics that wait to be logged, as they would be."""
     metrics = {name: sum(values) / len(values) for name, values in trainer._metrics["train"].items()}
     trainer._metrics["train"].clear()
     return metrics
 
 
-def run_layouts(out: Path, common: dict[str, Any]) -> dict[Any, Any]:
-    """Every layout of every architecture, with the losses as they come."""
-    results: dict[Any, Any] = {}
+def run_layout(trainer: PresetRows, architecture: str, results: dict[str, Any]) -> None:
+    """Compute what one layout of one architecture gives, over the loss types."""
+    layout, share, world = trainer.layout_kind, share_rollouts(trainer), trainer.accelerator.num_processes
+    trainer.use_vllm = True  # the loss is to read the importance ratio
+    for loss_type in list_loss_types(architecture, layout, world):
+        found = results["training"][architecture, layout, loss_type]
+        for parts, max_tokens in SPLITS:
+            found[f"{parts} parts of {max_tokens}"] = train_ours(trainer, loss_type, share, parts, max_tokens)
+        for count in (1, 4):
+            found[f"{count} micro-steps"] = train_ours(trainer, loss_type, share, 2, 200, per_generation=count)
+        results["evaluation"][architecture, layout, loss_type] = evaluate_ours(trainer, loss_type, share)
+    results["nothing"][architecture, layout] = train_nothing(trainer)
+    if (architecture, layout) == ("llama", "tree"):
+        results["generations"] = [train_generations(trainer, share, kept) for kept in ((0, 8), (0, 4), (4, 8))]
+    if world == 1:
+        results["logps"][architecture, layout] = score_ours(trainer)
+
+
+def main(out: Path) -> None:
+    common = build_common()
+    results: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    run_table(out, common, results)
     for architecture in ("llama", "qwen3", "qwen3_5"):
         for layout in LAYOUTS:
-            trainer = PresetRows(
-                model=build_model(architecture),
-                args=PackedGRPOConfig(**build_settings(out), sequence_layout=layout),
-                **common,
-            )
-            trainer.use_vllm = True  # the loss is to read the importance ratio
-            rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
-            share = range(rank * NUM_ROLLOUTS // world, (rank + 1) * NUM_ROLLOUTS // world)
-            # one of each way to divide is enough beyond the first architecture and for several processes
-            loss_types = LOSS_TYPES if architecture == "llama" and world == 1 else LOSS_TYPES[: 2 if world > 2 else 3]
-            for loss_type in loss_types:
-                for parts, max_tokens in SPLITS:
-                    key = (architecture, layout, loss_type, parts, max_tokens)
-                    results[key] = train_ours(trainer, loss_type, share, parts, max_tokens)
-                results[architecture, layout, loss_type, "evaluation"] = evaluate_ours(trainer, loss_type, share)
-                for per_generation in (1, 4):
-                    key = (architecture, layout, loss_type, "micro-steps per generation", per_generation)
-                    results[key] = train_ours(trainer, loss_type, share, 2, 200, per_generation)
-            results[architecture, layout, "nothing"] = train_nothing(trainer)
-            if (architecture, layout) == ("llama", "tree"):
-                results["generations"] = [train_generations(trainer, share, kept) for kept in ((0, 8), (0, 4), (4, 8))]
-            if world == 1:
-                results[architecture, layout] = score_ours(trainer)
+            world = int(os.environ.get("WORLD_SIZE", 1))
+            if list_loss_types(architecture, layout, world):
+                args = PackedGRPOConfig(**build_settings(out), sequence_layout=layout)
+                trainer = PresetRows(model=build_model(architecture), args=args, **common)
+                run_layout(trainer, architecture, results)
         if world == 1:
             stock = GRPOTrainer(model=build_model(architecture), args=GRPOConfig(**build_settings(out)), **common)
-            for loss_type in loss_types:
+            for loss_type in list_loss_types(architecture, "tree", 1):
                 settings = {"loss_type": loss_type, "vllm_importance_sampling_mode": "token_truncate"}
-                results[architecture, "trl", loss_type] = train_trl(stock, settings)
-    return results
-
-
-def main(out: Path, kind: str) -> None:
-    common: dict[str, Any] = {
-        "reward_funcs": lambda **_: [0.0],
-        "processing_class": build_tokenizer(),
-        "train_dataset": Dataset.from_dict({"prompt": ["x"] * 8}),
-    }
-    results = run_table(out, common) if kind == "table" else run_layouts(out, common)
-    state = PartialState()
-    if state.is_main_process:
-        torch.save(results, out / f"{kind}-{state.num_processes}.pt")
+                results["trl"][architecture, loss_type] = train_trl(stock, settings)
+    if world == 2:
+        results["empty_last"] = train_empty_last(out, common)
+    if trainer.accelerator.is_main_process:
+        plain = {name: dict(found) if isinstance(found, dict) else found for name, found in results.items()}
+        torch.save(plain, out / f"{world}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

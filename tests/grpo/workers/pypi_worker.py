@@ -1,4 +1,4 @@
-"""One step of GRPO on real bugs, in a real agent, in containers: `pypi_worker.py MODEL OUT TASKS`."""
+"""Train one step of GRPO on real bugs, in a real agent, in containers: `pypi_worker.py MODEL OUT TASKS`."""
 
 import json
 import sys

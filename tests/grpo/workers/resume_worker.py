@@ -1,4 +1,4 @@
-"""A run that stands still at a given moment, to be killed: `resume_worker.py MODEL OUT MOMENT STEP [JSON settings]`.
+"""Train until a given moment, and wait to be killed: `resume_worker.py MODEL OUT MOMENT STEP [JSON settings]`.
 
 MOMENT is "rollout" (agents wait in mid-session), "training" (after the backward pass), "checkpoint" (the model is
 written, the optimizer is not) or "never". It comes when STEP optimizer steps are done; OUT/now says that it is there.

@@ -5,23 +5,17 @@ training is over, and what its engine was given. The weights of a sharded model 
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from bench_rounding import build_trainer, read_engine
+from sharded_on_cpu import configure_sharding
 from torch.distributed.tensor import DTensor
 
 model, out, resume, settings = sys.argv[1], Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # see accelerate_worker.py
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    settings["accelerator_config"] = {"use_configured_state": True}
-trainer = build_trainer(model, output_dir=str(out), **settings)
+trainer = build_trainer(model, output_dir=str(out), **settings, **configure_sharding())
 trainer.train(resume_from_checkpoint=None if resume == "none" else resume)
 trainer.engine_sync.push("train")
 

@@ -1,4 +1,4 @@
-"""Two steps and an evaluation under every tracker: `tracking_worker.py MODEL OUT`. Trackers write where it runs."""
+"""Train two steps and evaluate under every tracker: `tracking_worker.py MODEL OUT`. Trackers write where it runs."""
 
 import sys
 from pathlib import Path

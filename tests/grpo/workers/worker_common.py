@@ -1,4 +1,4 @@
-"""What the worker scripts of these tests share. Workers are processes: vLLM and gloo are one per process."""
+"""Build tasks, graders and trainers for the worker scripts, which are processes: vLLM and gloo are one per process."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The judgement of scripts/gpu/correct.py: right engines pass, wrong ones do not, ties are told from errors."""
+"""Test the judgement of scripts/gpu/correct.py: right engines pass, wrong ones do not, ties are told from errors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def judge(tiny_model: Path, batch: Any) -> Any:
 
 @pytest.fixture()
 def samples(judge: Any, batch: Any) -> list[Any]:
-    """What a right engine in float32 answers."""
+    """Answers of a right engine in float32."""
     from correct_sampling import Sample
 
     answers = []
@@ -102,18 +102,8 @@ def test_the_trainers_pass_scores_what_transformers_scores(judge: Any, batch: An
 
 def test_figures_of_gaps() -> None:
     import torch
-    from correct_scoring import count_equal, summarise_gap
+    from correct_scoring import count_equal, summarize_gap
 
     gap = torch.arange(1, 201, dtype=torch.double)
-    assert summarise_gap(-gap) == {"mean": 100.5, "p99": 198.0, "max": 200.0}
+    assert summarize_gap(-gap) == {"mean": 100.5, "p99": 198.0, "max": 200.0}
     assert [count_equal([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [1, 2], [])] == [3, 1, 2, 0]
-
-
-def test_requests_that_came_while_others_were_decoded(batch: Any) -> None:
-    from correct_sampling import Request, Sample
-    from correct_scoring import count_overlaps
-
-    late = [Request(prompt_ids=[1], max_tokens=1, delay_s=0.5) for _ in range(2)]
-    times = [(0.0, 2.0), (0.0, 3.0), (2.5, 2.6), (3.5, 3.6)]
-    samples = [Sample(token_ids=[1], logprobs=[0.0], started_s=start, ended_s=end) for start, end in times]
-    assert count_overlaps(replace(batch, requests=[*batch.requests, *late]), samples) == 1

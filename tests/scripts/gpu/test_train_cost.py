@@ -1,22 +1,15 @@
-"""What `train_cost` counts, and that its rows fill a pass."""
+"""Test the operations that train_cost counts, by hand, and that its rows fill a pass."""
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import train_cost
+import train_flops
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from polar_trl.grpo.packing.balance import CostModel, plan_micro_batches
-
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-
-import fla_tuning  # noqa: E402
-import kernel_shares  # noqa: E402
-import train_cost  # noqa: E402
-import train_flops  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 11,
@@ -87,42 +80,3 @@ def test_sizes_make_models_of_their_names(name: str, billions: float) -> None:
     with torch.device("meta"):
         model = make(train_cost.build_config(name, tiny=False))
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.001)
-
-
-def test_a_case_that_there_is_not_is_refused() -> None:
-    case = train_cost.Case.parse("qwen3-4b:lora:32768")
-    assert (case.tokens, case.checkpointing, case.liger) == (32768, True, False)
-    case = train_cost.Case.parse("qwen3-4b:lora:16384:keep:liger")
-    assert (case.checkpointing, case.liger) == (False, True)
-    for text in (
-        "qwen3-8b:lora:16384",
-        "qwen3-4b:qlora:16384",
-        "qwen3-4b:lora:20000",
-        "qwen3-4b",
-        "qwen3-4b:lora:16384:x",
-    ):
-        with pytest.raises(ValueError):
-            train_cost.Case.parse(text)
-
-
-def test_tuning_keeps_usual_configurations_and_one_that_fits() -> None:
-    configs = [SimpleNamespace(num_warps=w, num_stages=s) for w in (2, 4, 8) for s in (2, 3, 4)]
-    kept = [(config.num_warps, config.num_stages) for config in fla_tuning.choose_configs(configs, 3)]
-    assert kept == [(4, 3), (2, 3), (4, 2)]
-    assert [(c.num_warps, c.num_stages) for c in fla_tuning.choose_configs(configs, 1)] == [(4, 2)]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "group"),
-    [
-        ("triton_tem_fused_flex_attention_0", "attention"),
-        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta rule"),
-        ("causal_conv1d_bwd_kernel", "delta rule"),
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
-        ("_backward_kernel", "LM head, without its products"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel>", "elementwise, norms, copies"),
-        ("ncclDevKernel_AllReduce", "other"),
-    ],
-)
-def test_kernels_are_grouped_by_their_names(kernel: str, group: str) -> None:
-    assert kernel_shares.find_group(kernel) == group
