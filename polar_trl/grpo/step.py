@@ -20,6 +20,7 @@ Four things differ from the textbook:
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,27 +44,17 @@ from polar_trl.grpo.weights.step_guard import StepGuard
 from polar_trl.rollout.session_run import RolloutResult
 
 
+@dataclass(eq=False)
 class SessionRows:
     """From data rows to training rows: the part of a step in which agents run."""
 
-    def __init__(
-        self,
-        args: Any,
-        *,
-        engine: EngineSync,
-        rollouts: RolloutSource,
-        rewards: Rewards,
-        log: RolloutLog,
-        phases: PhaseClock,
-        max_tokens: int,
-    ) -> None:
-        self._args = args
-        self._engine = engine
-        self._rollouts = rollouts
-        self._rewards = rewards
-        self._log = log
-        self._phases = phases
-        self._max_tokens = max_tokens
+    args: Any
+    engine: EngineSync
+    rollouts: RolloutSource
+    rewards: Rewards
+    log: RolloutLog
+    phases: PhaseClock
+    max_tokens: int
 
     def collect(self, inputs: Sequence[dict[str, Any]], mode: str) -> list[Row]:
         """Roll out one generation or evaluation batch and return this rank's rows (a collective).
@@ -73,52 +64,52 @@ class SessionRows:
             mode: "train" or "eval".
         """
         # ---- Push the weights of the last optimizer step, and let the engine sample
-        self._engine.wake(mode)
+        self.engine.wake(mode)
 
         # ---- Roll out: agents run in sandboxes and are graded as they end
-        with self._phases.measure(mode, "rollouts"):
-            results = self._rollouts.run(inputs, mode)
+        with self.phases.measure(mode, "rollouts"):
+            results = self.rollouts.run(inputs, mode)
 
         # ---- Reward: [R, F] of all ranks, the grader's first
-        rewards_RF = self._rewards.compute(results, mode)
+        rewards_RF = self.rewards.compute(results, mode)
 
         # ---- Advantage: one per rollout, over its group
         advantages = self._compute_advantages(rewards_RF, mode)
         self._require_reward(advantages, results)
-        self._log.log_rewards(rewards_RF, advantages, mode)
-        if mode == "train" and self._args.resample_zero_variance:
-            with self._phases.measure(mode, "resampling"):
+        self.log.log_rewards(rewards_RF, advantages, mode)
+        if mode == "train" and self.args.resample_zero_variance:
+            with self.phases.measure(mode, "resampling"):
                 results, rewards_RF, advantages, num_resampled = resample_constant_groups(
                     results,
                     rewards_RF,
                     advantages,
-                    source=self._rollouts,
-                    num_rounds=self._args.resample_zero_variance,
-                    compute_rewards=lambda others: self._rewards.compute(others, mode),
+                    source=self.rollouts,
+                    num_rounds=self.args.resample_zero_variance,
+                    compute_rewards=lambda others: self.rewards.compute(others, mode),
                     compute_advantages=lambda rewards_RF: self._compute_advantages(rewards_RF, mode),
                 )
-                self._log.log_resampled(num_resampled)
+                self.log.log_resampled(num_resampled)
 
         # ---- The engine's memory is the trainer's from here on
-        self._engine.sleep(mode)
-        self._rollouts.finish_batch(mode)
+        self.engine.sleep(mode)
+        self.rollouts.finish_batch(mode)
 
         # ---- Rows: trajectories with their rollout's advantage, cut to what fits
         rows, dropped = self._build_rows(results, advantages, mode)
-        self._log.log_batch(results, rewards_RF, advantages, rows, dropped, mode)
+        self.log.log_batch(results, rewards_RF, advantages, rows, dropped, mode)
         return rows
 
     def _compute_advantages(self, rewards_RF: Tensor, mode: str) -> Advantages:
         return compute_advantages(
             rewards_RF,
-            self._rewards.weights_F.to(rewards_RF.device),
-            num_generations=self._rollouts.num_generations[mode],
-            scale_rewards=self._args.scale_rewards,
-            aggregation=self._args.multi_objective_aggregation,
+            self.rewards.weights_F.to(rewards_RF.device),
+            num_generations=self.rollouts.num_generations[mode],
+            scale_rewards=self.args.scale_rewards,
+            aggregation=self.args.multi_objective_aggregation,
         )
 
     def _require_reward(self, advantages: Advantages, results: Sequence[RolloutResult]) -> None:
-        if not advantages.scored_R.any() and self._rollouts.step == 0:
+        if not advantages.scored_R.any() and self.rollouts.step == 0:
             reasons = Counter(result.rollout.error for result in results if result.rollout.error).most_common(1)
             why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
             raise ConfigError(f"no rollout of the first batch has a reward; most often: {why}")
@@ -128,26 +119,27 @@ class SessionRows:
     ) -> tuple[list[Row], Counter[str]]:
         """Return this rank's rows, and sampled tokens that are not trained, by reason."""
         trained, dropped = [], Counter[str]()
-        for result, own in zip(results, advantages.list_rollouts(self._rollouts.rank, len(results)), strict=True):
+        for result, own in zip(results, advantages.list_rollouts(self.rollouts.rank, len(results)), strict=True):
             reason = None
             if not own.scored:
                 reason = "no_reward"  # law 4: without a reward, no gradient
-            elif own.zero_variance and self._args.drop_zero_variance and mode == "train":
+            elif own.zero_variance and self.args.drop_zero_variance and mode == "train":
                 reason = "zero_variance"
             if reason is None:
                 trained.append((result, own.advantage))
             else:
                 dropped[reason] += sum(sum(trajectory.trainable) for trajectory in result.reconstruction.trajectories)
-            self._log.describe(result, own, reason)
+            self.log.describe(result, own, reason)
         rows, others = build_rows(
             trained,
-            max_tokens=self._max_tokens,
-            oldest_version=self._rollouts.runner.oldest_version,
-            name_record=self._log.name_record,
+            max_tokens=self.max_tokens,
+            oldest_version=self.rollouts.runner.oldest_version,
+            name_record=self.log.name_record,
         )
         return rows, dropped + others
 
 
+@dataclass(eq=False)
 class TrainingStep:
     """From training rows to gradients.
 
@@ -162,34 +154,22 @@ class TrainingStep:
         collect_rows: This rank's rows for data rows and a mode (a collective).
     """
 
-    def __init__(
-        self,
-        args: Any,
-        accelerator: Any,
-        trl: TrlBridge,
-        *,
-        collect_rows: Callable[[Any, str], list[Row]],
-        packer: Packer,
-        loss: StepLoss,
-        guard: StepGuard,
-        phases: PhaseClock,
-    ) -> None:
-        self._args = args
-        self._accelerator = accelerator
-        self._trl = trl
-        self._collect_rows = collect_rows
-        self._packer = packer
-        self._loss = loss
-        self._guard = guard
-        self._phases = phases
-        self.windows: list[Window] | None = None
-        """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
-        self._pending: list[Window] = []
-        """Windows of the optimizer step that is under way."""
-        self._micro_steps = 0
-        """Of that step."""
-        self.trained_log: TrainedLog | None = None
-        """Told of the rows of every optimizer step."""
+    args: Any
+    accelerator: Any
+    trl: TrlBridge
+    collect_rows: Callable[[Any, str], list[Row]]
+    packer: Packer
+    loss: StepLoss
+    guard: StepGuard
+    phases: PhaseClock
+    windows: list[Window] | None = field(default=None, init=False)
+    """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
+    _pending: list[Window] = field(default_factory=list, init=False)
+    """Windows of the optimizer step that is under way."""
+    _micro_steps: int = field(default=0, init=False)
+    """Of that step."""
+    trained_log: TrainedLog | None = field(default=None, init=False)
+    """Told of the rows of every optimizer step."""
 
     def run(self, model: Any, inputs: Any) -> Tensor:
         """Run one micro-step of transformers' loop and return what it adds to the logged loss."""
@@ -197,75 +177,75 @@ class TrainingStep:
         model.train()
 
         # ---- Roll out, once per generation batch, and pack its rows into passes
-        repeats = self._args.steps_per_generation * self._args.num_iterations
-        if self.windows is None or self._trl.micro_step % repeats == 0:
-            rows = self._collect_rows(inputs, "train")
-            with self._phases.measure("train", "planning"):
+        repeats = self.args.steps_per_generation * self.args.num_iterations
+        if self.windows is None or self.trl.micro_step % repeats == 0:
+            rows = self.collect_rows(inputs, "train")
+            with self.phases.measure("train", "planning"):
                 self.windows = self.plan(rows, "train")
 
         # ---- The window that this micro-step ends, if it ends one
-        per_window = self._packer.micro_steps_per_window
-        if (self._trl.micro_step + 1) % per_window == 0 and any(self.windows):
-            self._pending.append(self.windows[self._trl.micro_step // per_window % len(self.windows)])
-        self._trl.micro_step += 1
+        per_window = self.packer.micro_steps_per_window
+        if (self.trl.micro_step + 1) % per_window == 0 and any(self.windows):
+            self._pending.append(self.windows[self.trl.micro_step // per_window % len(self.windows)])
+        self.trl.micro_step += 1
         self._micro_steps += 1
 
         # ---- Train, in the last micro-step of an optimizer step
-        loss = torch.zeros((), device=self._accelerator.device)
-        is_last = self._micro_steps >= self._trl.micro_steps_per_step
+        loss = torch.zeros((), device=self.accelerator.device)
+        is_last = self._micro_steps >= self.trl.micro_steps_per_step
         if is_last:
             windows, self._pending, self._micro_steps = self._pending, [], 0
-            with self._phases.measure("train", "training"):
-                loss = self.train(model, self._loss.prepare(windows))
-        self._trl.log_step_time(time.perf_counter() - started, is_last=is_last)
+            with self.phases.measure("train", "training"):
+                loss = self.train(model, self.loss.prepare(windows))
+        self.trl.log_step_time(time.perf_counter() - started, is_last=is_last)
         return loss
 
     def train(self, model: Any, passes: list[MicroBatch]) -> Tensor:
         """Run forward and backward of all passes of a step; gradients are exchanged after the last one only."""
-        self._guard.has_rows = bool(passes)  # as many on every rank, and none where no rank has rows
-        loss = torch.zeros((), device=self._accelerator.device)
+        self.guard.has_rows = bool(passes)  # as many on every rank, and none where no rank has rows
+        loss = torch.zeros((), device=self.accelerator.device)
         for micro_batch in passes[:-1]:
-            with self._trl.no_gradient_exchange(model):
-                loss += self._trl.run_pass(model, micro_batch)
+            with self.trl.no_gradient_exchange(model):
+                loss += self.trl.run_pass(model, micro_batch)
         for micro_batch in passes[-1:]:
-            loss += self._trl.run_pass(model, micro_batch)
-        self._loss.log("train")
+            loss += self.trl.run_pass(model, micro_batch)
+        self.loss.log("train")
         rows = [row for micro_batch in passes for row in micro_batch["rows"]]
-        self._guard.note(loss, (row["rollout"] for row in rows))
+        self.guard.note(loss, (row["rollout"] for row in rows))
         if self.trained_log is not None:
             self.trained_log.note_rows(rows)
         return loss
 
     def evaluate(self, model: Any, inputs: Any) -> Tensor:
         """Return the loss of an evaluation batch."""
-        windows = self.plan(self._collect_rows(inputs, "eval"), "eval")
-        loss = torch.zeros((), device=self._accelerator.device)
-        for micro_batch in self._loss.prepare(windows):
-            loss += self._trl.compute_loss(model, micro_batch)
-        self._loss.log("eval")
+        windows = self.plan(self.collect_rows(inputs, "eval"), "eval")
+        loss = torch.zeros((), device=self.accelerator.device)
+        for micro_batch in self.loss.prepare(windows):
+            loss += self.trl.compute_loss(model, micro_batch)
+        self.loss.log("eval")
         return loss
 
     def plan(self, rows: list[Row], mode: str) -> list[Window]:
         """Return this rank's passes of each window (a collective)."""
-        windows, figures = self._packer.plan(rows, mode, step=self._trl.global_step)
-        self._trl.log(mode, figures)
-        repeats = self._args.steps_per_generation * self._args.num_iterations
-        is_off_policy = mode == "train" and self._args.gradient_accumulation_steps % repeats != 0
+        windows, figures = self.packer.plan(rows, mode, step=self.trl.global_step)
+        self.trl.log(mode, figures)
+        repeats = self.args.steps_per_generation * self.args.num_iterations
+        is_off_policy = mode == "train" and self.args.gradient_accumulation_steps % repeats != 0
         for window in windows:
-            self._loss.add_reference_logps(window, is_off_policy=is_off_policy)
+            self.loss.add_reference_logps(window, is_off_policy=is_off_policy)
         return windows
 
     def judge(self, optimizer: Any, grad_norm: float | None) -> None:
         """Decide whether the optimizer's step is made, right before it (a collective). Raises `StepError`."""
-        self._guard.attach(optimizer)
-        self._guard.judge(grad_norm, self._trl.global_step + 1)
-        self._trl.log("train", {"polar/skipped_steps": float(self._guard.fault is not None)})
-        if self._guard.fault is not None and self.trained_log is not None:
-            self.trained_log.skip(self._guard.fault)
+        self.guard.attach(optimizer)
+        self.guard.judge(grad_norm, self.trl.global_step + 1)
+        self.trl.log("train", {"polar/skipped_steps": float(self.guard.fault is not None)})
+        if self.guard.fault is not None and self.trained_log is not None:
+            self.trained_log.skip(self.guard.fault)
 
     def write_trained(self) -> None:
         """Write down the tokens that the optimizer's step trained, if it was made."""
-        if self._loss.trained_rows is not None:
-            if self._guard.fault is not None:
-                self._loss.trained_rows.forget()
-            self._loss.trained_rows.write_rows(self._trl.global_step)
+        if self.loss.trained_rows is not None:
+            if self.guard.fault is not None:
+                self.loss.trained_rows.forget()
+            self.loss.trained_rows.write_rows(self.trl.global_step)

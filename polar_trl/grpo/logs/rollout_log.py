@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.rollout.session_run import RolloutResult
 
 
+@dataclass(eq=False)
 class RolloutLog:
     """Writes the figures of batches.
 
@@ -28,44 +30,35 @@ class RolloutLog:
         table: The table of completions, if there is one.
     """
 
-    def __init__(
-        self,
-        trl: TrlBridge,
-        rank: int,
-        *,
-        rewards: Rewards,
-        trained_rows: TrainedRows,
-        table: CompletionsTable | None,
-    ) -> None:
-        self._trl = trl
-        self._rank = rank
-        self._rewards = rewards
-        self._trained_rows = trained_rows
-        self._table = table
-        self._described: list[dict[str, Any]] = []
+    trl: TrlBridge
+    rank: int
+    rewards: Rewards
+    trained_rows: TrainedRows
+    table: CompletionsTable | None
+    _described: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def name_record(self, path: Path | None) -> str:
         """Return a record's path relative to the run's folder; "" where there is none."""
-        return self._trained_rows.name_record(path)
+        return self.trained_rows.name_record(path)
 
     def log_rewards(self, rewards_RF: Tensor, advantages: Advantages, mode: str) -> None:
         """Log TRL's reward metrics, and what reward functions logged through TRL's `log_metric` (a collective)."""
         figures: dict[str, float] = {}
-        for name, column in zip(self._rewards.names, rewards_RF.T, strict=True):
+        for name, column in zip(self.rewards.names, rewards_RF.T, strict=True):
             figures[f"rewards/{name}/mean"] = torch.nanmean(column).item()
             figures[f"rewards/{name}/std"] = nan_std(column)
         figures["reward"] = torch.nanmean(advantages.rewards_R).item()
         figures["reward_std"] = nan_std(advantages.rewards_R)
         figures["frac_reward_zero_std"] = advantages.zero_variance_R.float().mean().item()
-        own = self._trl.take_logged_metrics()
+        own = self.trl.take_logged_metrics()
         for name in sorted(set(gather_object(list(own)))):
             values = gather_object(own.get(name, []))
             figures[name] = sum(values) / len(values)
-        self._trl.log(mode, figures)
+        self.trl.log(mode, figures)
 
     def log_resampled(self, num_groups: int) -> None:
         """Log how many groups of all ranks were rolled out in the place of others."""
-        self._trl.log("train", {"polar/resampled_groups": num_groups})
+        self.trl.log("train", {"polar/resampled_groups": num_groups})
 
     def describe(self, result: RolloutResult, own: RolloutAdvantage, dropped: str | None) -> None:
         """Take a rollout of the batch, and why it is not trained, if it is not."""
@@ -82,19 +75,19 @@ class RolloutLog:
         mode: str,
     ) -> None:
         """Log counts and times over all ranks, and write down the rollouts that were described (a collective)."""
-        step = self._trl.global_step + (mode == "train")
+        step = self.trl.global_step + (mode == "train")
         described, self._described = self._described, []
-        self._trained_rows.write_rollouts(mode, step, described)
+        self.trained_rows.write_rollouts(mode, step, described)
         summaries: list[dict[str, float]] = gather_object([count_rollout(result) for result in results])
         lengths: list[int] = gather_object([len(row.token_ids_T) for row in rows])
         figures = build_rollout_metrics(summaries)
         for reason, count in sorted(sum(gather_object([dropped]), Counter()).items()):
             figures[f"polar/dropped/{reason}"] = figures.get(f"polar/dropped/{reason}", 0) + count
-        append_metrics(self._trl.metrics(mode), figures)
-        num_not_finite = self._rewards.num_not_finite + int(advantages.overflowed_R.sum())
+        append_metrics(self.trl.metrics(mode), figures)
+        num_not_finite = self.rewards.num_not_finite + int(advantages.overflowed_R.sum())
         num_not_finite += int(sum(summary.get("counters/rewards_not_finite", 0) for summary in summaries))
-        self._rewards.num_not_finite = 0
-        self._trl.log(
+        self.rewards.num_not_finite = 0
+        self.trl.log(
             mode,
             {
                 "polar/rollouts_without_reward": int((~advantages.scored_R).sum()),
@@ -102,10 +95,10 @@ class RolloutLog:
             },
         )
         if mode == "train":
-            self._trl.state.num_input_tokens_seen += sum(lengths)
-        self._trl.metrics(mode)["num_tokens"] = [self._trl.state.num_input_tokens_seen]
-        if self._table is not None:
-            self._fill_table(self._table, results, rewards_RF, advantages, mode, step)
+            self.trl.state.num_input_tokens_seen += sum(lengths)
+        self.trl.metrics(mode)["num_tokens"] = [self.trl.state.num_input_tokens_seen]
+        if self.table is not None:
+            self._fill_table(self.table, results, rewards_RF, advantages, mode, step)
 
     def _fill_table(
         self,
@@ -116,15 +109,15 @@ class RolloutLog:
         mode: str,
         step: int,
     ) -> None:
-        own = advantages.list_rollouts(self._rank, len(results))
-        local = slice(self._rank * len(results), (self._rank + 1) * len(results))
+        own = advantages.list_rollouts(self.rank, len(results))
+        local = slice(self.rank * len(results), (self.rank + 1) * len(results))
         table.add(
             mode,
             step,
             results,
             {
                 f"rewards/{name}": column[local].tolist()
-                for name, column in zip(self._rewards.names, rewards_RF.T, strict=True)
+                for name, column in zip(self.rewards.names, rewards_RF.T, strict=True)
             },
             [rollout.reward for rollout in own],
             [rollout.advantage for rollout in own],

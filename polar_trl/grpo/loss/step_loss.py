@@ -5,6 +5,7 @@ add up to the mean over the step's windows.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from polar_trl.grpo.loss.token_loss import LossFigures, MicroBatch, token_losses
 from polar_trl.grpo.trl_bridge import TrlBridge
 
 
+@dataclass(eq=False)
 class StepLoss:
     """TRL's losses over the rollouts of an optimizer step.
 
@@ -30,24 +32,15 @@ class StepLoss:
         ref_model: The reference policy; None where an adapter that is switched off is it, or where there is none.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        accelerator: Any,
-        trl: TrlBridge,
-        *,
-        score: Callable[[Any, MicroBatch], tuple[Tensor, Tensor]],
-        ref_model: Any,
-    ) -> None:
-        self._args = args
-        self._accelerator = accelerator
-        self._trl = trl
-        self._ref_model = ref_model
-        self._score = score
-        self._ratio_stats = RatioStats()
-        self._figures = LossFigures()
-        self.trained_rows: TrainedRows | None = None
-        """Told of the trained tokens of each pass."""
+    args: Any
+    accelerator: Any
+    trl: TrlBridge
+    score: Callable[[Any, MicroBatch], tuple[Tensor, Tensor]]
+    ref_model: Any
+    _ratio_stats: RatioStats = field(default_factory=RatioStats, init=False)
+    _figures: LossFigures = field(default_factory=LossFigures, init=False)
+    trained_rows: TrainedRows | None = field(default=None, init=False)
+    """Told of the trained tokens of each pass."""
 
     # Before the first pass of a step.
 
@@ -55,34 +48,34 @@ class StepLoss:
     def add_reference_logps(self, window: list[MicroBatch], *, is_off_policy: bool) -> None:
         """Give passes the log-probabilities that the loss needs beside its own: of the policy at the window's
         beginning, where later steps train it again, and of the reference policy for the KL penalty."""
-        if not is_off_policy and self._args.beta == 0.0:
+        if not is_off_policy and self.args.beta == 0.0:
             return
-        with disable_gradient_checkpointing(self._trl.model, self._args.gradient_checkpointing_kwargs):
+        with disable_gradient_checkpointing(self.trl.model, self.args.gradient_checkpointing_kwargs):
             for micro_batch in window:
                 if is_off_policy:
-                    micro_batch["old_per_token_logps"] = self._score(self._trl.model, micro_batch)[0]
-                if self._args.beta != 0.0:
+                    micro_batch["old_per_token_logps"] = self.score(self.trl.model, micro_batch)[0]
+                if self.args.beta != 0.0:
                     micro_batch["ref_per_token_logps"] = self._reference_logps(micro_batch)
 
     def prepare(self, windows: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
         """Return the passes of a step (or of an evaluation batch) with what their loss needs to know of all of it (a
         collective)."""
         passes = [micro_batch for window in windows for micro_batch in window]
-        if passes and needs_rollout_terms(self._args, corrects=self._trl.corrects_ratio):
-            model = self._trl.model
-            with disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
+        if passes and needs_rollout_terms(self.args, corrects=self.trl.corrects_ratio):
+            model = self.trl.model
+            with disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
                 add_rollout_terms(
                     windows,
-                    lambda micro_batch: self._score(model, micro_batch),
-                    self._args,
-                    corrects=self._trl.corrects_ratio,
-                    accelerator=self._accelerator,
+                    lambda micro_batch: self.score(model, micro_batch),
+                    self.args,
+                    corrects=self.trl.corrects_ratio,
+                    accelerator=self.accelerator,
                 )
-        num_explored = torch.zeros((), device=self._accelerator.device)
+        num_explored = torch.zeros((), device=self.accelerator.device)
         for micro_batch in passes:
             num_explored += micro_batch["entropy_mask" if "entropy_mask" in micro_batch else "completion_mask"].sum()
-        if passes and self._trl.has_entropy_bonus:
-            num_explored = self._accelerator.reduce(num_explored, reduction="sum")
+        if passes and self.trl.has_entropy_bonus:
+            num_explored = self.accelerator.reduce(num_explored, reduction="sum")
         for micro_batch in passes:
             micro_batch |= {"num_windows": len(windows), "num_explored": num_explored.clamp(min=1.0)}
         return passes
@@ -91,11 +84,11 @@ class StepLoss:
 
     def compute(self, model: Any, micro_batch: MicroBatch) -> Tensor:
         """Return a pass's part of its step's loss, times the number of ranks, over which gradients are averaged."""
-        logps_BC, entropies_BC = self._score(model, micro_batch)
+        logps_BC, entropies_BC = self.score(model, micro_batch)
         mask_BC = micro_batch["completion_mask"]
-        losses_BC, figures = token_losses(logps_BC, micro_batch, self._args, corrects=self._trl.corrects_ratio)
+        losses_BC, figures = token_losses(logps_BC, micro_batch, self.args, corrects=self.trl.corrects_ratio)
         loss = (losses_BC * mask_BC * micro_batch["shares"][:, None]).sum() / micro_batch["num_windows"]
-        if self._trl.has_entropy_bonus:
+        if self.trl.has_entropy_bonus:
             self._figures.add_part("policy_loss", loss)
             explored_BC = micro_batch.get("entropy_mask", mask_BC)
             self._figures.add("explored_entropy", entropies_BC, explored_BC)
@@ -105,45 +98,45 @@ class StepLoss:
             self._figures.add(name, values_BC, weights_BC)
         trainer_BC = micro_batch.get("old_per_token_logps", logps_BC.detach())
         self._ratio_stats.add(trainer_BC, micro_batch["sampling_per_token_logps"], mask_BC)
-        if self.trained_rows is not None and self._trl.model.training:
+        if self.trained_rows is not None and self.trl.model.training:
             self.trained_rows.note(micro_batch["rows"], trainer_BC)
-        return loss * self._accelerator.num_processes
+        return loss * self.accelerator.num_processes
 
     # After the last pass.
 
     def log(self, mode: str) -> None:
         """Log the figures of the loss, and how far the trained policy is from the one that sampled, over all tokens of
         a step or an evaluation batch (a collective)."""
-        figures, self._figures = self._figures.summarize(self._accelerator), LossFigures()
+        figures, self._figures = self._figures.summarize(self.accelerator), LossFigures()
         explored = figures.pop("explored_entropy", None)
         if explored is not None and mode == "train":
-            if self._args.use_adaptive_entropy:
+            if self.args.use_adaptive_entropy:
                 self._adapt_entropy(explored)
-            figures["entropy_coef"] = self._trl.entropy_coef
+            figures["entropy_coef"] = self.trl.entropy_coef
         stats, self._ratio_stats = self._ratio_stats, RatioStats()
         ratios = stats.summarize(
-            self._accelerator,
-            clip_min=self._args.vllm_importance_sampling_clip_min,
-            clip_max=self._args.vllm_importance_sampling_clip_max,
+            self.accelerator,
+            clip_min=self.args.vllm_importance_sampling_clip_min,
+            clip_max=self.args.vllm_importance_sampling_clip_max,
         )
-        self._trl.log(mode, {**figures, **{f"sampling/{name}": value for name, value in ratios.items()}})
+        self.trl.log(mode, {**figures, **{f"sampling/{name}": value for name, value in ratios.items()}})
 
     def _entropy_weight(self) -> float:
         """The bonus's coefficient as the last step left it; TRL gives none while entropy is above the target."""
-        if self._args.use_adaptive_entropy and self._trl.last_entropy > self._args.entropy_target:
+        if self.args.use_adaptive_entropy and self.trl.last_entropy > self.args.entropy_target:
             return 0.0
-        return self._trl.entropy_coef
+        return self.trl.entropy_coef
 
     def _adapt_entropy(self, entropy: float) -> None:
         """TRL's controller: the next step's coefficient goes up where this one's entropy (nats) is low."""
-        args, self._trl.last_entropy = self._args, entropy
+        args, self.trl.last_entropy = self.args, entropy
         delta = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
-        self._trl.entropy_coef = min(max(self._trl.entropy_coef + delta, args.entropy_coef_min), args.entropy_coef_max)
+        self.trl.entropy_coef = min(max(self.trl.entropy_coef + delta, args.entropy_coef_min), args.entropy_coef_max)
 
     def _reference_logps(self, micro_batch: MicroBatch) -> Tensor:
-        if self._ref_model is not None:
-            return self._score(self._ref_model, micro_batch)[0]
+        if self.ref_model is not None:
+            return self.score(self.ref_model, micro_batch)[0]
         # a new adapter switched off is the reference; one that training began with was kept as "ref"
-        peft_model = self._accelerator.unwrap_model(self._trl.model)
+        peft_model = self.accelerator.unwrap_model(self.trl.model)
         with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
-            return self._score(self._trl.model, micro_batch)[0]
+            return self.score(self.trl.model, micro_batch)[0]

@@ -10,6 +10,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _SETTINGS = (
 _BATCH_FOLDER = re.compile(r"(?:train|eval)_(\d+)")
 
 
+@dataclass(eq=False)
 class Resume:
     """Reads the state of a run from checkpoints, and writes it into them.
 
@@ -51,30 +53,18 @@ class Resume:
         policy_weights: Has the lower halves of the masters.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        accelerator: Any,
-        trl: TrlBridge,
-        *,
-        layout_kind: str,
-        step: TrainingStep,
-        rollouts: RolloutSource,
-        engine: VllmEngine,
-        policy_weights: PolicyWeights,
-    ) -> None:
-        self._args = args
-        self._accelerator = accelerator
-        self._trl = trl
-        self._layout_kind = layout_kind
-        self._step = step
-        self._rollouts = rollouts
-        self._engine = engine
-        self._policy_weights = policy_weights
-        self._epochs_done = 0
-        self._started = time.monotonic()
-        self.seconds_before = 0.0
-        """Wall time of the run before this process, without what was lost to kills (s)."""
+    args: Any
+    accelerator: Any
+    trl: TrlBridge
+    layout_kind: str
+    step: TrainingStep
+    rollouts: RolloutSource
+    engine: VllmEngine
+    policy_weights: PolicyWeights
+    _epochs_done: int = field(default=0, init=False)
+    _started: float = field(default_factory=time.monotonic, init=False)
+    seconds_before: float = field(default=0.0, init=False)
+    """Wall time of the run before this process, without what was lost to kills (s)."""
 
     def begin(self, resume_from_checkpoint: str | bool | None) -> Path | None:
         """Restore the state of a checkpoint and return its folder, or None where the run begins (a collective).
@@ -85,28 +75,28 @@ class Resume:
         Raises:
             ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
         """
-        output_dir, rank = Path(self._args.output_dir), self._accelerator.process_index
-        self._trl.loaded_step = -1  # the engine has the weights of an evaluation, or of an earlier training
+        output_dir, rank = Path(self.args.output_dir), self.accelerator.process_index
+        self.trl.loaded_step = -1  # the engine has the weights of an evaluation, or of an earlier training
         folder = checkpoint.choose_checkpoint(output_dir, resume_from_checkpoint)
         step, open_task_ids = 0, list[str]()
         if folder is not None:
             checkpoint.know_cpu_devices()
-            state, rank_state = checkpoint.load_state(folder, rank, self._accelerator.device)
+            state, rank_state = checkpoint.load_state(folder, rank, self.accelerator.device)
             checkpoint.require_same_settings(state.settings, self._describe_settings())
-            if self._args.ignore_data_skip:
+            if self.args.ignore_data_skip:
                 raise ConfigError("ignore_data_skip must be false to resume: tasks that were trained would come again")
             self._restore(state, rank_state)
-            self._policy_weights.resume(checkpoint.load_masters(folder, rank))
+            self.policy_weights.resume(checkpoint.load_masters(folder, rank))
             step, open_task_ids = state.step, list(rank_state.open_task_ids)
         # all ranks have chosen before one of them removes anything
-        self._accelerator.wait_for_everyone()
-        if self._args.should_save:
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
             checkpoint.remove_partial(output_dir)
             rewind_trained(output_dir, source=output_dir if folder is None else folder.parent, step=step)
         self._skip_used_numbers(output_dir)
-        if folder is not None and self._rollouts.carry_over is not None:
-            self._rollouts.runner.proxy.hold()  # until the engine has the checkpoint's weights
-            self._rollouts.carry_over.reopen(open_task_ids)
+        if folder is not None and self.rollouts.carry_over is not None:
+            self.rollouts.runner.proxy.hold()  # until the engine has the checkpoint's weights
+            self.rollouts.carry_over.reopen(open_task_ids)
         self._started = time.monotonic()
         return folder
 
@@ -123,66 +113,66 @@ class Resume:
         Args:
             save_model: Writes transformers' files.
         """
-        state = self._trl.state
-        output_dir = Path(self._trl.output_dir(trial))
+        state = self.trl.state
+        output_dir = Path(self.trl.output_dir(trial))
         folder = output_dir / f"checkpoint-{state.global_step}"
-        if self._args.should_save:
+        if self.args.should_save:
             checkpoint.begin_checkpoint(folder)
-        self._accelerator.wait_for_everyone()
-        limit, self._args.save_total_limit = self._args.save_total_limit, None  # the older ones are still needed
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # the older ones are still needed
         try:
             save_model()
         finally:
-            self._args.save_total_limit = limit
-        rank, rounded = self._accelerator.process_index, self._policy_weights.rounded
+            self.args.save_total_limit = limit
+        rank, rounded = self.accelerator.process_index, self.policy_weights.rounded
         checkpoint.save_rank_state(folder, rank, self._get_rank_state())
         if rounded is not None and (rank == 0 or rounded.is_sharded):
             checkpoint.save_masters(folder, rank, rounded.state_dict())
-        self._accelerator.wait_for_everyone()
-        if self._args.should_save:
-            checkpoint.finish_checkpoint(folder, self._get_run_state(), is_resumable=not self._args.save_only_model)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint.finish_checkpoint(folder, self._get_run_state(), is_resumable=not self.args.save_only_model)
             checkpoint.rotate_checkpoints(output_dir, limit=limit, best=state.best_model_checkpoint)
 
     def _restore(self, state: RunState, rank_state: RankState) -> None:
-        self._trl.micro_step = state.micro_step
+        self.trl.micro_step = state.micro_step
         self._epochs_done = state.epochs
-        self._rollouts.num_batches = state.num_batches
-        self._step.windows = list(rank_state.windows) or None
-        self._engine.policy_version = state.policy_version
+        self.rollouts.num_batches = state.num_batches
+        self.step.windows = list(rank_state.windows) or None
+        self.engine.policy_version = state.policy_version
         self.seconds_before = state.seconds
-        if self._rollouts.upcoming is not None:
-            self._rollouts.upcoming.skip(state.micro_step)
+        if self.rollouts.upcoming is not None:
+            self.rollouts.upcoming.skip(state.micro_step)
 
     def _skip_used_numbers(self, output_dir: Path) -> None:
         """Batches that were rolled out and lost keep their numbers, so that an id names one session (a collective)."""
         folders = (_BATCH_FOLDER.fullmatch(path.name) for path in output_dir.glob("sessions/*/*"))
         used = [max((int(match[1]) + 1 for match in folders if match), default=0)]
-        self._rollouts.num_batches = max(self._rollouts.num_batches, broadcast_object_list(used)[0])
+        self.rollouts.num_batches = max(self.rollouts.num_batches, broadcast_object_list(used)[0])
 
     def _describe_settings(self) -> dict[str, Any]:
         return {
-            "num_processes": self._accelerator.num_processes,
-            **{name: getattr(self._args, name) for name in _SETTINGS},
-            "sequence_layout": self._layout_kind,
-            "tasks": _digest_ids(self._rollouts.tasks["train"]),
+            "num_processes": self.accelerator.num_processes,
+            **{name: getattr(self.args, name) for name in _SETTINGS},
+            "sequence_layout": self.layout_kind,
+            "tasks": _digest_ids(self.rollouts.tasks["train"]),
         }
 
     def _get_rank_state(self) -> RankState:
-        is_used_up = self._trl.micro_step % (self._args.steps_per_generation * self._args.num_iterations) == 0
-        carry_over = self._rollouts.carry_over
+        is_used_up = self.trl.micro_step % (self.args.steps_per_generation * self.args.num_iterations) == 0
+        carry_over = self.rollouts.carry_over
         return RankState(
-            windows=() if is_used_up else self._step.windows or (),
+            windows=() if is_used_up else self.step.windows or (),
             open_task_ids=() if carry_over is None else carry_over.open_task_ids(),
         )
 
     def _get_run_state(self) -> RunState:
-        state = self._trl.state
+        state = self.trl.state
         return RunState(
             step=state.global_step,
-            micro_step=self._trl.micro_step,
+            micro_step=self.trl.micro_step,
             epochs=int(state.epoch),
-            num_batches=self._rollouts.num_batches,
-            policy_version=self._engine.policy_version,
+            num_batches=self.rollouts.num_batches,
+            policy_version=self.engine.policy_version,
             seconds=self.seconds_before + time.monotonic() - self._started,
             settings=self._describe_settings(),
         )

@@ -1,5 +1,6 @@
 """Keep the colocated engine at the trainer's weights: awake while agents run, asleep while the model trains."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from polar_trl.proxy import Proxy
 _PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")
 
 
+@dataclass(eq=False)
 class EngineSync:
     """Pushes weights, and turns sampling on and off around rollouts.
 
@@ -27,27 +29,15 @@ class EngineSync:
         layout_kind: Of the passes that score.
     """
 
-    def __init__(
-        self,
-        accelerator: Any,
-        trl: TrlBridge,
-        *,
-        generation: ColocatedVllm,
-        proxy: Proxy,
-        policy_weights: PolicyWeights,
-        phases: PhaseClock,
-        layout_kind: Any,
-        temperature: float,
-    ) -> None:
-        self._accelerator = accelerator
-        self._trl = trl
-        self._generation = generation
-        self._proxy = proxy
-        self._policy_weights = policy_weights
-        self._phases = phases
-        self._layout_kind = layout_kind
-        self._temperature = temperature
-        self._is_checked = False
+    accelerator: Any
+    trl: TrlBridge
+    generation: ColocatedVllm
+    proxy: Proxy
+    policy_weights: PolicyWeights
+    phases: PhaseClock
+    layout_kind: Any
+    temperature: float
+    _is_checked: bool = field(default=False, init=False)
 
     def wake(self, mode: str) -> None:
         """Push weights if they have changed, give the engine its memory, and let calls through (a collective).
@@ -56,44 +46,44 @@ class EngineSync:
             EngineError: before the first rollout, the engine does not compute what the trainer computes.
         """
         self.push(mode)
-        with self._phases.measure(mode, "wake"):
-            self._generation.wake()
+        with self.phases.measure(mode, "wake"):
+            self.generation.wake()
         self.check_once(mode)
-        self._proxy.release()
+        self.proxy.release()
 
     def sleep(self, mode: str) -> None:
         """Hold the calls of sessions that stay open, and give the engine's memory to the trainer."""
-        with self._phases.measure(mode, "sleep"):
-            self._proxy.hold()
-            self._generation.sleep()
+        with self.phases.measure(mode, "sleep"):
+            self.proxy.hold()
+            self.generation.sleep()
 
     def push(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since the last push (a collective)."""
-        step = self._trl.global_step
-        is_new = step != self._trl.loaded_step  # weights that were only asleep are no new policy
-        if is_new or self._trl.weights_sleep:
-            with self._phases.measure(mode, "weight_sync"):
-                self._generation.sync_weights(new_policy=is_new)
-            self._trl.loaded_step = step
+        step = self.trl.global_step
+        is_new = step != self.trl.loaded_step  # weights that were only asleep are no new policy
+        if is_new or self.trl.weights_sleep:
+            with self.phases.measure(mode, "weight_sync"):
+                self.generation.sync_weights(new_policy=is_new)
+            self.trl.loaded_step = step
         if is_new:
             # a training metric, also where an evaluation comes before the next step
-            self._trl.log("train", self._policy_weights.measure_push(self._generation.engine_dtype, self._accelerator))
+            self.trl.log("train", self.policy_weights.measure_push(self.generation.engine_dtype, self.accelerator))
 
     def check_once(self, mode: str) -> None:
         """Compare the engine's log-probabilities with the trainer's, before the first rollout of the process."""
         if self._is_checked:
             return
-        engine, model = self._generation.engine, self._trl.model
+        engine, model = self.generation.engine, self.trl.model
         model.eval()
         gap = check_engine(
             engine,
             self._score_tokens,
-            [self._trl.tokenizer(text)["input_ids"] for text in _PROBES],
-            temperature=self._temperature,
-            dtypes=(engine.dtype, self._generation.pass_dtype),
+            [self.trl.tokenizer(text)["input_ids"] for text in _PROBES],
+            temperature=self.temperature,
+            dtypes=(engine.dtype, self.generation.pass_dtype),
         )
         model.train(mode == "train")
-        self._trl.log(mode, {"polar/engine_check_gap": gap})
+        self.trl.log(mode, {"polar/engine_check_gap": gap})
         self._is_checked = True
 
     @torch.no_grad()
@@ -101,6 +91,6 @@ class EngineSync:
         """[C] log-probabilities, by the pass that trains."""
         sampled = np.array([False] * len(prompt) + [True] * len(token_ids))
         ids = np.array(prompt + token_ids, dtype=np.int64)
-        packed = pack_rows([ids], [sampled], kind=self._layout_kind, device=self._accelerator.device)
-        with self._accelerator.autocast():
-            return score(self._trl.model, packed)[0]
+        packed = pack_rows([ids], [sampled], kind=self.layout_kind, device=self.accelerator.device)
+        with self.accelerator.autocast():
+            return score(self.trl.model, packed)[0]
