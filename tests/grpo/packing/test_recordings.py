@@ -50,7 +50,9 @@ def build_recorded_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
 def describe_rows(rows: Sequence[Row]) -> dict[str, Any]:
     """Digest rows, and the micro-batch of all of them in both layouts."""
     arrays = [(row.token_ids_T, row.trainable_T, row.logprobs_T, row.policy_versions_T) for row in rows]
-    named = [[row.rollout_id, row.advantage, list(row.call_indices), row.record_path, row.num_trainable] for row in rows]
+    named = [
+        [row.rollout_id, row.advantage, list(row.call_indices), row.record_path, row.num_trainable] for row in rows
+    ]
     return {
         "rows": len(rows),
         "tokens": sum(len(row.token_ids_T) for row in rows),
