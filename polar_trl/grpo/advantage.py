@@ -42,7 +42,7 @@ class Advantages:
 
 
 class RolloutAdvantage(NamedTuple):
-    """What `Advantages` says of one rollout."""
+    """The advantage, reward and status of one rollout."""
 
     advantage: float
     reward: float
@@ -101,21 +101,21 @@ def _normalize_columns(values_NGF: Tensor) -> Tensor:
     return torch.where((spread_N1F == 0) & ~torch.isnan(values_NGF), 0.0, normalized_NGF)
 
 
-def replace_groups(constant_WN: Tensor, usable_WM: Tensor) -> list[list[tuple[int, int]]]:
+def replace_groups(constant_WN: Tensor, usable_WN: Tensor) -> list[list[tuple[int, int]]]:
     """Pair each rank's constant groups with usable new ones, in order, for as many as there are of both.
 
     With constant groups 1 and 3 on a rank and new groups of which 0 is constant too and 1 is not: [(1, 1)].
 
     Args:
         constant_WN: Whether all rollouts have one score, of N groups of each of W ranks.
-        usable_WM: Whether they differ, of M new groups of each rank.
+        usable_WN: Whether they differ, of the new groups of each rank, which may be fewer.
 
     Returns:
         Of each rank, pairs of an old and a new group.
     """
     return [
         list(zip(old.nonzero()[:, 0].tolist(), new.nonzero()[:, 0].tolist(), strict=False))
-        for old, new in zip(constant_WN, usable_WM, strict=True)
+        for old, new in zip(constant_WN, usable_WN, strict=True)
     ]
 
 

@@ -14,10 +14,10 @@ from polar_trl.errors import ConfigError
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import RolloutConfig
 
+# TRL's, but for `bnpo`; tests/grpo/loss/test_token_loss.py holds all that is listed here against TRL (law 5)
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_LEVELS = ("token", "sequence")
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-"""TRL's, but for `bnpo`. tests/grpo/loss/test_token_loss.py holds all that is listed here against TRL (law 5)."""
 
 
 @dataclass

@@ -3,7 +3,7 @@
 Rows of all ranks are spread over ranks and forward passes by predicted cost and forwarded without padding, shared
 prefixes once; ranks run equal numbers of passes, since a missing one would leave collectives waiting for ever. The
 losses are TRL's, over the rollouts of an optimizer step. Rows come from a subclass (`_collect_rows`): from agents'
-sessions in `PolarGRPOTrainer`. A step is told in `step.py`.
+sessions in `PolarGRPOTrainer`. `step.py` is a training step, top to bottom.
 """
 
 from dataclasses import replace
@@ -108,7 +108,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         return super()._clip_grad_norm(model) if self.step_guard.has_rows else None
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        """transformers', which asks for it right before the optimizer's step: the step is judged by it."""
+        """transformers', which asks for it right before the optimizer's step: the step guard decides by it."""
         if self.step_guard.has_rows:
             grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
             grad_norm = None if grad_norm is None else float(grad_norm)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rewards:
-    """Rewards [R, F] of all ranks' rollouts: the grader's, if there is one, then those of TRL's reward functions.
+    """Computes rewards [R, F] of all ranks' rollouts: the grader's, if there is one, then TRL's reward functions'.
 
     TRL is given the grader's column as a reward function too, since it counts weights and names by them; the verdicts
     are in the rollouts, so TRL is not asked for them.
@@ -55,7 +55,7 @@ class Rewards:
         self.names = list(trainer.reward_func_names)
         self.weights_F: Tensor = trainer.reward_weights
         self.num_not_finite = 0
-        """Rollouts for which some reward function gave a number that is none; whoever logs it sets it back."""
+        """Rollouts for which a reward function gave a number that is not finite, since `RolloutLog` last took it."""
         self._has_grader = has_grader
         if has_grader:
             trl.drop_first_reward_function()
@@ -188,14 +188,14 @@ def warn_not_finite(rollout_ids: Sequence[str], names: Sequence[str], not_finite
 def without_trl_warning() -> Iterator[None]:
     """Silence TRL's warning, which prints a whole rollout; `polar/rollouts_without_reward` counts them."""
     trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
-    trl_logger.addFilter(_is_of_use)
+    trl_logger.addFilter(_is_other_warning)
     try:
         yield
     finally:
-        trl_logger.removeFilter(_is_of_use)
+        trl_logger.removeFilter(_is_other_warning)
 
 
-def _is_of_use(record: logging.LogRecord) -> bool:
+def _is_other_warning(record: logging.LogRecord) -> bool:
     return "All reward functions returned None" not in str(record.msg)
 
 

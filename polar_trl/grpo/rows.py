@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from polar_trl.grpo.packing.layout import Ids
 from polar_trl.reconstruct.truncate import truncate_trajectory
-from polar_trl.rollout.runner import RolloutResult
+from polar_trl.rollout.session_run import RolloutResult
 from polar_trl.types import Trajectory
 
 
@@ -103,11 +103,11 @@ def rollout_tokens(rows: Sequence[Row]) -> list[int]:
 def token_shares(rows: Sequence[Row], *, loss_type: str, max_completion_length: int) -> list[float]:
     """Return each row's weight of a token's loss: the loss is the weighted sum over all tokens.
 
-    With T tokens in the token's rollout, R rollouts and N tokens in all:
+    With R rollouts:
 
-    * "grpo" and "sapo" average a rollout's tokens, then rollouts: 1 / T / R.
+    * "grpo" and "sapo" average a rollout's tokens, then rollouts: 1 / rollout_tokens / R.
     * "luspo" and "dr_grpo" average rollouts' sums, the latter over a constant: 1 / R, 1 / R / max_completion_length.
-    * "dapo", "cispo" and "vespo" divide by all tokens: 1 / N.
+    * "dapo", "cispo" and "vespo" divide by all tokens: 1 / all_tokens.
 
     A rollout of 3 tokens in rows of 2 and 1, beside one of 2 tokens in one row: "grpo" gives 1/6, 1/6 and 1/4, and
     "dapo" 1/5 for each, however the three tokens are split.

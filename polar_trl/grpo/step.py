@@ -2,18 +2,18 @@
 
     push weights -> roll out and grade -> reward -> advantage -> rows -> pack -> loss, gradient -> optimizer step
 
-transformers' loop calls `TrainingStep.run` once per micro-step. The first micro-step of a generation batch collects
-its rows (`SessionRows.collect`) and packs them; the last one of an optimizer step runs all of that step's forward and
-backward passes (`TrainingStep.train`). The optimizer's own step follows in transformers' loop, and the weights that it
-makes reach the engine when the next batch is collected.
+transformers' loop calls `TrainingStep.run` (through `PackedGRPOTrainer.training_step`) once per micro-step. The first
+micro-step of a generation batch collects its rows (`SessionRows.collect`) and packs them; the last one of an optimizer
+step runs all of that step's forward and backward passes (`TrainingStep.train`). The optimizer's own step follows in
+transformers' loop, and the weights that it makes reach the engine when the next batch is collected.
 
 Four things differ from the textbook:
 
 1. A rollout is a session of many model calls. It has one reward and one advantage, and becomes as few rows as the
    token prefixes of its calls allow; how many there are changes nothing in the loss.
 2. Passes are filled by tokens, not by rows, and the loss is summed token by token over all passes and ranks of a step.
-3. The engine that samples is the policy that is trained: it computes with the same rounded weights, and what is left
-   of the difference is corrected by the importance ratio.
+3. The sampling policy is the trained policy, at most `max_policy_lag` versions older: the engine computes with the
+   same rounded weights, and the importance ratio corrects for the rest.
 4. A rollout without a reward (its sandbox broke, its grader could not decide) enters no baseline and no gradient.
 """
 
@@ -46,7 +46,12 @@ from polar_trl.rollout.session_run import RolloutResult
 
 @dataclass(eq=False)
 class SessionRows:
-    """From data rows to training rows: the part of a step in which agents run."""
+    """From data rows to training rows: the part of a step in which agents run.
+
+    Args:
+        args: The config.
+        max_tokens: Of a row.
+    """
 
     args: Any
     engine: EngineSync
@@ -57,10 +62,10 @@ class SessionRows:
     max_tokens: int
 
     def collect(self, inputs: Sequence[dict[str, Any]], mode: str) -> list[Row]:
-        """Roll out one generation or evaluation batch and return this rank's rows (a collective).
+        """Roll out a generation or evaluation batch and return this rank's training rows (a collective).
 
         Args:
-            inputs: Data rows of this rank, one for each of its R rollouts; rollouts of a group are adjacent.
+            inputs: Data rows of this rank, one for each of its rollouts; rollouts of a group are adjacent.
             mode: "train" or "eval".
         """
         # ---- Push the weights of the last optimizer step, and let the engine sample
@@ -109,7 +114,7 @@ class SessionRows:
         )
 
     def _require_reward(self, advantages: Advantages, results: Sequence[RolloutResult]) -> None:
-        if not advantages.scored_R.any() and self.rollouts.step == 0:
+        if not advantages.scored_R.any() and self.rollouts.trl.global_step == 0:
             reasons = Counter(result.rollout.error for result in results if result.rollout.error).most_common(1)
             why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
             raise ConfigError(f"no rollout of the first batch has a reward; most often: {why}")
@@ -119,17 +124,17 @@ class SessionRows:
     ) -> tuple[list[Row], Counter[str]]:
         """Return this rank's rows, and sampled tokens that are not trained, by reason."""
         trained, dropped = [], Counter[str]()
-        for result, own in zip(results, advantages.list_rollouts(self.rollouts.rank, len(results)), strict=True):
+        for result, outcome in zip(results, advantages.list_rollouts(self.rollouts.rank, len(results)), strict=True):
             reason = None
-            if not own.scored:
+            if not outcome.scored:
                 reason = "no_reward"  # law 4: without a reward, no gradient
-            elif own.zero_variance and self.args.drop_zero_variance and mode == "train":
+            elif outcome.zero_variance and self.args.drop_zero_variance and mode == "train":
                 reason = "zero_variance"
             if reason is None:
-                trained.append((result, own.advantage))
+                trained.append((result, outcome.advantage))
             else:
                 dropped[reason] += sum(sum(trajectory.trainable) for trajectory in result.reconstruction.trajectories)
-            self.log.describe(result, own, reason)
+            self.log.describe(result, outcome, reason)
         rows, others = build_rows(
             trained,
             max_tokens=self.max_tokens,
@@ -143,9 +148,9 @@ class SessionRows:
 class TrainingStep:
     """From training rows to gradients.
 
-    A generation batch is collected in its first micro-step, and its rollouts are dealt to windows: what an optimizer
-    step and a generation batch can both be divided into. The passes of an optimizer step, as many as its tokens need,
-    all run in its last micro-step; with no rows there are none, and the optimizer makes no step either.
+    A generation batch is collected in its first micro-step, and its rollouts are dealt to windows, the largest parts
+    that both a generation batch and an optimizer step divide into. The passes of an optimizer step, as many as its
+    tokens need, all run in its last micro-step; with no rows there are none, and the optimizer makes no step either.
 
     A generation's loss is the mean over its windows; the loss of an optimizer step is the mean over its windows, so
     over generations where several feed it. Generations without rows are left out of it.
@@ -163,13 +168,13 @@ class TrainingStep:
     guard: StepGuard
     phases: PhaseClock
     windows: list[Window] | None = field(default=None, init=False)
-    """Of the last generation batch: the forward passes of each optimizer step that it feeds."""
+    """Passes of each window of the last generation batch."""
     _pending: list[Window] = field(default_factory=list, init=False)
     """Windows of the optimizer step that is under way."""
     _micro_steps: int = field(default=0, init=False)
-    """Of that step."""
+    """Micro-steps of that step so far."""
     trained_log: TrainedLog | None = field(default=None, init=False)
-    """Told of the rows of every optimizer step."""
+    """Receives the rows of every optimizer step."""
 
     def run(self, model: Any, inputs: Any) -> Tensor:
         """Run one micro-step of transformers' loop and return what it adds to the logged loss."""
@@ -181,7 +186,7 @@ class TrainingStep:
         if self.windows is None or self.trl.micro_step % repeats == 0:
             rows = self.collect_rows(inputs, "train")
             with self.phases.measure("train", "planning"):
-                self.windows = self.plan(rows, "train")
+                self.windows = self.pack(rows, "train")
 
         # ---- The window that this micro-step ends, if it ends one
         per_window = self.packer.micro_steps_per_window
@@ -218,15 +223,15 @@ class TrainingStep:
 
     def evaluate(self, model: Any, inputs: Any) -> Tensor:
         """Return the loss of an evaluation batch."""
-        windows = self.plan(self.collect_rows(inputs, "eval"), "eval")
+        windows = self.pack(self.collect_rows(inputs, "eval"), "eval")
         loss = torch.zeros((), device=self.accelerator.device)
         for micro_batch in self.loss.prepare(windows):
             loss += self.trl.compute_loss(model, micro_batch)
         self.loss.log("eval")
         return loss
 
-    def plan(self, rows: list[Row], mode: str) -> list[Window]:
-        """Return this rank's passes of each window (a collective)."""
+    def pack(self, rows: list[Row], mode: str) -> list[Window]:
+        """Return this rank's passes of each window, scored by other policies if the loss needs that (a collective)."""
         windows, figures = self.packer.plan(rows, mode, step=self.trl.global_step)
         self.trl.log(mode, figures)
         repeats = self.args.steps_per_generation * self.args.num_iterations

@@ -1,7 +1,7 @@
 """TRL's GRPO trainer, with agents in place of `generate`.
 
-TRL keeps the optimizer, checkpoints, PEFT and logging. What happens in a step is told, top to bottom, in `step.py`;
-this file builds the parts of it, and passes on what transformers' loop calls.
+TRL keeps the optimizer, checkpoints, PEFT and logging. `step.py` is a training step, top to bottom; this file builds
+its parts and passes on what transformers' loop calls.
 """
 
 import os
@@ -54,11 +54,12 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         harness: The agent.
         sandbox: Where agents run; a folder and a process group each by default. Sandboxes of a `WarmPool` are made
             while the model trains.
-        grader: What a session is worth. By default what each task says itself (a command, hidden tests, a verifier);
-            tasks that say nothing leave the reward to `reward_funcs`.
-        reward_funcs: TRL reward functions, called once per rollout with `prompts`, `completions` (the conversation
-            after the instruction), `completion_ids` (all sampled tokens), `task` and `rollouts`. They come after the
-            grader in `args.reward_weights`.
+        grader: Gives a session its reward. By default each task's own (a command, hidden tests, a verifier); if no
+            task has one, `reward_funcs` decide alone.
+        reward_funcs: TRL reward functions, called as TRL calls them, with lists of one entry per rollout (not per
+            row): `prompts`, `completions` (the conversation after the instruction), `completion_ids` (all sampled
+            tokens), `task` (each rollout's `Task`) and `rollouts`. They come after the grader in
+            `args.reward_weights`.
         peft_config, processing_class, callbacks, optimizers: As in TRL.
 
     Raises:
@@ -195,7 +196,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         return Proxy(self.vllm_generation.engine, renderer, params=params)
 
     def _describe_run(self, agent: str) -> dict[str, Any]:
-        """What whoever looks at the run's folder wants to know of it."""
+        """Return the content of `settings.json`: model, agent, renderer, longest row."""
         name = self.model.name_or_path
         return {
             "model": os.path.abspath(name) if os.path.isdir(name) else name,
@@ -217,7 +218,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         self.vllm_generation.engine.close()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """TRL's.
+        """Train, from the beginning or from a checkpoint.
 
         Args:
             resume_from_checkpoint: "auto" or True goes on from the newest complete checkpoint of `output_dir`, or
@@ -248,7 +249,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         return self.resume.skip_shuffles(super()._get_train_sampler(dataset))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers would make one more step after the last one of a run that is over."""
+        """Stop a run that is over: transformers would make one more step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return

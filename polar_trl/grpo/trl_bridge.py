@@ -1,6 +1,7 @@
-"""Hold every private name of TRL, transformers and accelerate that a training step reads, writes or calls.
+"""Give the private state of TRL's trainer names of our own.
 
-`tests/grpo/test_contract.py` pins each of them, and the signatures of the methods that the trainer overrides, so that
+`StepGuard` (accelerate's optimizer), `ColocatedVllm` and `CompletionsTable` touch other private names.
+`tests/grpo/test_contract.py` pins all of them, and the signatures of the methods that the trainer overrides, so that
 an upgrade that moves one fails there and nowhere else.
 """
 
@@ -41,11 +42,11 @@ class TrlBridge:
     tokenizer = Forwarded("_tokenizer")
     """Of the processing class."""
     micro_step = Forwarded("_step")
-    """Micro-steps so far, in all processes of the run; TRL rolls out by it."""
+    """Micro-steps so far, those before a restart included; `TrainingStep.run` decides by it when to roll out."""
     micro_steps_per_step = Forwarded("current_gradient_accumulation_steps")
     """Of the optimizer step that is under way: an epoch's last one may have fewer."""
     loaded_step = Forwarded("_last_loaded_step")
-    """Optimizer step whose weights the engine has; -1 for others."""
+    """Optimizer step whose weights the engine has; -1: none."""
     entropy_coef = Forwarded("entropy_coef")
     """Coefficient of the entropy bonus; the adaptive one moves with each step."""
     has_entropy_bonus = Forwarded("_entropy_bonus_enabled")
@@ -64,7 +65,7 @@ class TrlBridge:
     # Metrics.
 
     def metrics(self, mode: str) -> MutableMapping[str, list[float]]:
-        """Values that wait for the next line of the log, which holds the mean of each list."""
+        """Return the values that wait for the next line of the log, which holds the mean of each list."""
         values: MutableMapping[str, list[float]] = self.trainer._metrics[mode]
         return values
 
@@ -157,13 +158,13 @@ class TrlBridge:
 
     @property
     def corrects_ratio(self) -> bool:
-        """Whether the loss corrects for the ratio to the policy that sampled."""
+        """True if the loss corrects for the ratio to the policy that sampled."""
         trainer = self.trainer
         return bool(trainer.use_vllm and trainer.args.vllm_importance_sampling_correction)
 
     @property
     def weights_sleep(self) -> bool:
-        """Whether the engine dropped its weights when it went to sleep."""
+        """True if the engine dropped its weights when it went to sleep."""
         return bool(self.trainer.vllm_generation._llm_weights_sleeping)
 
     def output_dir(self, trial: Any) -> str:

@@ -130,5 +130,5 @@ def test_the_deviation_of_equal_rewards_is_zero() -> None:
 
 def test_constant_groups_are_paired_with_new_ones_that_vary_rank_by_rank() -> None:
     constant_WN = torch.tensor([[False, True, False, True], [False, False, False, False], [True, True, True, True]])
-    usable_WM = torch.tensor([[False, True], [True, True], [True, True]])
-    assert replace_groups(constant_WN, usable_WM) == [[(1, 1)], [], [(0, 0), (1, 1)]]
+    usable_WN = torch.tensor([[False, True], [True, True], [True, True]])
+    assert replace_groups(constant_WN, usable_WN) == [[(1, 1)], [], [(0, 0), (1, 1)]]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch
 from torch import Tensor
 
-from polar_trl.rollout.runner import STAGES, RolloutResult
+from polar_trl.rollout.runner import STAGES
+from polar_trl.rollout.session_run import RolloutResult
 
 COUNTS = ("polar/counters/", "polar/dropped/", "polar/stopped/")
 """Beginnings of the names of counts that a batch may have none of."""

@@ -50,9 +50,9 @@ class RolloutLog:
         figures["reward"] = torch.nanmean(advantages.rewards_R).item()
         figures["reward_std"] = nan_std(advantages.rewards_R)
         figures["frac_reward_zero_std"] = advantages.zero_variance_R.float().mean().item()
-        own = self.trl.take_logged_metrics()
-        for name in sorted(set(gather_object(list(own)))):
-            values = gather_object(own.get(name, []))
+        logged = self.trl.take_logged_metrics()
+        for name in sorted(set(gather_object(list(logged)))):
+            values = gather_object(logged.get(name, []))
             figures[name] = sum(values) / len(values)
         self.trl.log(mode, figures)
 
@@ -60,10 +60,12 @@ class RolloutLog:
         """Log how many groups of all ranks were rolled out in the place of others."""
         self.trl.log("train", {"polar/resampled_groups": num_groups})
 
-    def describe(self, result: RolloutResult, own: RolloutAdvantage, dropped: str | None) -> None:
-        """Take a rollout of the batch, and why it is not trained, if it is not."""
+    def describe(self, result: RolloutResult, outcome: RolloutAdvantage, dropped: str | None) -> None:
+        """Note a rollout for the run's files, and the reason if it is not trained."""
         record = self.name_record(result.record_path)
-        self._described.append(describe_rollout(result.rollout, record, own.reward, own.advantage, dropped=dropped))
+        self._described.append(
+            describe_rollout(result.rollout, record, outcome.reward, outcome.advantage, dropped=dropped)
+        )
 
     def log_batch(
         self,
@@ -109,7 +111,7 @@ class RolloutLog:
         mode: str,
         step: int,
     ) -> None:
-        own = advantages.list_rollouts(self.rank, len(results))
+        outcomes = advantages.list_rollouts(self.rank, len(results))
         local = slice(self.rank * len(results), (self.rank + 1) * len(results))
         table.add(
             mode,
@@ -119,6 +121,6 @@ class RolloutLog:
                 f"rewards/{name}": column[local].tolist()
                 for name, column in zip(self.rewards.names, rewards_RF.T, strict=True)
             },
-            [rollout.reward for rollout in own],
-            [rollout.advantage for rollout in own],
+            [outcome.reward for outcome in outcomes],
+            [outcome.advantage for outcome in outcomes],
         )

@@ -40,7 +40,7 @@ class StepLoss:
     _ratio_stats: RatioStats = field(default_factory=RatioStats, init=False)
     _figures: LossFigures = field(default_factory=LossFigures, init=False)
     trained_rows: TrainedRows | None = field(default=None, init=False)
-    """Told of the trained tokens of each pass."""
+    """Receives the trained tokens of each pass."""
 
     # Before the first pass of a step.
 

@@ -1,7 +1,7 @@
 """Fill forward passes by tokens: rows of uneven length are spread over ranks and passes and laid out without padding.
 
 `balance` plans which rank forwards which rows together, `layout` and `batch` turn them into tensors, `forward` scores
-them through `attention` and `linear_attention`, and `packed_trainer` makes a training step of it.
+them through `attention` and `linear_attention`, and `packer` makes of it the passes of each optimizer step and rank.
 
 Letters of shapes, one for one axis, here and in `grpo.loss`:
 

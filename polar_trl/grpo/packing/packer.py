@@ -1,7 +1,8 @@
 """Pack the rows of a generation batch into forward passes, for each optimizer step and rank.
 
-A window is the part of a generation batch that one optimizer step trains: its rollouts are whole, and every rank has
-as many passes of it as every other.
+A window is the largest part that both a generation batch and an optimizer step divide into:
+gcd(steps_per_generation, gradient_accumulation_steps) micro-steps. Its rollouts are whole, and every rank has as many
+passes of it as every other.
 """
 
 import math
@@ -44,8 +45,8 @@ class Packer:
     def plan(self, local_rows: list[Row], mode: str, *, step: int) -> tuple[list[Window], dict[str, float]]:
         """Return this rank's passes of each window, and the figures that are logged of them (a collective).
 
-        A generation's loss is the mean over its windows of the one that `token_shares` declares, each of which has its
-        own part of the rollouts; an evaluation batch is one window.
+        Each window has its own rollouts and the loss that `token_shares` declares; a generation's loss is the mean
+        over its windows. An evaluation batch is one window.
 
         Args:
             local_rows: Of this rank.
@@ -102,6 +103,6 @@ def _build_cost_model(model: Any) -> CostModel:
 
 
 def _imbalance(costs_W: Sequence[float]) -> float:
-    """How much longer the slowest rank takes than the mean."""
+    """Return how much longer the slowest rank takes than the mean, as a share."""
     mean = sum(costs_W) / len(costs_W)
     return max(costs_W) / mean - 1.0 if mean else 0.0

@@ -47,7 +47,7 @@ class RunState:
     step: int
     """Optimizer steps that the weights have seen."""
     micro_step: int
-    """Forward passes so far, as TRL counts them; decides when it is time to roll out."""
+    """Micro-steps so far, those before a restart included; they decide when it is time to roll out."""
     epochs: int
     """Passes over the tasks that are over; each shuffles anew."""
     num_batches: int

@@ -1,9 +1,9 @@
-"""Go on with a run that was killed from its last complete checkpoint, exactly where it stood.
+"""Resume a killed run from its last complete checkpoint, exactly where it stood.
 
 transformers restores weights, optimizer, schedule, random numbers and log, and skips the batches that were trained.
 Added here: checkpoints that say whether they are whole, the order of tasks beyond the first epoch, TRL's place within
 a generation batch with the rows that were rolled out and not trained yet, and numbers of batches and policies that go
-on. A run whose tasks would come in another order is refused.
+on. A run whose tasks would come in another order is refused (`ConfigError`).
 """
 
 import hashlib
@@ -144,7 +144,7 @@ class Resume:
             self.rollouts.upcoming.skip(state.micro_step)
 
     def _skip_used_numbers(self, output_dir: Path) -> None:
-        """Batches that were rolled out and lost keep their numbers, so that an id names one session (a collective)."""
+        """Number batches after all that are on disk, so that an id names one session (a collective)."""
         folders = (_BATCH_FOLDER.fullmatch(path.name) for path in output_dir.glob("sessions/*/*"))
         used = [max((int(match[1]) + 1 for match in folders if match), default=0)]
         self.rollouts.num_batches = max(self.rollouts.num_batches, broadcast_object_list(used)[0])

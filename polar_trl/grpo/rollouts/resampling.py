@@ -24,8 +24,8 @@ def resample_constant_groups(
 ) -> tuple[list[RolloutResult], Tensor, Advantages, int]:
     """Return the batch with constant groups replaced, and how many groups of all ranks were rolled out (a collective).
 
-    Every rank rolls out as many groups as the one with the most constant ones, and replaces what it can: alike in the
-    rewards of all ranks, and its own rollouts.
+    Every rank rolls out as many new groups as the rank with the most constant ones needs, since rewards are gathered.
+    Rewards are replaced on every rank alike, rollouts on the rank that has them.
 
     Args:
         results: Rollouts of this rank, groups of G adjacent.
@@ -40,9 +40,9 @@ def resample_constant_groups(
         num_rolled_out += num_new * source.num_ranks
         others = source.run_others(num_new, round_number)
         others_RF = compute_rewards(others)
-        usable_WM = source.by_rank(~compute_advantages(others_RF).zero_variance_R[::size])
+        usable_WN = source.by_rank(~compute_advantages(others_RF).zero_variance_R[::size])
         rewards_RF, results = rewards_RF.clone(), list(results)
-        for rank, pairs in enumerate(replace_groups(constant_WN, usable_WM)):
+        for rank, pairs in enumerate(replace_groups(constant_WN, usable_WN)):
             for old, new in pairs:
                 first, new_first = (rank * constant_WN.shape[1] + old) * size, (rank * num_new + new) * size
                 rewards_RF[first : first + size] = others_RF[new_first : new_first + size]

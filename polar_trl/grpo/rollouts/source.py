@@ -1,4 +1,4 @@
-"""Run the sessions of a batch of data rows, of this rank: name them, start them, and hand out what has ended."""
+"""Run this rank's sessions of a batch: name them, start them, and return those that have ended."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from polar_trl.types import Task
 
 
 class RolloutSource:
-    """Sessions of the trainer's tasks.
+    """Rolls out the trainer's tasks.
 
     Args:
         args: The config.
@@ -40,7 +40,7 @@ class RolloutSource:
     ) -> None:
         self._args = args
         self._accelerator = accelerator
-        self._trl = trl
+        self.trl = trl
         self.runner = runner
         self.tasks = tasks
         self.num_generations = num_generations
@@ -59,18 +59,13 @@ class RolloutSource:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Index of this process."""
         return int(self._accelerator.process_index)
 
     @property
     def num_ranks(self) -> int:
         """Processes that roll out."""
         return int(self._accelerator.num_processes)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far."""
-        return self._trl.global_step
 
     def run(self, inputs: Sequence[Mapping[str, Any]], mode: str) -> list[RolloutResult]:
         """Return as many rollouts as there are data rows, in groups; with `max_policy_lag`, of rows that were begun
@@ -81,7 +76,7 @@ class RolloutSource:
             return self.runner.run(jobs, show_progress=self._shows_progress(), cut_stragglers=mode == "train")
         args = self._args
         steps_per_batch = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-        is_last = self._trl.global_step + steps_per_batch >= self._trl.state.max_steps
+        is_last = self.trl.global_step + steps_per_batch >= self.trl.state.max_steps
         next_rows = None if is_last or self.upcoming is None else self.upcoming.next_rows
         return self.carry_over.roll_out(
             [row["task_id"] for row in inputs],
@@ -91,7 +86,7 @@ class RolloutSource:
 
     def run_others(self, num_groups: int, round_number: int) -> list[RolloutResult]:
         """Return groups of other training tasks, drawn at random; other ranks draw others."""
-        seed = hash((self._args.seed, self._trl.global_step, round_number)) % 2**32  # of integers: alike everywhere
+        seed = hash((self._args.seed, self.trl.global_step, round_number)) % 2**32  # of integers: alike everywhere
         ids = list(self.tasks["train"])
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
         chosen = [ids[order[(self.rank * num_groups + index) % len(ids)]] for index in range(num_groups)]
@@ -100,7 +95,7 @@ class RolloutSource:
         return self.runner.run(jobs, show_progress=self._shows_progress())
 
     def finish_batch(self, mode: str) -> None:
-        """The batch was rolled out: sandboxes of the next one may be made."""
+        """Order the next batch's sandboxes, now that this one was rolled out."""
         if self.upcoming is not None and mode == "train":
             self.upcoming.finish_rollouts()
 

@@ -23,10 +23,10 @@ class EngineSync:
     """Pushes weights, and turns sampling on and off around rollouts.
 
     Args:
-        generation: The engine.
+        generation: TRL's generation backend, which owns the engine.
         proxy: Holds and releases the calls of sessions.
-        policy_weights: Told of pushes, which it measures.
-        layout_kind: Of the passes that score.
+        policy_weights: Measures each push.
+        layout_kind: Layout of the passes that score.
     """
 
     accelerator: Any

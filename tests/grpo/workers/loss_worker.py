@@ -229,7 +229,7 @@ def train_again(trainer: PresetRows, old: Any, new: Any) -> Any:
     trainer.model.train()
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy.load_state_dict(old)
-    trainer.step.windows = trainer.step.plan(trainer.preset, "train")
+    trainer.step.windows = trainer.step.pack(trainer.preset, "train")
     policy.load_state_dict(new)
     trainer._step = (trainer.num_iterations - 1) * trainer.args.steps_per_generation
     measured = measure_steps(trainer, [trainer.preset] * trainer.args.gradient_accumulation_steps)
