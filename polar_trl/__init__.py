@@ -1,8 +1,7 @@
 """GRPO for any unmodified coding agent, inside TRL's trainer, on one node.
 
-The public names that need torch, TRL or vLLM are loaded on first use, so that
-``import polar_trl`` and the light sub-packages (``types``, ``wire``,
-``reconstruct``) stay quick and free of them.
+The public names that need torch, TRL or vLLM are loaded on first use, so that `import polar_trl` and the light
+sub-packages (`types`, `wire`, `reconstruct`) stay quick and free of them.
 """
 
 import logging

@@ -116,7 +116,7 @@ class GradeError(PolarError):
 
 
 class NotFiniteRewardError(GradeError):
-    """A grader gave a number that is none: NaN, infinity, or one that float32 cannot hold."""
+    """A grader gave NaN, infinity, or a number that float32 cannot hold."""
 
 
 class RecordError(PolarError):

@@ -198,7 +198,7 @@ class Call:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the model said something; a budget message is the proxy's own."""
+        """Tell whether the model said something; a budget message is the proxy's own."""
         return bool(self.completion.token_ids) or self.text_only
 
 

@@ -11,8 +11,8 @@ archives are downloaded with pip (so your index settings hold) and kept in the c
   python scripts/build_pypi_tasks.py --out tasks --only pathspec-0.12.0-to-0.12.1
   python scripts/build_pypi_tasks.py --out tasks --mutate semver==3.1.2 --count 50 --seed 1
 
-The exit code is 1 if fewer tasks than asked for were built; it refuses to count a task whose tests do not fail without
-the fix and pass with it. `polar-trl check-tasks` grades them as a run does.
+The exit code is 1 if fewer tasks than asked for were built. A task counts only if its tests fail without the fix and
+pass with it. `polar-trl check-tasks` grades them as a run does.
 """
 
 import argparse

@@ -57,8 +57,8 @@ class Engine(Protocol):
         """Sample the next message of a conversation.
 
         Args:
-            request: The conversation, and
-            prompt_ids: [P] what the renderer made of it; one of the two is read.
+            request: The conversation; read by engines that take messages.
+            prompt_ids: [P], the rendered prompt; read by all others.
 
         Raises:
             EngineError, EngineBusyError: the engine fails, is closed meanwhile, or takes no requests for now.
@@ -79,7 +79,7 @@ class TokenEngine(Engine, Protocol):
     async def answer(
         self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams
     ) -> Completion | TextReply:
-        """Sample from the prompt's ids; see `Engine.answer`. Raises `EngineError` for a logprob that is none."""
+        """Sample from the prompt's ids; see `Engine.answer`. Raises `EngineError` as `require_logprobs` does."""
         return require_logprobs(await self.generate(prompt_ids, params))
 
 

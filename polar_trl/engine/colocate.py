@@ -116,7 +116,7 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
             yield name, rounded
 
     def wake(self) -> None:
-        """Bring back what sleeps, before rollouts. At sleep level 2 the weights have to be pushed first.
+        """Bring back what sleeps, before rollouts. The weights, which sleep drops, have to be pushed first.
 
         vLLM ignores a call to wake two parts of which one is awake, so the parts are counted here.
         """

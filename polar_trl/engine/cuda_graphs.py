@@ -1,7 +1,8 @@
 """Choose which batches of the engine run as CUDA graphs, and check which ones vLLM made of them.
 
-Full graphs of mixed prefill and decode batches (vLLM's mode FULL) are refused: with FlashAttention 3 in vLLM 0.26.0
-they answer short prompts with wrong text and wrong log-probabilities, and without an error.
+Full graphs of mixed prefill and decode batches (vLLM's mode FULL) are refused, as a setting (`ConfigError`) and in a
+built engine (`EngineError`): with FlashAttention 3 in vLLM 0.26.0 they answer short prompts with wrong text and wrong
+log-probabilities, and without an error.
 """
 
 from typing import Any, Literal

@@ -47,7 +47,7 @@ class OpenAIServer:
         base_url: Where its API begins, such as "http://127.0.0.1:8000/v1".
         api_key: Sent as a bearer token; None for a server that asks for none.
 
-    Raises `ConfigError` for an address that is none.
+    Raises `ConfigError` for an address that is not http or https.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:

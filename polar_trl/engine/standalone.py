@@ -1,7 +1,7 @@
 """Load a model into vLLM in this process without a trainer, to evaluate or to collect.
 
 The same engine as the trainer's (`VllmEngine`), made ready in the same way (`colocate.prepare_vllm`), so that a model
-is sampled in an evaluation as in training. It has the GPU for itself: there is no sleep and no weight sync.
+is sampled in an evaluation as in training. The GPU is the engine's alone: there is no sleep and no weight sync.
 """
 
 from typing import Any

@@ -140,7 +140,7 @@ def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
     Args:
         mend: Cut the torn line off the file. Only while nobody writes to it.
 
-    Raises `RecordError` for any other line that is none.
+    Raises `RecordError` for any other line that is no result.
     """
     path = folder / RESULTS_FILE
     if not path.exists():

@@ -59,7 +59,7 @@ class EvalSetup:
 
     @property
     def params(self) -> GenerationParams:
-        """How to sample, but for the tokens that end an answer."""
+        """Return the sampling settings, but for the tokens that end an answer."""
         evaluation, args = self.evaluation, self.args
         chosen = evaluation.eval_temperature
         return GenerationParams(

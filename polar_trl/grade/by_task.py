@@ -1,6 +1,6 @@
 """Choose a task's grader by its fields: a command, hidden tests, SWE-bench's script, Harbor's verifier.
 
-`check_gradable` refuses, before a run starts, a task that none of them can grade.
+`check_gradable` refuses, before a run starts, a task that none of them can grade (`TaskError`).
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ reads the test command's output: 1 where all of FAIL_TO_PASS and PASS_TO_PASS pa
 
 Two canary tests ride along with pytest (tox included) and Django's runner, as in `tests.py`. Elsewhere,
 which is SymPy, the output of the tested code is believed. Refuses rows that neither have a script nor are known to the
-package, unless their tests are plain pytest files.
+package, unless their tests are plain pytest files (`TaskError`).
 """
 
 import re

@@ -1,7 +1,7 @@
 """Install agents from npm and PyPI, at exact versions, into a cache that sandboxes only read.
 
-Refuses another version than the one asked for: npm installs an older release without a word where a package's
-`engines` do not match, so the version is read back from the installed metadata.
+Refuses another version than the one asked for (`ConfigError`): npm installs an older release without a word where a
+package's `engines` do not match, so the version is read back from the installed metadata.
 
     <cache>/<name>-<version>/             one package with all that it needs
     <cache>/<name>-<version>/.installed   written last: a folder without it is an interrupted installation

@@ -1,7 +1,7 @@
 """Run any program that finds its model through environment variables, started by one shell command.
 
 Refuses {instruction} inside quotes, where the shell would read the task's text as code, and an instruction with a NUL
-byte, which no process can be given.
+byte, which no process can be given (`ConfigError`).
 """
 
 import difflib

@@ -4,8 +4,8 @@
 started goes on until its turn to be taken, over any number of training steps, and `take` bounds its staleness by
 `RolloutConfig.max_policy_lag`. `take_finished` is for policies that never change: first come, first served.
 
-While the trainer trains, the proxy's gate is closed (`Proxy.hold`): agents wait for their answers, and everything
-that needs no model goes on (tools, grading, the making of sandboxes).
+While the trainer trains, the proxy holds calls at its gate (`Proxy.hold`): agents wait for their answers, and
+everything that needs no model goes on (tools, grading, the making of sandboxes).
 """
 
 import atexit
@@ -32,7 +32,7 @@ __all__ = ["STAGES", "Job", "RolloutConfig", "RolloutResult", "RolloutRunner"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """Concurrency limits of the stages, staleness, and how calls become trajectories."""
+    """Concurrency limits of the stages, staleness, and whether auxiliary calls are trained."""
 
     max_preparing: int = 4
     max_agents: int = 16
@@ -187,7 +187,7 @@ class RolloutRunner:
                 by_group[member.job.group_id].append(member)
             groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
             self._groups += groups
-        atexit.register(self.close)  # a trainer that failed may have left agents waiting at a closed gate
+        atexit.register(self.close)  # a trainer that failed may have left agents waiting at the gate
         for member in members:
             member.thread.start()
         return groups, members

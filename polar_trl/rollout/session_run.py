@@ -78,7 +78,7 @@ class SessionRun:
     """One job on its way through the stages.
 
     Args:
-        context: Of its runner.
+        context: Services and settings of its runner.
         job: Its own; a file is begun at `job.record_path`.
         cut: Says how long agents of its batch may run, and hears how long this one did.
     """

@@ -49,7 +49,7 @@ class Sandbox(Protocol):
 
     @property
     def host_workdir(self) -> Path:
-        """The same folder on this machine."""
+        """Return the host's path of the work folder."""
         ...
 
     @property

@@ -1,6 +1,6 @@
 """Read and write a session's host folders (work/, home/ and tmp/) safely, whatever links an agent planted there.
 
-Refuses paths that lead outside, by themselves or through links.
+Refuses paths that lead outside, by themselves or through links (`SandboxError`).
 """
 
 import os

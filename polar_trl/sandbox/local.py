@@ -1,14 +1,15 @@
 """Local sandboxes: a temporary folder of this machine, and commands as processes of this user in it.
 
 This is no security boundary. The agent runs as the trainer's own user: it can read what the user can read, reach the
-network, and fill the disk and the process table. It gets a folder of its own, an environment without the trainer's
-secrets, a deadline, and an end: after each `run` no process that it started is left, however it was detached.
-Where the kernel allows namespaces (see `supervise.py`), it can neither signal other processes nor change files outside
-of its folder and the scratch folders; without them it can do both, and one that sends SIGKILL to its own supervisor
-escapes. A fork bomb is ended at the deadline, but until then it starves the machine unless the user has a process
-limit (`ulimit -u`; it does not bind root). For agents and models that are not trusted use bubblewrap or docker.
+network, and fill the disk and the process table. The agent gets a folder of its own, an environment without the
+trainer's secrets, a deadline, and an end: after each `run` no process that it started is left, however it was
+detached. Where the kernel allows namespaces (see `supervise.py`), it can neither signal other processes nor change
+files outside of its folder and the scratch folders; without them it can do both, and one that sends SIGKILL to its own
+supervisor escapes. A fork bomb is ended at the deadline, but until then it starves the machine unless the user has a
+process limit (`ulimit -u`; it does not bind root). For agents and models that are not trusted use bubblewrap or
+docker.
 
-Refuses tasks that name a container image.
+Refuses tasks that name a container image (`SandboxError`).
 """
 
 import os

@@ -1,8 +1,8 @@
 """A warm pool: a backend that makes sandboxes ahead of time, wrapped around another backend.
 
 `order` has one made in the background, `create` takes one that was ordered for such a task or makes it then. At most
-`depth` are ready or being made at a time, however many agents run; other orders wait their turn. It never hands a
-sandbox out twice.
+`depth` are ready or being made at a time, however many agents run; other orders wait their turn. No sandbox is handed
+out twice.
 """
 
 import logging

@@ -3,7 +3,7 @@
 A fix leaks through version control: by later commits behind other branches and tags, by reflogs, by unreachable
 objects. A folder that is a repository keeps the history of its HEAD and nothing else; one that is none, or that shares
 one with other folders, becomes a repository of one commit. The result is a copy in the cache, made once. Refuses a
-repository in which an object is left that HEAD, its tags and the index do not reach.
+repository in which an object is left that HEAD, its tags and the index do not reach (`SandboxError`).
 """
 
 import fcntl

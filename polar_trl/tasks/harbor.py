@@ -1,8 +1,8 @@
 """Load Harbor task folders (task.toml, instruction.md, environment/, tests/, solution/).
 
 The format is Harbor's of schema 1.4 and before (package `harbor` 0.25). Keys of task.toml that nothing here reads are
-tolerated and listed in `metadata["harbor"]["unread"]`. Refuses tasks that need an unsupported part: several steps or
-containers, Windows, accelerators, MCP servers, a verifier in a container of its own.
+tolerated and listed in `metadata["harbor"]["unread"]`. Refuses tasks that need an unsupported part (`TaskError`):
+several steps or containers, Windows, accelerators, MCP servers, a verifier in a container of its own.
 
 A folder that scripts/build_pypi_tasks.py wrote also has environment/workspace, which becomes the work folder,
 environment/requirements.txt, and tests/spec.json with the ids of the tests that decide. Where a task says nothing of

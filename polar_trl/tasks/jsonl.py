@@ -1,6 +1,6 @@
 """Load tasks from a JSONL file, one object with `Task`'s fields per line, and save them.
 
-Refuses unknown fields and values of another type, and names the file, the line, the task and the field.
+Refuses unknown fields and values of another type (`TaskError`, naming the file, the line, the task and the field).
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """Load tasks from a source of any form: JSON lines, Harbor folders, SWE-bench rows in files or on the hub.
 
-The form is recognized by the source's content, not by an option. Refuses a source of no such form.
+The form is recognized by the source's content, not by an option. A folder of no such form raises `TaskError`, a name
+that nothing has `ConfigError`.
 """
 
 import json

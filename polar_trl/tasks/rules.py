@@ -1,7 +1,7 @@
 """Validate tasks of any form when they are loaded: paths, variables, host files, the columns that graders read.
 
-Refuses paths that lead out of the work folder: a task file is somebody else's, and this process itself lays and
-removes the files that it names.
+Refuses paths that lead out of the work folder (`TaskError`): a task file is somebody else's, and this process itself
+lays and removes the files that it names.
 """
 
 import datetime

@@ -1,8 +1,8 @@
 """Load rows of SWE-bench Verified, SWE-Gym and SkyRL-v0-293 from a file, a folder or the datasets hub.
 
 A task keeps its row's columns in `metadata["swebench"]` for the grader, the gold patch included; the agent gets the
-problem statement and the row's image, with the repository at /testbed. Refuses rows that a grader could not decide:
-without tests that must pass, a test patch or a base commit.
+problem statement and the row's image, with the repository at /testbed. Refuses rows that a grader could not decide
+(`TaskError`): without tests that must pass, a test patch or a base commit.
 """
 
 import json

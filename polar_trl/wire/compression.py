@@ -1,6 +1,6 @@
 """Decompress a request body up to a size limit: a small body can unpack to gigabytes (a zip bomb).
 
-Refuses content codings that no client of ours was seen to use (RFC 9110, section 8.4; zstd is RFC 8878).
+Refuses content codings that no client of ours was seen to use (`WireError`; RFC 9110, section 8.4; zstd is RFC 8878).
 """
 
 import io

@@ -1,7 +1,7 @@
 """Parse bodies of Google's generateContent, streamGenerateContent and countTokens, and render calls as replies.
 
-Refuses a stream that is no server-sent events (without `alt=sse`): that is one JSON array, which pings cannot keep
-open.
+Refuses streams other than server-sent events (`WireError` without `alt=sse`): Google's are then one JSON array, which
+pings cannot keep open.
 """
 
 from collections.abc import Iterator

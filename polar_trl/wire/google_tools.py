@@ -1,6 +1,6 @@
 """Parse Google's tools, whose own Schema becomes a JSON schema, and the choice among them.
 
-Also reads an object's fields under either spelling. It refuses schemas nested deeper than any tool's.
+Also reads an object's fields under either spelling. Refuses schemas nested deeper than any tool's (`WireError`).
 """
 
 import re

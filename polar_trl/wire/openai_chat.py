@@ -1,6 +1,6 @@
 """Parse `/v1/chat/completions` bodies (OpenAI Chat Completions) and render calls as completions or chunks.
 
-Refuses more than one choice per request: a session is one line of conversation per call.
+Refuses more than one choice per request (`WireError`): a session is one line of conversation per call.
 Format: the OpenAI API reference, "Chat" and "Streaming"; `reasoning_content` as DeepSeek and vLLM write it.
 """
 

@@ -1,6 +1,7 @@
 """Parse Responses bodies: `input` items become messages of the normal form.
 
-Refuses what only a server with a memory could answer (`previous_response_id`, `conversation`, `item_reference`).
+Refuses requests that only a server with a memory could answer (`previous_response_id`, `conversation`,
+`item_reference`) with a `WireError`.
 Format: the OpenAI API reference, "Responses"; Codex 0.171.0 for items that it does not list.
 """
 

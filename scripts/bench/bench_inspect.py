@@ -3,8 +3,8 @@
 
     python scripts/bench/bench_inspect.py
 
-Makes a run of such sessions in a temporary folder, opens the real command on it, and prints one line per figure. It
-refuses to judge them: nothing here fails because a machine is slow.
+Makes a run of such sessions in a temporary folder, opens the real command on it, and prints one line per figure.
+Nothing here fails because a machine is slow.
 """
 
 import argparse

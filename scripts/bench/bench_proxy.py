@@ -4,8 +4,8 @@
 Each request is an agent's: the whole conversation again, a tool call and its result longer than the one before. The
 last fifth of each session is measured, from a client in a process of its own. "direct" is the same prompt ids given
 to the same engine in-process. No model runs: the engine is scripted. Turns are encoded by a real tokenizer and its
-chat template, or without one by a renderer that makes a token of every four bytes. Calls are recorded on disk. It
-refuses to report a failed request, or a prompt that continued no earlier call.
+chat template, or without one by a renderer that makes a token of every four bytes. Calls are recorded on disk. A
+failed request, or a prompt that continued no earlier call, ends the measurement.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def run_sessions(
 
 
 def run_client() -> None:
-    """Serve jobs: {"origin", "body_kb", "threads": a list of keys per thread} -> {"seconds", "wall_s"}."""
+    """Answer jobs {"origin", "body_kb", "threads": a list of keys per thread} with {"seconds", "wall_s"}."""
     for line in sys.stdin:
         job = json.loads(line)
         bodies = build_bodies(job["body_kb"])

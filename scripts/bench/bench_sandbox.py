@@ -3,7 +3,7 @@
 
 Each repetition measures both sides, in turns: one sandbox at a time, then some at once, with an empty work folder and
 with a work tree of 2000 files (50 MB). Warm ones come out of a pool as deep as what is asked for at once, filled
-before the clock starts. It refuses to report a command that failed.
+before the clock starts. A command that fails ends the measurement.
 """
 
 import argparse

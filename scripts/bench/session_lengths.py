@@ -1,8 +1,8 @@
 """Draw sessions of published lengths of agents' sessions, and rows of random token ids for them.
 
 Three sets: "swe", "20k/40" and "5k/30". Sessions of a group share the system prompt, tools and task exactly, those of
-other groups the system prompt and tools. It refuses to pass for a record: nobody published the lengths themselves, so
-that each session is drawn around the published means, the same for the same seed.
+other groups the system prompt and tools. Nobody published the lengths themselves: each session is drawn around the
+published means, the same for the same seed.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,7 @@
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=key python3 -I -S demo_agent.py "Fix the pager"
 
-For scripts/dev/make_demo_run.py, whose scripted model answers it. Standard library only. It refuses to go on forever:
-40 calls at the most.
+For scripts/dev/make_demo_run.py, whose scripted model answers it. Standard library only. At most 40 calls.
 """
 
 import http.client

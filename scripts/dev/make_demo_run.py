@@ -5,7 +5,7 @@
 
 Sessions are real records: the agent of scripts/dev/demo_agent.py calls the proxy, runs its tools and is graded. What
 the model says is scripted, and so are the figures that a trainer would write: log-probabilities are drawn at random,
-and the trainer's differ from the engine's by a little noise. It refuses a folder that exists.
+and the trainer's differ from the engine's by a little noise. The folder must not exist yet.
 """
 
 import argparse

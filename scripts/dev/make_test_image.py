@@ -3,7 +3,7 @@
 
   DOCKER_HOST=unix:///tmp/polar-trl-engine/docker.sock python scripts/dev/make_test_image.py
 
-A few seconds. It has a shell, the usual tools, git and Python, and neither Node.js nor pip.
+Takes a few seconds. The image has a shell, the usual tools, git and Python, and neither Node.js nor pip.
 """
 
 import re
@@ -43,7 +43,7 @@ USRMERGE = ("bin", "sbin", "lib", "lib64")
 
 
 def read_installed() -> dict[str, list[str]]:
-    """Installed package -> packages that it depends on (the first of each list of alternatives)."""
+    """Return the packages that each installed one depends on (the first of each list of alternatives)."""
     query = ["dpkg-query", "--show", "--showformat=${db:Status-Status}\t${Package}\t${Pre-Depends},${Depends}\n"]
     installed = {}
     for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines():
@@ -67,7 +67,7 @@ def choose_packages() -> list[str]:
 
 
 def list_files(packages: list[str]) -> list[str]:
-    """Their files, under the names that they have behind the links /bin -> /usr/bin and so on."""
+    """Return their files, under the names that they have behind the links from /bin to /usr/bin and so on."""
     listed = subprocess.run(
         ["dpkg-query", "--listfiles", *packages], capture_output=True, text=True, check=True
     ).stdout

@@ -2,8 +2,7 @@
 
 Every session is a connection that asks, gets its answer and asks again with that answer and a new message, as an agent
 does whose tools take no time. A slot that ends a session takes the next one, so that as many run at once until all
-calls have been begun. The processes share no interpreter lock with the proxy. They refuse to go on after a call that
-failed.
+calls have been begun. The processes share no interpreter lock with the proxy. A call that fails ends them all.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Sample batches of requests from a freshly built engine, each batch from a cold prefix cache.
 
 The engine is built, and given the trainer's weights, by the trainer's own code. One process has one engine: vLLM does
-not give all of its memory back. Used by correct.py; it refuses nothing itself, and says what `colocate` refused.
+not give all of its memory back. Used by correct.py. In mode FULL, an engine that `colocate` refuses samples all the
+same, and the error is written beside the samples.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Score an engine's samples by transformers and by the trainer's own pass, and give a verdict.
 
 Used by correct.py. A batch is right when its mean gap to float32 is within the tolerance of the trainer's start-up
-check, and wherever a token is not float32's own choice the two are a tie within twice that. It refuses to judge
-by text alone: in bfloat16 a right engine's text differs from float32's at ties.
+check, and wherever a token is not float32's own choice the two are a tie within twice that. Text alone decides
+nothing: in bfloat16 a right engine's text differs from float32's at ties.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Note when each step of a vLLM engine ran, when each prompt came, and when its answer was there.
 
-It watches whoever steps the engine: our thread, or `LLM.generate`. It changes nothing of what is sampled, and does not
-tell apart two prompts of one length that end alike; see `build_key`.
+Whoever steps the engine is watched: our thread, or `LLM.generate`. Samples stay the same. Two prompts of one length
+that end alike are not told apart; see `build_key`.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Let flash-linear-attention's Triton kernels try fewer configurations before they settle on one.
 
-All of them are over two hundred, of which each takes a second or more to compile when a process first needs it. It
-refuses to choose by a measurement: what is left are the configurations that are usual.
+All of them are over two hundred, of which each takes a second or more to compile when a process first needs it. No
+measurement chooses among them: the usual configurations are left.
 """
 
 import math

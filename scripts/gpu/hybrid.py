@@ -10,7 +10,7 @@ of the language model with the layout "tree", then an adapter. The model's text 
 sampled token ids that are even, which differs between rollouts and can be learned. The engine sleeps at level 2.
 
 The control: the last step's samples scored again with the weights after its update (what the gap would be, had one
-push failed) and with the first weights (had none arrived). It refuses to pass where the true gap is not far below.
+push failed) and with the first weights (had none arrived). The run fails where the true gap is not far below.
 """
 
 import argparse

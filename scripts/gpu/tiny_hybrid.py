@@ -1,8 +1,8 @@
 """Build a tiny checkpoint of Qwen3.5's published class, with random weights and SmolLM2's tokenizer.
 
 All parts of the published checkpoints are there: gated delta nets and full attention with a gate, rotary positions in
-three dimensions, a vision tower, tied embeddings, and the files of a processor. It refuses to be a model of anything:
-its text is noise, close to uniform over the vocabulary.
+three dimensions, a vision tower, tied embeddings, and the files of a processor. Its text is noise, close to uniform
+over the vocabulary.
 """
 
 import json

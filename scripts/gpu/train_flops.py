@@ -1,7 +1,7 @@
 """Count the floating-point operations of a training step from the shapes of a model and of its rows.
 
 Model FLOPs are what the step has to compute, however it is done; a product with an [in, out] matrix counts 2 in out
-per token. It refuses to count what is done twice: recomputed layers are told apart (`recomputed`).
+per token. Layers that are computed twice count once; the second time is told apart (`recomputed`).
 """
 
 from collections.abc import Sequence

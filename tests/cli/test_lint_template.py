@@ -225,7 +225,7 @@ def test_what_goes_without_saying_is_not_said(smollm2: Path, tmp_path: Path) -> 
 
 
 def test_trls_own_templates(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is known of these families, found by writing only."""
+    """Known properties of these families are found by writing only."""
     think = (
         "<think>",
         "</think>",

@@ -54,7 +54,7 @@ def train(recorder: Recorder, data: DatasetDict, folder: Path, **settings: Any) 
 
 
 def list_trained(trainer: SFTTrainer) -> dict[tuple[int, ...], list[int]]:
-    """Ids of each sequence -> 1 where the loss is computed, as the collator gives them to the model."""
+    """Return, by the ids of a sequence, 1 where the loss is computed, as the collator gives them to the model."""
     found: dict[tuple[int, ...], list[int]] = {}
     for batch in trainer.get_train_dataloader():
         for ids, labels, attended in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):

@@ -191,7 +191,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone(engine: Any) -> None:
 
 
 def test_flat_logprobs_are_the_values_that_vllm_gives_as_objects(engine: Any, llm: Any) -> None:
-    """What the engine asks for and what it reads, against vLLM's own dictionaries for the same sampled ids."""
+    """The engine's request and reading, against vLLM's own dictionaries for the same sampled ids."""
     from polar_trl.engine.vllm import build_sampling_params
 
     params = GenerationParams(max_tokens=16, temperature=0.0)

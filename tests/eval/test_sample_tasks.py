@@ -75,7 +75,7 @@ def runner(
 def evaluate(
     rollouts: RolloutRunner, out: Path, tasks: list[Task], *, num_samples: int = 1, max_attempts: int = 3
 ) -> list[SampleResult]:
-    """What a start of `polar-trl eval` does."""
+    """Sample as a start of `polar-trl eval` does."""
     with open_folder(out, SETTINGS) as before:
         samples = list_samples(tasks, before, num_samples=num_samples, max_attempts=max_attempts)
         sample_tasks(rollouts, samples, out, max_attempts=max_attempts)

@@ -32,7 +32,7 @@ Run = tuple[list[dict[str, Any]], dict[str, Rollout], Path]
 
 @pytest.fixture(scope="module", params=[1, 2])
 def run(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What each rank wrote; rollouts by id; the folder."""
+    """Results of each rank; rollouts by id; the folder."""
     out = tmp_path_factory.mktemp("finite")
     run_worker("finite_worker.py", str(tiny_model), str(out), str(4 // request.param), processes=request.param)
     ranks = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(request.param)]

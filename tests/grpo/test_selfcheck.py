@@ -22,7 +22,7 @@ def model(tiny_model: Path) -> Any:
 
 
 def greedy(model: Any, prompt: tuple[int, ...], *, off_by: float = 0.0) -> Completion:
-    """What a right engine answers, its logprobs shifted by `off_by` nats."""
+    """Answer as a right engine does, the logprobs shifted by `off_by` nats."""
     import torch
 
     ids, logprobs = list(prompt), []

@@ -1,7 +1,7 @@
 """Run a Python script of ours as an ordinary user, for tests that run as root.
 
 The user may be kept from the Python and the checkout by folders on the way that are root's alone; in a mount namespace
-of its own it finds them open. It refuses nothing: what the script prints and how it ends is the test's affair.
+of its own it finds them open. The script's output and exit status are the test's affair.
 """
 
 import os

@@ -46,7 +46,7 @@ class Client(Protocol):
 
     @property
     def says_ids(self) -> bool:
-        """Whether tool calls and results are sent with their ids."""
+        """Tell whether tool calls and results are sent with their ids."""
         ...
 
     def incoming(self) -> Incoming: ...

@@ -1,4 +1,4 @@
-"""Say how each command of README.md and docs/ is tested: regular expression of the whole command -> how.
+"""Say how each command of README.md and docs/ is tested, by a regular expression of the whole command.
 
 The first that matches counts. tests/docs/test_docs.py fails on a command that has no entry, and on an entry whose
 command is gone.

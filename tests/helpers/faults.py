@@ -242,7 +242,7 @@ class Leftovers:
         self._owner = owner or build_owner_tag()
 
     def find(self) -> dict[str, list[str]]:
-        """Kind -> names; empty where nothing is left."""
+        """Return the names of what is left, by kind; empty where nothing is."""
         found = {
             "containers": [str(container.name) for container in self.list_containers()],
             "folders": [path.name for path in self._root.glob("*") if path.is_dir()],

@@ -1,6 +1,6 @@
 """Serve a registry of container images on this machine's loopback: one small layer per image.
 
-It can fail, wait and hang. It knows no uploads, no logins and no other image than those it was told of.
+Can be told to fail, wait and hang. Knows no uploads, no logins and no other image than those it was told of.
 """
 
 import gzip
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def build_image(name: str) -> dict[str, bytes]:
-    """Digest -> blob, and "manifest" (Docker image manifest, version 2, schema 2). Its one file is /srv/NAME/file."""
+    """Build an image of one file, /srv/NAME/file: blobs by digest, and "manifest" (Docker's, version 2, schema 2)."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as tar:
         member = tarfile.TarInfo(f"srv/{name}/file")

@@ -1,8 +1,8 @@
 """Build a tiny checkpoint of Qwen3.5's published class, of whose noise agents can make something.
 
 All parts of the published checkpoints (`scripts/gpu/tiny_hybrid.py`: gated delta nets, a vision tower, a processor),
-with the tokenizer, the template and the leaning towards markup of `tiny_qwen`. It refuses to tie the LM head to the
-embeddings, as the published 4B model does: the leaning is in the head.
+with the tokenizer, the template and the leaning towards markup of `tiny_qwen`. Unlike in the published 4B model, the
+LM head is not tied to the embeddings: the leaning is in the head.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What is read back equals what was recorded, in a file that grows with the tokens, whatever killed the writer."""
+"""Records are read back as they were written, from files that grow with the tokens, whatever killed the writer."""
 
 import json
 import subprocess

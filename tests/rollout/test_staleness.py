@@ -1,4 +1,4 @@
-"""Which groups a training step takes: the bound on age, and what is taken within it."""
+"""Groups that a training step takes: the bound on staleness, and the order within it."""
 
 import random
 

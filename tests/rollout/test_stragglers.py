@@ -1,4 +1,4 @@
-"""How long the rest of a batch may run."""
+"""Stragglers are cut at a limit that the faster sessions of their batch set."""
 
 import math
 

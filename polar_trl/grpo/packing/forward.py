@@ -1,7 +1,8 @@
 """Score the trainable tokens of a micro-batch: log-probabilities without padding and without logits of prompts.
 
 `prepare_model` teaches a causal language model two more arguments, `layout` and `scored_positions`; called without
-them it is as before. `choose_layout` refuses to pack rows for models whose layers cannot be kept from looking across.
+them it is as before. `choose_layout` refuses to pack rows for models whose layers cannot be kept from looking across
+(`ConfigError`).
 """
 
 import logging

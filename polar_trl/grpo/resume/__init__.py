@@ -1,0 +1,1 @@
+"""Write and read checkpoints, and go on from one exactly."""

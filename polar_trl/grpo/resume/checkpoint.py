@@ -1,10 +1,10 @@
 """Write and read checkpoint folders from which a run goes on exactly, and find the newest such folder of a run.
 
 The trainer of transformers writes a checkpoint file by file, and a kill can come between any two. What this module
-adds is written last: `polar_state.json`, by a rename, with the size of every other file. It lies there as
-`polar_state.json.part` from the first moment on, so that a folder that was begun and not finished is told apart from
-one that somebody else made. A folder is never used unless all of its files are there, and nothing is removed that was
-not begun here.
+adds is written last: `polar_state.json`, by a rename, with the size of every other file. A file
+`polar_state.json.part` lies there from the first moment on, so that a folder that was begun and not finished is told
+apart from one that somebody else made. A folder is never used unless all of its files are there, and nothing is
+removed that was not begun here.
 """
 
 import json

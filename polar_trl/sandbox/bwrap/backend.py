@@ -5,7 +5,8 @@ of a session share a network namespace in which only the proxy listens. As root,
 limited. Without root they are not, which `capabilities` says: only a process' own memory, a file's size and the number
 of processes have an end.
 
-Refuses tasks that name a container image, ask for a network, or for files of the system that can be changed.
+Refuses tasks that name a container image, ask for a network, or for files of the system that can be changed
+(`SandboxError`).
 """
 
 import os

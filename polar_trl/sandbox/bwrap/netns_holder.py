@@ -1,8 +1,8 @@
 """Hold a network namespace open from a process of its own, and hand out a socket that listens in it.
 
-Run as a script: `python -I -S netns_holder.py HOST PORT SOCKET_FD`. It sends the listening socket through SOCKET_FD
-and lives until the other end of that is closed. Standard library only. Without root it makes a user namespace first,
-in which its user is root: that is what a sandbox without privileges may enter.
+Run as a script: `python -I -S netns_holder.py HOST PORT SOCKET_FD`. The listening socket is sent through SOCKET_FD,
+and the process lives until the other end of that is closed. Standard library only. Without root it makes a user
+namespace first, in which its user is root: that is what a sandbox without privileges may enter.
 """
 
 import array

@@ -1,13 +1,14 @@
 """Docker sandboxes: containers of any engine that speaks Docker's API, with the work folder on the host.
 
-A session is one container whose first process only sleeps; commands are execs in it. It reaches the proxy and nothing
-else (see `network`) unless the task asks for more, has no capabilities, and limits on memory, CPU, processes and disk.
-The work folder is an overlay on the host, whose upper folder holds the agent's changes and outlives the container.
+A session is one container whose first process only sleeps; commands are execs in it. The container reaches the proxy
+and nothing else (see `network`) unless the task asks for more, has no capabilities, and limits on memory, CPU,
+processes and disk. The work folder is an overlay on the host, whose upper folder holds the agent's changes and
+outlives the container.
 
 Without root (the user may talk to the engine's socket) the work folder is a plain copy with no limit, commands run as
 that user, and the first process is a relay to the proxy (see `relay_folder`).
 
-Refuses engines on another machine: the work folder and the proxy's socket are this machine's.
+Refuses engines on another machine (`SandboxError`): the work folder and the proxy's socket are this machine's.
 """
 
 import os

@@ -3,7 +3,7 @@
 docker-py waits for ever for an image, and for its own limit otherwise, however little time the caller has. Here each
 call ends after a silence, or at its thread's deadline (`limit_calls`).
 
-Refuses engines that are not on this machine, and Podman.
+Refuses engines that are not on this machine, and Podman (`SandboxError`).
 """
 
 import logging

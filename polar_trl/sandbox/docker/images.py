@@ -3,7 +3,7 @@
 Images that are missing are pulled, or built from the task's Dockerfile; trees are copied from folders of this machine,
 or taken out of the image, once. Several at a time, before they are needed.
 
-Refuses a task without an image, and a work folder that the image does not have.
+Refuses a task without an image, and a work folder that the image does not have (`SandboxError`).
 """
 
 import hashlib

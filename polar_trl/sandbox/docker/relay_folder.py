@@ -1,7 +1,7 @@
 """Relay the proxy into a container's loopback address without root, through a folder mounted into it.
 
 The folder holds a unix socket, which the proxy serves, a relay to it, which is the container's first process, and a
-list of users with this one in it. Refuses images in which neither of the relay's two programs runs.
+list of users with this one in it. An image in which neither of the relay's two programs runs raises `SandboxError`.
 """
 
 import os

@@ -1,0 +1,1 @@
+"""Scripts that run inside sandboxes: the supervisor of a command, the relay to the proxy, the test runner."""

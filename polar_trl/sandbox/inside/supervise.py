@@ -3,9 +3,9 @@
     python -I -S supervise.py PARENT_PID TIMEOUT_S FOLDER < command > report
 
 Where the kernel allows it (to root, and to others where user namespaces are open to them) the command gets namespaces
-of its own. It sees and can signal nothing but what it started, and can change no file but those of FOLDER and of the
-machine's scratch folders: small models do write `kill -9 -1` and `rm /dev/null`. Elsewhere it runs among the user's
-other processes and files.
+of its own. The command sees and can signal nothing but what it started, and can change no file but those of FOLDER and
+of the machine's scratch folders: small models do write `kill -9 -1` and `rm /dev/null`. Elsewhere it runs among the
+user's other processes and files.
 
 Either way the process makes itself the subreaper of all that the command starts: a daemon that forks twice, calls
 setsid or clears its environment is still a descendant, because orphans come back here instead of going to init. When
@@ -16,7 +16,7 @@ The report is a line "KIND CODE STDOUT_BYTES STDERR_BYTES", then the tails of bo
 "killed", "failed" (the shell could not be started; CODE is the errno) or "stuck" (something would not die). Output is
 drained here, so a flood costs the trainer neither memory nor its interpreter lock.
 
-Runs as a script. It imports no more than 12 ms of CPU buy, since a training step starts dozens of these.
+Runs as a script, with no more imports than 12 ms of CPU buy, since a training step starts dozens of these.
 """
 
 import ctypes

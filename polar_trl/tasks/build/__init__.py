@@ -1,0 +1,1 @@
+"""Build Harbor task folders from PyPI releases: real bug fixes and mutants."""

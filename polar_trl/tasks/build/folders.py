@@ -5,8 +5,8 @@
     tests/        test.sh  run_tests.py  spec.json  hidden/
     solution/     solve.sh  gold.patch
 
-Refuses a task whose listed tests do not fail on the broken tree and pass on the repaired one. A folder is written
-whole or not at all.
+Refuses a task whose listed tests do not fail on the broken tree and pass on the repaired one (`TaskError`). A folder
+is written whole or not at all.
 """
 
 import hashlib

@@ -8,8 +8,8 @@ Pytest collects once. A forked child then runs every test and notes which functi
 costs one more fork, which exchanges the function's code and runs only the tests that call it, under limits of its own.
 A line is {"edit": index, "failed": [node ids], "message": text}, the first is {"passed": number of tests}.
 
-It needs the standard library and pytest, nothing else. Its verdict is provisional: code that a decorator or an import
-has copied elsewhere stays as it was, so building a task runs the whole suite on the edited file again.
+Needs the standard library and pytest, nothing else. The verdict is provisional: code that a decorator or an import has
+copied elsewhere stays as it was, so building a task runs the whole suite on the edited file again.
 """
 
 import gc
@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-# a copy of sandbox/run_tests.py lies beside the copy of this file that is run
+# a copy of sandbox/inside/run_tests.py lies beside the copy of this file that is run
 from run_tests import OPTIONS, Collector, enter_tree  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:

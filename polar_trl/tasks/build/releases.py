@@ -1,7 +1,7 @@
 """Fetch and unpack releases of PyPI packages, and tell their tests from their sources.
 
 Archives are fetched with pip, so the user's own indexes and mirrors are used, and kept in the cache. Refuses an
-archive whose SHA-256 is not the recorded one.
+archive whose SHA-256 is not the recorded one (`TaskError`).
 """
 
 import hashlib

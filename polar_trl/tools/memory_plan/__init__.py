@@ -1,0 +1,1 @@
+"""Plan the GPU memory of a run before it starts: `polar-trl plan`."""

@@ -29,7 +29,7 @@ def test_importance_ratios(mode: str, expected: list[list[float]]) -> None:
 
 
 class OneRank:
-    """What `RatioStats` asks of accelerate, for one process."""
+    """Stands in for the part of accelerate that `RatioStats` calls, for one process."""
 
     device = CPU
 
@@ -86,7 +86,7 @@ class ThreadRank:
 
 
 def _gap_figures(gaps_by_rank: list[torch.Tensor]) -> list[dict[str, float]]:
-    """What two ranks report whose tokens have these gaps (N_rank in nats, positive: the trainer is surer)."""
+    """Report as two ranks whose tokens have these gaps (N_rank in nats, positive: the trainer is surer)."""
     barrier, board = threading.Barrier(2), dict[int, torch.Tensor]()
 
     def report(rank: int) -> dict[str, float]:

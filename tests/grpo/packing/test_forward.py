@@ -1,4 +1,4 @@
-"""What `prepare_model` spares PEFT's adapters, and that it changes no number."""
+"""`prepare_model` spares PEFT's adapters a cast of their input under autocast, and changes no number."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which models are known to be forwarded over a layout, and what is said of the others."""
+"""Models that can be forwarded over a layout are known, and the reason is named for the others."""
 
 from typing import Any
 

@@ -159,7 +159,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_sessions(run: Run) -> dict[str, list[Any]]:
-    """Rollout id -> the records that have it."""
+    """Return the records by rollout id."""
     records = defaultdict(list)
     for path in run.out.glob("sessions/*/train_*/*.jsonl"):
         records[path.stem].append(read_record(path))
@@ -167,7 +167,7 @@ def read_sessions(run: Run) -> dict[str, list[Any]]:
 
 
 def read_order(run: Run) -> list[tuple[int, list[tuple[str, str]]]]:
-    """Step -> (task, place within its group) of what it trained."""
+    """Return each step with the task and place within its group of every rollout that it trained."""
     sessions = read_sessions(run)
     return [
         (line["step"], [(sessions[i][0].rollout.task_id, i.rsplit("-", 1)[1]) for i in line["rollouts"]])

@@ -22,7 +22,7 @@ SETTINGS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning
 
 
 def train(model: Path, out: Path, launcher: list[str], *, resume: Path | None = None, **settings: Any) -> list[Any]:
-    """What each rank wrote."""
+    """Train in processes of their own; return the results of each rank."""
     out.mkdir(parents=True, exist_ok=True)
     arguments = [str(model), str(out), str(resume or "none"), json.dumps({**SETTINGS, **settings})]
     done = subprocess.run(

@@ -14,14 +14,14 @@ ONCE = ("nan loss", "infinite gradient", "infinite gradient, unclipped", "infini
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw, by case; the fault is on the last one."""
+    """Results of each rank, by case; the fault is on the last rank."""
     out = tmp_path_factory.mktemp("guard")
     run_worker("guard_worker.py", str(out), processes=request.param)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(request.param)]
 
 
 def moved(case: dict[str, Any], what: str = "weights") -> list[bool]:
-    """Whether each step changed them, by a bit."""
+    """Return for each step whether it changed them, by a bit."""
     return [before[what] != after[what] for before, after in pairwise(case["steps"])]
 
 

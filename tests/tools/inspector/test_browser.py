@@ -89,7 +89,7 @@ def build_line(step: int) -> dict[str, Any]:
 
 
 def write_nasty_session(folder: Path) -> None:
-    """What agents may produce, and a fork whose texts hold it as well."""
+    """Record the worst text that agents may produce, and a fork whose texts hold it as well."""
     tool = Message(role="tool", text=EVIL + "\x1b[31m\x00\u202e" + "x" * 1_000_000, tool_call_id="a")
     call = ToolCall(id="a", name=EVIL, arguments=json.dumps({"command": f"echo '{EVIL}'"}))
     reply = Message(role="assistant", text=EVIL, reasoning=EVIL, tool_calls=(call,))
@@ -128,7 +128,7 @@ def key_of(name: str, batch: str) -> str:
 
 
 def is_failure(message: Any) -> bool:
-    """Whether a script or a policy complains; that a question was wrong (status 400) is the browser's own remark."""
+    """Tell whether a script or a policy complains; status 400 (a wrong question) is the browser's own remark."""
     return message.type == "error" and "status of 400" not in message.text
 
 

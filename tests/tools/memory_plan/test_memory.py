@@ -1,4 +1,4 @@
-"""What `memory` counts without memory, against real models, optimizers and passes."""
+"""Bytes that `memory` counts without allocating them, against real models, optimizers and passes."""
 
 from dataclasses import replace
 from pathlib import Path
