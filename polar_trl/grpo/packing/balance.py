@@ -9,8 +9,8 @@ ranks, a letter for a token, at a cost of 1 per token:
 
 LPT places row 0 on rank 0, at a cost of 5. Beside it, row 1 has a marginal cost of 1 and would end rank 0 at 6; alone
 on rank 1 it ends that rank at 5, so it goes there, and rows 2 and 3 part likewise: loads 10 and 10, both prefixes
-forwarded twice. The loads are equal, so the local search ends at once, although a swap of rows 1 and 2 would give 6 and
-6. So LPT also runs on prefix clusters, neighbours in sorted order that share at least half of their cost and stay
+forwarded twice. The loads are equal, so the local search ends at once, although a swap of rows 1 and 2 would give 6
+and 6. So LPT also runs on prefix clusters, neighbours in sorted order that share at least half of their cost and stay
 together: {0, 1} and {2, 3} cost 6 each, and loads are 6 and 6. Several limits on the size of a cluster are tried, and
 the plan whose slowest rank costs least is taken.
 
