@@ -295,6 +295,8 @@ def _parse_settings(path: Path, text: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is no JSON: {error}; name another output_dir") from error
     if not isinstance(before, dict):
         raise ConfigError(f"{path} is of something else; name another output_dir")
+    if before.get("model_label") == "policy":  # a setting once; now it is always that
+        del before["model_label"]
     return before
 
 

@@ -7,6 +7,7 @@ from datasets import Dataset
 
 from polar_trl.errors import TaskError
 from polar_trl.tasks.jsonl import read_task
+from polar_trl.tasks.rules import check_spec
 from polar_trl.types import Task
 
 DataRow = dict[str, Any]
@@ -29,6 +30,8 @@ def read_tasks(tasks: Sequence[Task] | Dataset | None) -> dict[str, Task]:
     for task in tasks:
         if task.id in by_id:
             raise TaskError(f"task {task.id!r} is there twice; ids must be unique")
+        if task.tests is not None:
+            check_spec(task.tests, f"task {task.id!r}")
         by_id[task.id] = task
     return by_id
 

@@ -35,6 +35,13 @@ def require_a_step(num_tasks: int, args: PolarGRPOConfig) -> None:
         )
 
 
+def require_bases(backend: Any, grader: Any) -> None:
+    """Raise `ConfigError` for parts of a user's own that do not derive from the base class of their kind."""
+    for part, base in ((backend, SandboxBackend), (grader, Grader)):
+        if part is not None and base not in type(part).__mro__:
+            raise ConfigError(f"{type(part).__name__} must derive from {base.__module__}.{base.__name__}")
+
+
 def build_default_grader(backend: SandboxBackend, tasks: Sequence[Task]) -> Grader | None:
     """Return a grader that judges each task as it says itself; None where no task says anything.
 

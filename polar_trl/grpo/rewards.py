@@ -72,7 +72,8 @@ class Rewards:
         columns = []
         if self._has_grader:
             grades = [[math.nan if rollout.reward is None else rollout.reward] for rollout in rollouts]
-            columns.append(self._accelerator.gather(torch.tensor(grades, device=self._accelerator.device)))
+            grades_R1 = torch.tensor(grades, dtype=torch.float32, device=self._accelerator.device)
+            columns.append(self._accelerator.gather(grades_R1))
         if self._functions:
             ids = [[i for call in rollout.calls for i in call.completion.token_ids] for rollout in rollouts]
             rows = [{"task": self._tasks[mode][rollout.task_id], "rollouts": rollout} for rollout in rollouts]

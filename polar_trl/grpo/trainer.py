@@ -27,7 +27,7 @@ from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
-from polar_trl.grpo.preflight import build_default_grader, read_model_config, require_a_step
+from polar_trl.grpo.preflight import build_default_grader, read_model_config, require_a_step, require_bases
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.rewards import Rewards, list_reward_functions
 from polar_trl.grpo.rollouts.source import RolloutSource
@@ -93,6 +93,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         tasks = {"train": read_tasks(train_dataset), "eval": read_tasks(eval_dataset)}
         backend = sandbox or LocalSandboxBackend()
         grader = grader or build_default_grader(backend, [*tasks["train"].values(), *tasks["eval"].values()])
+        require_bases(backend, grader)
         functions = list_reward_functions(grader, reward_funcs)
         require_a_step(len(tasks["train"]), args)
         harness.install()
@@ -116,7 +117,11 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         runner = RolloutRunner(
             proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
         )
-        self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
+        try:
+            self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
+        except BaseException:
+            self.proxy.stop()
+            raise
 
     def _build_parts(
         self, runner: RolloutRunner, tasks: Mapping[str, Mapping[str, Task]], *, agent: str, has_grader: bool

@@ -45,6 +45,8 @@ def check_task(task: Task, where: str) -> None:
 
 def check_spec(spec: TestSpec, where: str) -> None:
     """Validate a spec apart from its task. Raises `TaskError`, which begins with `where` and names the field."""
+    if not spec.fail_to_pass:
+        raise TaskError(f"{where}: 'tests.fail_to_pass' is missing or empty")
     if spec.runner not in RUNNERS:
         raise TaskError(f"{where}: 'tests.runner' must be one of {', '.join(RUNNERS)}, not {spec.runner!r}")
     for name in ("files", "removed"):

@@ -276,6 +276,15 @@ def test_settings_of_something_else_are_left_alone(tmp_path: Path, text: str, me
         pass
 
 
+def test_a_folder_of_before_the_models_label_was_fixed_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps({**SETTINGS, "model_label": "policy"}))
+    with open_folder(tmp_path, SETTINGS) as before:
+        assert before == []
+    (tmp_path / "settings.json").write_text(json.dumps({**SETTINGS, "model_label": "mine"}))
+    with pytest.raises(ConfigError, match="is of something else"), open_folder(tmp_path, SETTINGS):
+        pass
+
+
 def test_a_start_that_was_killed_at_once_or_in_its_first_line_decides_nothing(tmp_path: Path) -> None:
     (tmp_path / "settings.json").touch()
     with open_folder(tmp_path, SETTINGS):

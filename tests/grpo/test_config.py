@@ -10,7 +10,7 @@ from loss_table import CASES, build_case_settings
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import build_dataset, read_tasks
-from polar_trl.types import Task
+from polar_trl.types import Task, TestSpec
 
 
 def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
@@ -113,6 +113,11 @@ def test_a_plain_dataset_is_read_by_its_columns() -> None:
 def test_bad_rows(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         read_tasks(Dataset.from_list(rows))
+
+
+def test_hidden_tests_of_a_task_made_in_python_are_checked() -> None:
+    with pytest.raises(TaskError, match=r"task 'a': 'tests\.fail_to_pass' is missing or empty"):
+        read_tasks([Task(id="a", instruction="x", tests=TestSpec(fail_to_pass=()))])
 
 
 def test_an_empty_set_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from polar_trl.errors import ConfigError
 from polar_trl.grade.by_task import GraderByTask
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.preflight import build_default_grader, read_model_config
+from polar_trl.grpo.preflight import build_default_grader, read_model_config, require_bases
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.types import Task
@@ -42,6 +42,17 @@ def test_no_model_is_one_sentence(tmp_path: Path) -> None:
         ConfigError, match="model_name_or_path is needed: a model folder, a run's checkpoint-N, or a h"
     ):
         PolarGRPOTrainer(model=None, args=args, harness=ShellHarness("true"))  # type: ignore[arg-type]
+
+
+def test_parts_of_ones_own_derive_from_the_base_of_their_kind() -> None:
+    class Stamp:
+        def grade(self, task: Task, sandbox: object, *, timeout_s: float) -> None: ...
+
+    require_bases(LocalSandboxBackend(), None)
+    with pytest.raises(ConfigError, match=r"Stamp must derive from polar_trl\.grade\.base\.Grader"):
+        require_bases(LocalSandboxBackend(), Stamp())
+    with pytest.raises(ConfigError, match=r"Stamp must derive from polar_trl\.sandbox\.base\.SandboxBackend"):
+        require_bases(Stamp(), None)
 
 
 def test_tasks_have_a_way_to_be_graded_all_or_none() -> None:

@@ -43,18 +43,17 @@ class RolloutLog:
 
     def log_rewards(self, rewards_RF: Tensor, advantages: Advantages, mode: str) -> None:
         """Log TRL's reward metrics, and what reward functions logged through TRL's `log_metric` (a collective)."""
-        figures: dict[str, float] = {}
+        metrics = self.trl.metrics(mode)  # lists: functions may share a name, or log under one of these
         for name, column in zip(self.rewards.names, rewards_RF.T, strict=True):
-            figures[f"rewards/{name}/mean"] = torch.nanmean(column).item()
-            figures[f"rewards/{name}/std"] = nan_std(column)
-        figures["reward"] = torch.nanmean(advantages.rewards_R).item()
-        figures["reward_std"] = nan_std(advantages.rewards_R)
-        figures["frac_reward_zero_std"] = advantages.zero_variance_R.float().mean().item()
+            metrics[f"rewards/{name}/mean"].append(torch.nanmean(column).item())
+            metrics[f"rewards/{name}/std"].append(nan_std(column))
+        metrics["reward"].append(torch.nanmean(advantages.rewards_R).item())
+        metrics["reward_std"].append(nan_std(advantages.rewards_R))
+        metrics["frac_reward_zero_std"].append(advantages.zero_variance_R.float().mean().item())
         logged = self.trl.take_logged_metrics()
         for name in sorted(set(gather_object(list(logged)))):
             values = gather_object(logged.get(name, []))
-            figures[name] = sum(values) / len(values)
-        self.trl.log(mode, figures)
+            metrics[name].append(sum(values) / len(values))
 
     def log_resampled(self, num_groups: int) -> None:
         """Log how many groups of all ranks were rolled out in the place of others."""

@@ -208,11 +208,18 @@ def choose_checkpoint(output_dir: Path, wanted: str | bool | None) -> Path | Non
 
 
 def find_checkpoint(output_dir: Path) -> Path | None:
-    """Find the newest complete checkpoint; others that are newer are named in the log."""
+    """Find the newest complete checkpoint; others that are newer are named in the log.
+
+    Raises:
+        ConfigError: one that is newer was written by another version of this package: a run that began anew beside
+            it would count it as its own.
+    """
     for _, folder in reversed(list_checkpoints(output_dir)):
         problem = find_problem(folder)
         if problem is None:
             return folder
+        if problem.startswith("has version"):
+            raise ConfigError(f"{folder} {problem}: name another output_dir, or go on with the package that wrote it")
         logger.warning("%s %s; an older one is looked for", folder, problem)
     return None
 

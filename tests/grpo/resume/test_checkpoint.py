@@ -138,6 +138,16 @@ def test_old_ones_go_only_when_newer_ones_are_whole(tmp_path: Path) -> None:
     assert [step for step, _ in list_checkpoints(tmp_path)] == [6, 8]
 
 
+def test_auto_does_not_begin_anew_beside_checkpoints_of_another_version(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 50)
+    content = json.loads((folder / "polar_state.json").read_text())
+    (folder / "polar_state.json").write_text(json.dumps(content | {"version": 1}))
+    with pytest.raises(
+        ConfigError, match="checkpoint-50 has version 1 of the format; this package reads version 2: na"
+    ):
+        choose_checkpoint(tmp_path, "auto")
+
+
 @pytest.mark.parametrize("wanted", ["auto", "AUTO", "true", True])
 def test_auto_is_the_newest_or_a_new_run(tmp_path: Path, wanted: str | bool) -> None:
     assert choose_checkpoint(tmp_path, wanted) is None
