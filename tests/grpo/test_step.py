@@ -1,4 +1,4 @@
-"""A micro-step rolls out or trains its window, also where a generation batch and an optimizer step differ in length."""
+"""A micro-step rolls out or trains its window, also where generation batch and optimizer step differ in length."""
 
 from contextlib import nullcontext
 from math import gcd
