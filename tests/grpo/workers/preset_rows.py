@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,10 @@ def build_rows(numbers: Iterable[int], parts: int) -> list[Row]:
     for number in numbers:
         rollout = build_rollout(number)
         (whole,) = build_prefix_merged(rollout).trajectories
-        rows += [build_row(t, advantages[number]) for t in take_calls(whole, rollout, parts)]
+        num_calls = len(whole.call_indices)
+        num_parts = min(parts, num_calls)
+        edges = [part * num_calls // num_parts for part in range(num_parts + 1)]
+        rows += [build_row(take_calls(whole, rollout, *edge), advantages[number]) for edge in pairwise(edges)]
     return rows
 
 
