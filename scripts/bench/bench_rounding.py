@@ -59,7 +59,8 @@ def main() -> None:
         print("RESULT " + json.dumps(WORKERS[args.worker](str(args.model))), flush=True)
         return
     if args.model == MODEL:
-        subprocess.run([sys.executable, ROOT / "scripts" / "get_model.py"], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, ROOT / "scripts" / "dev" / "get_model.py"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     if not (args.model / "config.json").is_file():
         sys.exit(f"bench_rounding: no model in {args.model}")
     found: dict[str, Any] = {}
