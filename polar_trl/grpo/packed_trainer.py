@@ -114,7 +114,7 @@ class PackedGRPOTrainer(GRPOTrainer):
             grad_norm = None if grad_norm is None else float(grad_norm)
         else:
             grad_norm = 0.0
-        self.step.judge(self.optimizer, grad_norm)
+        self.step.decide(self.optimizer, grad_norm)
         return grad_norm
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:

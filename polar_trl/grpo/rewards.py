@@ -56,10 +56,11 @@ class Rewards:
         self.weights_F: Tensor = trainer.reward_weights
         self.num_not_finite = 0
         """Rollouts for which a reward function gave a number that is not finite, since `RolloutLog` last took it."""
+        self._functions = list(trainer.reward_funcs)
         self._has_grader = has_grader
+        self._asks_trl = len(self._functions) > has_grader
         if has_grader:
             trl.drop_first_reward_function()
-        self._functions = list(trainer.reward_funcs)
 
     def compute(self, results: Sequence[RolloutResult], mode: str) -> Tensor:
         """Return [R, F] rewards of all ranks' rollouts, NaN where there is none (a collective).
@@ -74,7 +75,7 @@ class Rewards:
             grades = [[math.nan if rollout.reward is None else rollout.reward] for rollout in rollouts]
             grades_R1 = torch.tensor(grades, dtype=torch.float32, device=self._accelerator.device)
             columns.append(self._accelerator.gather(grades_R1))
-        if self._functions:
+        if self._asks_trl:
             ids = [[i for call in rollout.calls for i in call.completion.token_ids] for rollout in rollouts]
             rows = [{"task": self._tasks[mode][rollout.task_id], "rollouts": rollout} for rollout in rollouts]
             with without_trl_warning():
@@ -84,7 +85,7 @@ class Rewards:
         failed_R = self._accelerator.gather(
             torch.tensor([rollout.error is not None for rollout in rollouts], device=rewards_RF.device)
         )
-        not_finite_RF = self._find_not_finite(rewards_RF)
+        not_finite_RF = find_not_finite(rewards_RF, self._functions)
         not_finite_RF[failed_R] = False
         self.num_not_finite += int(not_finite_RF.any(dim=1).sum())
         first = self._accelerator.process_index * len(rollouts)
@@ -95,11 +96,6 @@ class Rewards:
         if self._table is not None:
             self._table.note(prompts, results, completions, extra)
         return rewards_RF
-
-    def _find_not_finite(self, rewards_RF: Tensor) -> Tensor:
-        """[R, F]: where a reward is neither a finite number nor absent. A grader's number is finite or absent."""
-        functions = [None, *self._functions] if self._has_grader else self._functions
-        return find_not_finite(rewards_RF, functions)
 
 
 def list_reward_functions(

@@ -54,6 +54,7 @@ class SessionRows:
     """
 
     args: Any
+    trl: TrlBridge
     engine: EngineSync
     rollouts: RolloutSource
     rewards: Rewards
@@ -114,7 +115,7 @@ class SessionRows:
         )
 
     def _require_reward(self, advantages: Advantages, results: Sequence[RolloutResult]) -> None:
-        if not advantages.scored_R.any() and self.rollouts.trl.global_step == 0:
+        if not advantages.scored_R.any() and self.trl.global_step == 0:
             reasons = Counter(result.rollout.error for result in results if result.rollout.error).most_common(1)
             why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
             raise ConfigError(f"no rollout of the first batch has a reward; most often: {why}")
@@ -240,10 +241,10 @@ class TrainingStep:
             self.loss.add_reference_logps(window, is_off_policy=is_off_policy)
         return windows
 
-    def judge(self, optimizer: Any, grad_norm: float | None) -> None:
+    def decide(self, optimizer: Any, grad_norm: float | None) -> None:
         """Decide whether the optimizer's step is made, right before it (a collective). Raises `StepError`."""
         self.guard.attach(optimizer)
-        self.guard.judge(grad_norm, self.trl.global_step + 1)
+        self.guard.decide(grad_norm, self.trl.global_step + 1)
         self.trl.log("train", {"polar/skipped_steps": float(self.guard.fault is not None)})
         if self.guard.fault is not None and self.trained_log is not None:
             self.trained_log.skip(self.guard.fault)

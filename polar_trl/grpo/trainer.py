@@ -161,6 +161,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         self.rewards = Rewards(self, self.trl, has_grader=has_grader, tasks=tasks, table=table)
         self.session_rows = SessionRows(
             args,
+            self.trl,
             engine=self.engine_sync,
             rollouts=self.rollouts,
             rewards=self.rewards,

@@ -151,11 +151,6 @@ class SessionRecord:
     """Whether the file has its end line."""
 
 
-def read_session(path: Path) -> Rollout:
-    """Read the rollout of a session that has finished or was killed; see `read_record`."""
-    return read_record(path).rollout
-
-
 def read_record(path: Path) -> SessionRecord:
     """Read a session's file.
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from datasets import load_dataset
 from openai_servers import serve_app
+from records import read_session
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,7 +21,6 @@ from polar_trl.collect.run import parse_collection
 from polar_trl.eval.sample_tasks import read_results
 from polar_trl.eval.setup import parse_eval
 from polar_trl.reconstruct import build_prefix_merged
-from polar_trl.recording.log import read_session
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ("--config", str(ROOT / "configs" / "quickstart.yaml"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from collect_sessions import CALL, DONE, OTHER_TOOL, TITLE, TOOL, Recorder, record_folder
 from datasets import load_dataset
+from records import read_session
 from tiny_qwen import build_tiny_qwen3
 
 from polar_trl.collect.accept import Acceptance
@@ -17,7 +18,6 @@ from polar_trl.collect.data_set import Report, Selection, build_data_set
 from polar_trl.collect.examples import build_examples
 from polar_trl.collect.split import choose_test_tasks
 from polar_trl.errors import ConfigError, LawError, PolarError, RecordError
-from polar_trl.recording.log import read_session
 from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout
 
 

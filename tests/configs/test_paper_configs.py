@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from launch import launch_ranks
+from records import read_session
 from tiny_paper_model import build_tiny_paper_model
 
 from polar_trl.cli import main
 from polar_trl.harness import AGENTS
-from polar_trl.recording.log import read_session
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("xmltodict-0.14.1-to-0.14.2", "parse-1.22.0-to-1.22.1")

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from doc_commands import COMMANDS, QUICKSTART, Run
 from doc_workspace import ROOT, Workspace, build_workspace
+from records import read_session
 
 from polar_trl.cli import _build_parser as build_parser
-from polar_trl.recording.log import read_session
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 from launch import run_worker
+from records import read_session
 from transformers import AutoModelForCausalLM
 
 from polar_trl.reconstruct.merge import build_prefix_merged
-from polar_trl.recording.log import read_session
 from polar_trl.types import Call
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import docker
 import pytest
 from launch import run_worker
+from records import read_session
 from tiny_qwen import build_tiny_qwen3
 
-from polar_trl.recording.log import read_session
 from polar_trl.sandbox.docker.backend import LABEL
 
 pytestmark = pytest.mark.containers

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from launch import run_worker
+from records import read_session
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import logger as trl_logger
 from trl.trainer.utils import is_async_callable
@@ -23,7 +24,6 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grpo.rewards import Rewards, find_not_finite, list_reward_functions, mark_not_finite
 from polar_trl.grpo.trl_bridge import TrlBridge
-from polar_trl.recording.log import read_session
 from polar_trl.types import Rollout, Task
 
 BAD = ("inf", "-inf", "nan", "beyond_float32", "beyond_float", "async_nan")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from launch import run_worker
+from records import read_session
 
 from polar_trl.cli import main as polar_trl
 from polar_trl.reconstruct import build_prefix_merged
-from polar_trl.recording.log import read_session
 from polar_trl.run_folder import read_log
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from records import read_session
 from serving import client, serve
 from transformers import AutoTokenizer
 
@@ -14,7 +15,7 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.eval.sample_tasks import SampleResult
 from polar_trl.harness.base import PackagedAgent
 from polar_trl.reconstruct import build_prefix_merged
-from polar_trl.recording.log import SessionLog, read_session
+from polar_trl.recording.log import SessionLog
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Rollout, StopReason
 

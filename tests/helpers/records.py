@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polar_trl.recording.log import SessionLog
+from polar_trl.recording.log import SessionLog, read_record
 from polar_trl.types import Call, ChatRequest, Completion, Message, Rollout, Tool
 
 TOOL = Tool(name="shell", description="Runs a command", parameters={"type": "object", "properties": {"n": {}}})
@@ -40,3 +40,8 @@ def build_rollout(*calls: Call, **changes: Any) -> Rollout:
 
 def open_log(path: Path | None) -> SessionLog:
     return SessionLog(session_id="s", task_id="t", group_id="g", path=path)
+
+
+def read_session(path: Path) -> Rollout:
+    """Read the rollout of a record, whether it has an end or not."""
+    return read_record(path).rollout

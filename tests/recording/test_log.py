@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import TOOL, build_call, build_rollout, open_log
+from records import TOOL, build_call, build_rollout, open_log, read_session
 
 from polar_trl.errors import RecordError
-from polar_trl.recording.log import read_record, read_session
+from polar_trl.recording.log import read_record
 from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Rollout, Tool, ToolCall
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import read_session
 
 from polar_trl.cli import main
 from polar_trl.engine.base import GenerationParams
@@ -19,7 +20,6 @@ from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
-from polar_trl.recording.log import read_session
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.local import LocalSandboxBackend

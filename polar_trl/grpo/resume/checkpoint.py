@@ -158,7 +158,7 @@ def find_problem(folder: Path) -> str | None:
         begun = (folder / PART_FILE).exists()
         return "was not written to its end" if begun else f"holds no {STATE_FILE}: it was not made by this trainer"
     content = json.loads((folder / STATE_FILE).read_text())
-    if content["version"] != VERSION:
+    if _is_of_other_version(folder):
         return f"has version {content['version']!r} of the format; this package reads version {VERSION}"
     if not content["is_resumable"]:
         return "was saved with save_only_model: it holds no optimizer"
@@ -169,6 +169,11 @@ def find_problem(folder: Path) -> str | None:
         if path.stat().st_size != size:
             return f"has {name} with {path.stat().st_size} bytes, and it was written with {size}"
     return None
+
+
+def _is_of_other_version(folder: Path) -> bool:
+    path = folder / STATE_FILE
+    return path.is_file() and json.loads(path.read_text())["version"] != VERSION
 
 
 # The folders of a run.
@@ -218,7 +223,7 @@ def find_checkpoint(output_dir: Path) -> Path | None:
         problem = find_problem(folder)
         if problem is None:
             return folder
-        if problem.startswith("has version"):
+        if _is_of_other_version(folder):
             raise ConfigError(f"{folder} {problem}: name another output_dir, or go on with the package that wrote it")
         logger.warning("%s %s; an older one is looked for", folder, problem)
     return None

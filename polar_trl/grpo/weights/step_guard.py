@@ -47,7 +47,7 @@ class StepGuard:
         self.has_rows = False
         """True where any rank has a row in the coming step, as far as is known."""
         self.fault: str | None = None
-        """Reason why the step that was judged last is not made; None: it is."""
+        """Reason why the step that was decided on last is not made; None: it is."""
         self._loss = 0.0
         self._rollout_ids: set[str] = set()
         self._num_faults = 0
@@ -65,7 +65,7 @@ class StepGuard:
             # with its attributes: torch's schedules warn of a step in which they do not know their own mark
             optimizer.step = update_wrapper(partial(self._step_if_sound), optimizer.step)
 
-    def judge(self, grad_norm: float | None, step: int) -> None:
+    def decide(self, grad_norm: float | None, step: int) -> None:
         """Decide on the coming step, and tell of a fault (a collective, where there are rows).
 
         Args:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from launch import run_worker
+from records import read_session
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerControl, TrainerState
 from wandb.proto.wandb_internal_pb2 import Record
@@ -24,7 +25,6 @@ from polar_trl.grpo.logs.completions_table import (
     shorten,
 )
 from polar_trl.reconstruct import Reconstruction
-from polar_trl.recording.log import read_session
 from polar_trl.rollout.session_run import RolloutResult
 from polar_trl.run_folder import read_log
 from polar_trl.types import Rollout

@@ -25,7 +25,7 @@ class Source:
         return [100 + index for index in range(2 * num_groups)]
 
 
-def judge(rewards_RF: torch.Tensor) -> Advantages:
+def rate(rewards_RF: torch.Tensor) -> Advantages:
     return compute_advantages(
         rewards_RF, torch.ones(1), num_generations=2, scale_rewards="group", aggregation="sum_then_normalize"
     )
@@ -39,11 +39,11 @@ def test_this_ranks_rollouts_and_all_ranks_rewards_are_replaced() -> None:
     results, replaced_RF, advantages, num_rolled_out = resample_constant_groups(
         [0, 1, 2, 3],  # type: ignore[list-item]
         rewards_RF,
-        judge(rewards_RF),
+        rate(rewards_RF),
         source=source,
         num_rounds=1,
         compute_rewards=lambda others: others_RF,
-        compute_advantages=judge,
+        compute_advantages=rate,
     )
     assert (source.asked, num_rolled_out) == ([(1, 0)], 2)
     assert results == [100, 101, 2, 3]
@@ -57,10 +57,10 @@ def test_no_round_is_made_without_a_constant_group() -> None:
     results, *_, num_rolled_out = resample_constant_groups(
         [0, 1, 2, 3],  # type: ignore[list-item]
         rewards_RF,
-        judge(rewards_RF),
+        rate(rewards_RF),
         source=source,
         num_rounds=3,
         compute_rewards=lambda others: rewards_RF,
-        compute_advantages=judge,
+        compute_advantages=rate,
     )
     assert (source.asked, results, num_rolled_out) == ([], [0, 1, 2, 3], 0)
