@@ -148,16 +148,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             num_generations={"train": self.num_generations, "eval": self.num_generations_eval},
             folder=run / "sessions" / process_run,
         )
-        trained_rows, table = TrainedRows(run, process_run), None
-        if args.log_completions:
-            self.log_completions = False  # TRL's own table is of single completions
-            table = CompletionsTable(
-                run,
-                trained_rows.name_record,
-                lambda: self.callback_handler.callbacks,
-                num_printed=self.num_completions_to_print,
-                unique_prompts=self.log_unique_prompts,
-            )
+        trained_rows = TrainedRows(run, process_run)
+        table = self._build_completions_table(run, trained_rows)
         self.rewards = Rewards(self, self.trl, has_grader=has_grader, tasks=tasks, table=table)
         self.session_rows = SessionRows(
             args,
@@ -184,6 +176,18 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table):
             if callback is not None:
                 self.add_callback(callback)
+
+    def _build_completions_table(self, run: Path, trained_rows: TrainedRows) -> CompletionsTable | None:
+        if not self.args.log_completions:
+            return None
+        self.log_completions = False  # TRL's own table is of single completions
+        return CompletionsTable(
+            run,
+            trained_rows.name_record,
+            lambda: self.callback_handler.callbacks,
+            num_printed=self.num_completions_to_print,
+            unique_prompts=self.log_unique_prompts,
+        )
 
     def _build_proxy(self) -> Proxy:
         args = self.args
