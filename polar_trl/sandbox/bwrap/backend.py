@@ -1,29 +1,34 @@
 """Bubblewrap sandboxes: the host's programs read-only, folders of their own, and one loopback address.
 
 Each command is a bubblewrap process with process ids of its own, so nothing that it started outlives it. All commands
-of a session share a network namespace in which only the proxy listens. As root, memory, CPU, processes and disk are
-limited. Without root they are not, which `capabilities` says: only a process' own memory, a file's size and the number
-of processes have an end.
+of a session share a network namespace in which only the proxy listens. No command can make a namespace or get a
+capability (`options`), and a filter denies what only those need (`seccomp`). As root, memory, CPU, processes and disk
+are limited. Without root they are not, which `capabilities` says: only a process' own memory, a file's size and the
+number of processes have an end.
 
 Refuses tasks that name a container image, ask for a network, or for files of the system that can be changed
 (`SandboxError`).
 """
 
+import logging
 import os
+import resource
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import HOME, WORKDIR, Capabilities, ExecResult, SandboxBackend
+from polar_trl.sandbox.base import WORKDIR, Capabilities, ExecResult, SandboxBackend
 from polar_trl.sandbox.bwrap.command import BwrapCommand
+from polar_trl.sandbox.bwrap.options import build_options
+from polar_trl.sandbox.bwrap.seccomp import build_filter
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
-from polar_trl.sandbox.folder import SUBFOLDERS, HostFolders, SessionFolder, encode_text
+from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.sandbox.owner import (
@@ -33,20 +38,29 @@ from polar_trl.sandbox.owner import (
     reap_session_folders,
     remove_session_folder,
 )
-from polar_trl.sandbox.python import find_python, list_package_folders
+from polar_trl.sandbox.python import find_python
 from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.sandbox.workdir import find_workdir_fault
 from polar_trl.types import Task
 
+logger = logging.getLogger(__name__)
+
 TRIAL_TIMEOUT_S = 60.0
-SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
-# root without capabilities still owns these; the same are read-only, or not shown, in a container of Docker's
-PROC_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
-PROC_HIDDEN = (
-    *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/kmsg", "/proc/latency_stats"),
-    *("/proc/scsi", "/proc/timer_list"),
-)
-SYSTEM_FILES = ("/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
+PROGRAMS = ("bwrap", "nsenter", "prlimit", "sh")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """The part of a sandbox that is the same for all of a backend."""
+
+    limits: Limits
+    mounts: Sequence[Path]
+    has_limits: bool
+    """Whether control groups and disks of their own enforce them."""
+    has_userns: bool
+    seccomp: bytes
+    path: str
+    """Folders of the programs that make a sandbox."""
 
 
 class BwrapSandboxBackend(SandboxBackend):
@@ -60,20 +74,36 @@ class BwrapSandboxBackend(SandboxBackend):
     """
 
     def __init__(self, *, limits: Limits = Limits(), mounts: Sequence[Path] = (), root: Path | None = None) -> None:
-        for program in ("bwrap", "nsenter", "prlimit"):
-            if shutil.which(program) is None:
+        found = {program: shutil.which(program) for program in PROGRAMS}
+        for program, path in found.items():
+            if path is None:
                 raise SandboxError(f"the bubblewrap sandbox needs `{program}`; install bubblewrap and util-linux")
-        self._has_limits = can_limit()
+        path = os.pathsep.join(dict.fromkeys(os.path.dirname(path) for path in found.values() if path))
+        has_limits = can_limit()
         self.capabilities = Capabilities(
-            cuts_network=True, limits_memory=self._has_limits, limits_disk=self._has_limits, uses_images=False
+            cuts_network=True, limits_memory=has_limits, limits_disk=has_limits, uses_images=False
         )
-        self._limits = limits
-        self._mounts = tuple(dict.fromkeys([*mounts, *find_python()]))
+        self._setup = Setup(
+            limits=limits,
+            mounts=tuple(dict.fromkeys([*mounts, *find_python()])),
+            has_limits=has_limits,
+            has_userns=True,
+            seccomp=build_filter(),
+            path=path,
+        )
         self._root = root or find_state_folder()
         self._trees = WorkTrees()
         reap_session_folders(self._root)
         reap_cgroups()
-        self._try_out()
+        try:
+            self._try_out()
+        except SandboxError as error:
+            if os.geteuid() != 0:
+                raise
+            # a kernel without user namespaces has none to deny; the filter and the lack of capabilities are left
+            self._setup = replace(self._setup, has_userns=False)
+            self._try_out()
+            logger.warning("sandboxes have no user namespace of their own: %s", error)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Prepare the work trees. Raises `SandboxError`."""
@@ -88,15 +118,12 @@ class BwrapSandboxBackend(SandboxBackend):
         sandbox = None
         try:
             tree = self._trees.find(task)
-            if self._has_limits:
-                files = SessionFolder(make_disk(folder, tree, self._limits.disk_mb))
+            if self._setup.has_limits:
+                files = SessionFolder(make_disk(folder, tree, self._setup.limits.disk_mb))
             else:
                 make_folders(folder / "disk", tree)
                 files = SessionFolder(folder / "disk")
-            workdir = task.workdir or WORKDIR
-            sandbox = BwrapSandbox(
-                folder, files, tree, self._mounts, self._limits, workdir=workdir, has_cgroup=self._has_limits
-            )
+            sandbox = BwrapSandbox(folder, files, tree, self._setup, workdir=task.workdir or WORKDIR)
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
         except BaseException:
@@ -129,18 +156,15 @@ class BwrapSandbox(HostFolders):
         folder: Path,
         files: SessionFolder,
         base_tree: Path | None,
-        mounts: Sequence[Path],
-        limits: Limits,
+        setup: Setup,
         *,
         workdir: str,
-        has_cgroup: bool,
     ) -> None:
         self.workdir = workdir
         self.base_tree = base_tree
         self._folder = folder
         self._files = files
-        self._mounts = [mount for mount in mounts if mount.exists()]
-        self._limits = limits
+        self._setup = setup
         self._lock = threading.Lock()
         self._command: BwrapCommand | None = None
         self._is_killed = False
@@ -149,7 +173,8 @@ class BwrapSandbox(HostFolders):
         self._cgroup = None
         try:
             note_helper(folder, self._network.pid)
-            if has_cgroup:
+            if setup.has_limits:
+                limits = setup.limits
                 self._cgroup = Cgroup(folder.name, memory_mb=limits.memory_mb, cpus=limits.cpus, pids=limits.pids)
         except BaseException:
             self._network.close()
@@ -220,47 +245,48 @@ class BwrapSandbox(HostFolders):
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
             self._is_killed = False
             try:
-                self._command = BwrapCommand(self._build_prefix(), self._build_options(env), ["bash", "-c", text])
+                self._command = BwrapCommand(
+                    self._build_prefix(),
+                    self._build_options(env),
+                    ["bash", "-c", text],
+                    seccomp=self._setup.seccomp,
+                    path=self._setup.path,
+                )
             except (OSError, ValueError) as error:
                 raise SandboxError(f"cannot start a command: {error}") from error
             return self._command, oom_kills
 
     def _build_prefix(self) -> list[str]:
         """Build the words that join the limits, then the network."""
-        prefix = self._network.build_prefix()
+        limits, join = self._setup.limits, []
+        sizes = {
+            "core": 1,  # and not 0: the kernel gives whole dumps to a program of the machine's even then, see core(5)
+            "nice": 0,
+            "rtprio": 0,
+            "sigpending": 4 * limits.pids,  # this and the next are counted for a user of the machine
+            "msgqueue": 64 << 10,
+        }
         if self._cgroup is None:
-            # counted for each user namespace, and so for each sandbox, unless this is root
-            sizes = {"nproc": self._limits.pids, "data": self._limits.memory_mb << 20, "core": 0}
-            sizes |= {"fsize": self._limits.disk_mb << 20}
-            return [*prefix, "prlimit", *(f"--{name}={size}:{size}" for name, size in sizes.items())]
-        joins = "; ".join(f"echo $$ > '{path}'" for path in self._cgroup.join_files)
-        return ["sh", "-c", f'set -e; {joins}; exec "$@"', "sh", *prefix]
+            # processes are counted for each user namespace, and so for each sandbox, unless this is root
+            sizes |= {"nproc": limits.pids, "data": limits.memory_mb << 20, "fsize": limits.disk_mb << 20}
+        else:
+            joins = "; ".join(f"echo $$ > '{path}'" for path in self._cgroup.join_files)
+            join = ["sh", "-c", f'set -e; {joins}; exec "$@"', "sh"]
+        return [*join, *self._network.build_prefix(), "prlimit", *_build_limits(sizes)]
 
     def _build_options(self, env: Mapping[str, str]) -> list[str]:
-        words = ["--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--new-session"]
-        words += ["--cap-drop", "ALL", "--clearenv", "--proc", "/proc", "--dev", "/dev"]
-        for path in filter(os.path.exists, PROC_READ_ONLY):
-            words += ["--ro-bind", path, path]
-        for path in filter(os.path.exists, PROC_HIDDEN):
-            words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
-        for path in SYSTEM_FOLDERS:
-            if os.path.islink(path):
-                words += ["--symlink", os.readlink(path), path]
-            elif os.path.isdir(path):
-                words += ["--ro-bind", path, path]
-        for path in SYSTEM_FILES:
-            words += ["--ro-bind-try", path, path]
-        work, home, tmp = (str(self._files.base / name) for name in SUBFOLDERS)
-        words += ["--bind", tmp, "/tmp"]  # before what may lie below it on this machine
-        for mount in self._mounts:
-            words += ["--ro-bind", str(mount), str(mount)]
-        for packages in list_package_folders():
-            words += ["--tmpfs", str(packages), "--remount-ro", str(packages)]
-        words += ["--bind", work, self.workdir, "--bind", home, HOME, "--chdir", self.workdir]
-        path = os.pathsep.join((str(Path(sys.base_prefix, "bin")), "/usr/local/bin", "/usr/bin", "/bin"))
-        for name, value in {"PATH": path, "HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", **env}.items():
-            words += ["--setenv", name, value]
-        return words
+        mounts = [mount for mount in self._setup.mounts if mount.exists()]
+        return build_options(self._files.base, self.workdir, mounts, env, has_userns=self._setup.has_userns)
+
+
+def _build_limits(sizes: Mapping[str, int]) -> list[str]:
+    """Build the words of prlimit(1), which cannot raise what is lower already."""
+    words = []
+    for name, size in sizes.items():
+        _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        least = size if hard == resource.RLIM_INFINITY else min(size, hard)
+        words.append(f"--{name}={least}:{least}")
+    return words
 
 
 def _refuse_impossible(task: Task) -> None:

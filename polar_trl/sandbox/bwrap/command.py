@@ -48,31 +48,41 @@ class BwrapCommand:
         options: Words of bubblewrap. They go by a file: what is on a command line, or in the environment, of the
             sandbox's first process can be read in it.
         command: Words of the command.
+        seccomp: Filter of system calls, in the kernel's format.
+        path: Folders in which the programs of `prefix` and bubblewrap are.
 
     Raises `OSError` or `ValueError` if it cannot be started.
     """
 
-    def __init__(self, prefix: Sequence[str], options: Sequence[str], command: Sequence[str]) -> None:
+    def __init__(
+        self, prefix: Sequence[str], options: Sequence[str], command: Sequence[str], *, seccomp: bytes, path: str
+    ) -> None:
         status, status_end = os.pipe()
-        arguments = os.memfd_create("options", os.MFD_CLOEXEC)
+        given = [status_end]
         try:
-            os.write(arguments, b"".join(os.fsencode(word) + b"\0" for word in options))
-            os.lseek(arguments, 0, os.SEEK_SET)
+            for content in (b"".join(os.fsencode(word) + b"\0" for word in options), seccomp):
+                given.append(os.memfd_create("bwrap", os.MFD_CLOEXEC))
+                with open(given[-1], "wb", closefd=False) as file:
+                    file.write(content)
+                os.lseek(given[-1], 0, os.SEEK_SET)
+            _, arguments, program = map(str, given)
+            own = ["--json-status-fd", str(status_end), "--seccomp", program, "--args", arguments]
             self._process = subprocess.Popen(
-                [*prefix, "bwrap", "--json-status-fd", str(status_end), "--args", str(arguments), *command],
-                env={"PATH": os.environ.get("PATH", os.defpath)},
+                [*prefix, "bwrap", *own, *command],
+                env={"PATH": path},
+                cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[status_end, arguments],
+                pass_fds=given,
                 start_new_session=True,
             )
         except BaseException:
             os.close(status)
             raise
         finally:
-            os.close(status_end)
-            os.close(arguments)
+            for fd in given:
+                os.close(fd)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._status, self._stdout, self._stderr = (
             Tail(fd) for fd in (status, self._process.stdout.fileno(), self._process.stderr.fileno())

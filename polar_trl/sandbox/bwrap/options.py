@@ -1,0 +1,78 @@
+"""Build bubblewrap's options: namespaces, mounts and environment of a sandbox.
+
+Nothing in it can be written but the session's folders and /dev/shm. As far as the kernel allows, its users are those
+of a user namespace in which no other can be made: without one there is no capability to be had, and so no mount, no
+control group and no network of the sandbox's own making.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from polar_trl.sandbox.base import HOME
+from polar_trl.sandbox.folder import SUBFOLDERS
+from polar_trl.sandbox.python import list_package_folders
+
+ISOLATION = (
+    *("--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"),
+    *("--cap-drop", "ALL", "--clearenv", "--proc", "/proc", "--dev", "/dev"),
+)
+NO_USER_NAMESPACES = ("--unshare-user", "--disable-userns", "--assert-userns-disabled")
+SHM_BYTES = 64 << 20
+"""Of /dev/shm, as Docker's default; only memory as root, where the limit of memory holds for it too."""
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+# root without capabilities still owns these; the same are read-only, or not shown, in a container of Docker's
+PROC_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+PROC_HIDDEN = (
+    *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/kmsg", "/proc/latency_stats"),
+    *("/proc/scsi", "/proc/timer_list"),
+)
+# not all of /etc/ssl: its private keys are root's, and root may be who this is
+SYSTEM_FILES = (
+    *("/etc/alternatives", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/ld.so.cache"),
+    *("/etc/passwd", "/etc/group", "/etc/localtime"),
+)
+
+
+def build_options(
+    base: Path, workdir: str, mounts: Sequence[Path], env: Mapping[str, str], *, has_userns: bool
+) -> list[str]:
+    """Build the words of a command.
+
+    Args:
+        base: Host folder of the session's work/, home/ and tmp/.
+        workdir: Place of work/ in the sandbox.
+        mounts: Host folders shown read-only at the same path.
+        env: Variables beside PATH, HOME, TMPDIR and LANG.
+        has_userns: Whether the sandbox has a user namespace, the last one.
+    """
+    words = [*ISOLATION, *(NO_USER_NAMESPACES if has_userns else ())]
+    words += ["--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    for path in filter(os.path.exists, PROC_READ_ONLY):
+        words += ["--ro-bind", path, path]
+    for path in filter(os.path.exists, PROC_HIDDEN):
+        words += _build_empty(path) if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
+    for path in SYSTEM_FOLDERS:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            words += ["--ro-bind", path, path]
+    for path in SYSTEM_FILES:
+        words += ["--ro-bind-try", path, path]
+    work, home, tmp = (str(base / name) for name in SUBFOLDERS)
+    words += ["--bind", tmp, "/tmp"]  # before what may lie below it on this machine
+    for mount in mounts:
+        words += ["--ro-bind", str(mount), str(mount)]
+    for packages in list_package_folders():
+        words += _build_empty(str(packages))
+    words += ["--bind", work, workdir, "--bind", home, HOME, "--symlink", "/tmp", "/var/tmp"]
+    words += ["--remount-ro", "/", "--chdir", workdir]
+    path = os.pathsep.join((str(Path(sys.base_prefix, "bin")), "/usr/local/bin", "/usr/bin", "/bin"))
+    for name, value in {"PATH": path, "HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", **env}.items():
+        words += ["--setenv", name, value]
+    return words
+
+
+def _build_empty(folder: str) -> list[str]:
+    return ["--tmpfs", folder, "--remount-ro", folder]
