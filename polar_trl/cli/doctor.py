@@ -1,9 +1,9 @@
-"""`polar-trl doctor`: which agents are installed, and whether each works here."""
+"""`polar-trl doctor`: which agents are installed and work here; with --security, which attacks sandboxes hold."""
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from polar_trl.sandbox import KINDS
 
 if TYPE_CHECKING:
     from polar_trl.tools.doctor import Checkup
+    from polar_trl.tools.security import Row
 
 EPILOG = """\
 examples:
@@ -20,9 +21,15 @@ examples:
   polar-trl doctor codex pi --install      these two, installed first where they are missing
   polar-trl doctor --sandbox bwrap         the same without a network
   polar-trl doctor --json
+  polar-trl doctor --security              attack the sandboxes of this machine, in under a minute
+  polar-trl doctor --security --sandbox docker --image python:3.11 --json
 
 An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
 its own shell tool, and its calls continue each other token for token. Exits with 1 if one that was asked for does not.
+
+With --security nothing is asked of agents: a script attacks each kind of sandbox from inside, and harms nothing where
+it succeeds. Exits with 1 if the sandbox of --sandbox, or else the one that a run takes by itself (bwrap where it
+works), does not hold everything. One that cannot be tried does not hold.
 """
 
 
@@ -41,9 +48,12 @@ def add_parser(subparsers: Any) -> None:
         "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
     )
     parser.add_argument(
-        "--sandbox", choices=KINDS, default="local", help="where the agents run (default: %(default)s)"
+        "--sandbox", choices=KINDS, help="where the agents run (default: local; with --security: all that work here)"
     )
-    parser.add_argument("--sandbox_image", metavar="IMAGE", help="container image, for --sandbox docker")
+    parser.add_argument(
+        "--sandbox_image", "--image", metavar="IMAGE", help="container image with Python, for --sandbox docker"
+    )
+    parser.add_argument("--security", action="store_true", help="try what sandboxes hold, instead of the agents")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
@@ -54,12 +64,14 @@ def run(args: argparse.Namespace) -> int:
     from polar_trl.sandbox import build_backend
     from polar_trl.tools.doctor import check_agent
 
+    if args.security:
+        return _run_security(args)
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
     harnesses = [build_agent(name) for name in dict.fromkeys(args.agents or AGENTS)]
     # agents of Node share it, and a container takes a folder once
     mounts = list(dict.fromkeys(folder for harness in harnesses for folder in harness.folders))
-    backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=mounts)
+    backend = build_backend(args.sandbox or "local", image=args.sandbox_image, mounts=mounts)
     checkups: dict[str, Checkup] = {}
     for harness in harnesses:
         print(f"polar-trl: trying {harness.name} ...", file=sys.stderr)
@@ -81,3 +93,41 @@ def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
         works = "yes" if checkup.works else "no"
         table.add_row(name, checkup.installed or "-", checkup.verified, works, checkup.why)
     Console().print(table)
+
+
+def _run_security(args: argparse.Namespace) -> int:
+    from polar_trl.tools.security import KINDS as TRIED
+    from polar_trl.tools.security import check_security, find_default
+
+    if args.agents or args.install:
+        raise ConfigError("--security tries sandboxes and no agents; leave out the agents and --install")
+    kinds = [args.sandbox] if args.sandbox in TRIED else list(TRIED)
+    print(f"polar-trl: attacking {', '.join(kinds)} ...", file=sys.stderr)
+    rows, missing = check_security(kinds, args.sandbox_image)
+    default = args.sandbox or find_default([kind for kind in kinds if kind not in missing])
+    if args.json:
+        report = {"rows": [asdict(row) for row in rows], "default": default, "not_tried": missing}
+        print(json.dumps(report))
+    else:
+        _print_rows(rows, missing, default)
+    own = [row for row in rows if row.backend == default]
+    return 0 if own and all(row.held for row in own) else 1
+
+
+def _print_rows(rows: Sequence["Row"], missing: Mapping[str, str], default: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("attack", "sandbox", "held", "what succeeded")
+    for row in rows:
+        table.add_row(row.name, row.backend, "yes" if row.held else "no", row.detail)
+    Console().print(table)
+    for kind, reason in missing.items():
+        print(f"{kind}: not tried: {reason}")
+    for kind in dict.fromkeys(row.backend for row in rows):
+        own = [row for row in rows if row.backend == kind]
+        own_default = ", which a run takes unless told otherwise" if kind == default else ""
+        print(f"{kind}{own_default}: {sum(row.held for row in own)} of {len(own)} attacks held")
+        for advice in dict.fromkeys(row.advice for row in own if not row.held):
+            names = ", ".join(row.name for row in own if row.advice == advice)
+            print(f"  {names}: {advice}")

@@ -124,9 +124,7 @@ def build_filter(machine: str | None = None) -> bytes:
     Raises `SandboxError` for any other.
     """
     machine = machine or platform.machine()
-    if machine not in AUDIT_ARCHES:
-        raise SandboxError(f"the bubblewrap sandbox has no system call filter for {machine}; use the docker sandbox")
-    column = list(AUDIT_ARCHES).index(machine)
+    column = _find_column(machine)
     program = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, AUDIT_ARCHES[machine]),
@@ -149,6 +147,18 @@ def build_filter(machine: str | None = None) -> bytes:
         program += _on_call(numbers[column], families)
     program.append(_allow())
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def list_numbers() -> dict[str, int | None]:
+    """List this machine's numbers of the calls in the tables. Raises `SandboxError` where it has no tables."""
+    column = _find_column(platform.machine())
+    return {name: numbers[column] for name, numbers in {**DENIED, **UNKNOWN, "clone": CLONE}.items()}
+
+
+def _find_column(machine: str) -> int:
+    if machine not in AUDIT_ARCHES:
+        raise SandboxError(f"the bubblewrap sandbox has no system call filter for {machine}; use the docker sandbox")
+    return list(AUDIT_ARCHES).index(machine)
 
 
 def _on_call(number: int, body: list[Instruction]) -> list[Instruction]:
