@@ -2,8 +2,13 @@
 
 A group's name carries its owner: "NAME.OWNER", with the owner's tag (see `owner`). Needs root. Formats: the kernel's
 admin guide, "cgroup-v1/memory", "cgroup-v1/pids" and "cgroup-v2".
+
+In version 2 a group other than the machine's own first one either has processes or hands controllers to groups below
+it ("no internal process constraint"). In a container, `ROOT` is such a group, and what runs there is moved into one
+below it first. `memory.oom.group` stays off: a tool that asks for too much dies, and its agent goes on.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -18,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path("/sys/fs/cgroup")
 PARENT = "polar-trl"
+VACATED = "polar-trl-rest"
+"""Group for the processes of `ROOT` where it can have none of its own."""
+CONTROLLERS = ("memory", "cpu", "pids")
 PERIOD_US = 100_000
 
 
@@ -35,10 +43,13 @@ class Cgroup:
 
     def __init__(self, name: str, *, memory_mb: int, cpus: float, pids: int) -> None:
         self._is_v2 = (ROOT / "cgroup.controllers").exists()
-        controllers = [""] if self._is_v2 else ["memory", "cpu", "pids"]
+        controllers = [""] if self._is_v2 else CONTROLLERS
         full_name = f"{name}.{build_owner_tag()}"
         self._folders = [ROOT / controller / PARENT / full_name for controller in controllers]
         try:
+            if self._is_v2:
+                _hand_down(ROOT)
+                _hand_down(ROOT / PARENT)
             for folder in self._folders:
                 folder.mkdir(parents=True)
             self._set_limits(memory_mb << 20, int(cpus * PERIOD_US), pids)
@@ -66,9 +77,6 @@ class Cgroup:
     def _set_limits(self, memory: int, cpu_us: int, pids: int) -> None:
         if self._is_v2:
             (folder,) = self._folders
-            with suppress(OSError):  # an init that did it already may not let us
-                (ROOT / "cgroup.subtree_control").write_text("+memory +cpu +pids")
-            (folder.parent / "cgroup.subtree_control").write_text("+memory +cpu +pids")
             limits = {
                 "memory.max": memory,
                 "memory.swap.max": 0,
@@ -76,7 +84,8 @@ class Cgroup:
                 "pids.max": pids,
             }
             for name, value in limits.items():
-                (folder / name).write_text(str(value))
+                if name != "memory.swap.max" or (folder / name).exists():  # kernels without swap lack it
+                    (folder / name).write_text(str(value))
             return
         in_memory, in_cpu, in_pids = self._folders
         (in_memory / "memory.limit_in_bytes").write_text(str(memory))
@@ -85,6 +94,35 @@ class Cgroup:
         (in_cpu / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (in_cpu / "cpu.cfs_quota_us").write_text(str(cpu_us))
         (in_pids / "pids.max").write_text(str(pids))
+
+
+def _hand_down(folder: Path) -> None:
+    """Make a group of version 2, and hand its controllers to those below it. Raises `OSError`."""
+    folder.mkdir(exist_ok=True)
+    wanted = " ".join(f"+{name}" for name in CONTROLLERS)
+    switch = folder / "cgroup.subtree_control"
+    if set(CONTROLLERS) <= set(switch.read_text().split()):
+        return
+    try:
+        switch.write_text(wanted)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        _vacate(folder)
+        switch.write_text(wanted)
+
+
+def _vacate(folder: Path) -> None:
+    """Move the processes of a group into one below it. Those that are made meanwhile are met in the next round."""
+    rest = folder / VACATED
+    rest.mkdir(exist_ok=True)
+    for _ in range(20):
+        pids = (folder / "cgroup.procs").read_text().split()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                (rest / "cgroup.procs").write_text(pid)
+        if not pids:
+            return
 
 
 def count_oom_kills(pid: int) -> int:
@@ -131,6 +169,8 @@ def _remove(folder: Path) -> bool:
     error: OSError | None = None
     for _ in range(250):
         try:
+            if (kill := folder / "cgroup.kill").exists():  # version 2, Linux 5.14: also what forks meanwhile
+                kill.write_text("1")
             for pid in map(int, (folder / "cgroup.procs").read_text().split()):
                 with suppress(ProcessLookupError):
                     if pid > 0:  # 0 stands for a process of another namespace, and would be our own group

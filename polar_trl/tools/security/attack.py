@@ -20,18 +20,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT, errno.EROFS)
 NAMESPACES = {
-    "user": 0x10000000, "mount": 0x20000, "cgroup": 0x2000000, "network": 0x40000000, "process": 0x20000000,
-    "host name": 0x4000000, "IPC": 0x8000000,
+    "user": 0x10000000,
+    "mount": 0x20000,
+    "cgroup": 0x2000000,
+    "network": 0x40000000,
+    "process": 0x20000000,
+    "host name": 0x4000000,
+    "IPC": 0x8000000,
 }
 FREE_LIMITS = {
-    "memory.memsw.limit_in_bytes": "-1", "memory.limit_in_bytes": "-1", "cpu.cfs_quota_us": "-1",
-    "memory.max": "max", "memory.swap.max": "max", "pids.max": "max", "cpu.max": "max",
+    "memory.memsw.limit_in_bytes": "-1",
+    "memory.limit_in_bytes": "-1",
+    "cpu.cfs_quota_us": "-1",
+    "memory.max": "max",
+    "memory.swap.max": "max",
+    "pids.max": "max",
+    "cpu.max": "max",
 }
 HOLD_S = 1.5
 CHUNK = b"x" * (1 << 20)
@@ -64,7 +75,7 @@ def in_child(act: Callable[[], bool]) -> bool:
 
 def namespaces(given: Given) -> list[str]:
     """Make or enter a namespace, by every call that can."""
-    got = [f"a {name} namespace" for name, flag in NAMESPACES.items() if in_child(lambda f=flag: LIBC.unshare(f) == 0)]
+    got = [f"a {name} namespace" for name, flag in NAMESPACES.items() if in_child(partial(_unshare, flag))]
     clone = given["numbers"]["clone"]
     pid = LIBC.syscall(ctypes.c_long(clone), ctypes.c_long(NAMESPACES["user"] | signal.SIGCHLD), 0, 0, 0, 0)
     if pid == 0:
@@ -75,6 +86,10 @@ def namespaces(given: Given) -> list[str]:
     if in_child(lambda: _clone3(given)):
         got.append("a user namespace by clone3")
     return got
+
+
+def _unshare(flags: int) -> bool:
+    return bool(LIBC.unshare(flags) == 0)
 
 
 def _clone3(given: Given) -> bool:
@@ -89,10 +104,9 @@ def _clone3(given: Given) -> bool:
 
 def mounts(given: Given) -> list[str]:
     """Mount, remount writable, write outside of the session's folders."""
-    got = []
-    for enter in (lambda: None, enter_user_namespace):
-        enter()
-        got += _mount()
+    got = _mount()
+    enter_user_namespace()
+    got += _mount()
     for name in ("fsopen", "open_tree", "pivot_root", "chroot", "mount_setattr"):
         if not call(given, name, b"", b"", 0, 0, 0):
             got.append(f"the call {name}")
@@ -191,6 +205,10 @@ def disk(given: Given) -> list[str]:
             with contextlib.suppress(OSError), open(f"{folder}/big-{number}", "wb", buffering=0) as file:
                 for _ in range(given["limits"]["disk_mb"] // 2):
                     written += file.write(CHUNK)
+    for folder in (".", os.environ["HOME"], tempfile.gettempdir()):
+        for number in range(3):
+            with contextlib.suppress(OSError):
+                os.unlink(f"{folder}/big-{number}")
     return [f"wrote {written >> 20} MB"] if written > allowed else []
 
 
@@ -363,13 +381,13 @@ def privileges(given: Given) -> list[str]:
         "lowered its nice value": lambda: os.setpriority(os.PRIO_PROCESS, 0, -5),
         "got a real-time priority": lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)),
         "became another user": lambda: os.setuid(os.getuid() + 1),
-        "gave a file away": lambda: _give_away(),
+        "gave a file away": _give_away,
         "changed the host name": lambda: socket.sethostname(socket.gethostname()),
         "is spared when memory is short": lambda: Path("/proc/self/oom_score_adj").write_text("-999"),
         "raised its limit of memory locks": lambda: _raise_limit(resource.RLIMIT_MEMLOCK),
     }
     for what, act in libc_tries.items():
-        if in_child(lambda a=act: (a(), True)[1]):
+        if in_child(partial(_works, act)):
             got.append(what)
     return got
 
@@ -422,10 +440,9 @@ def daemon(given: Given) -> list[str]:
 
 def lift_limits(given: Given) -> list[str]:
     """Try everything against one's own limits."""
-    got = []
-    for enter in (lambda: None, enter_user_namespace):
-        enter()
-        got += _lift_groups(given["lifts"])
+    got = _lift_groups(given["lifts"])
+    enter_user_namespace()
+    got += _lift_groups(given["lifts"])
     for name in ("RLIMIT_NPROC", "RLIMIT_DATA", "RLIMIT_AS", "RLIMIT_FSIZE"):
         with contextlib.suppress(OSError, ValueError):
             _raise_limit(getattr(resource, name))
@@ -468,6 +485,11 @@ def enter_user_namespace() -> None:
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
             with contextlib.suppress(OSError):
                 Path(f"/proc/self/{name}").write_text(text)
+
+
+def _works(act: Callable[[], object]) -> bool:
+    act()
+    return True
 
 
 def _raise_limit(kind: int) -> None:

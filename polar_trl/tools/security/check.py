@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from polar_trl.errors import ConfigError, PolarError
@@ -47,16 +47,24 @@ def check_backend(kind: str, backend: SandboxBackend) -> Iterator[Row]:
         try:
             box.put("~/attack.py", ATTACK.read_bytes())
             for probe in PROBES:
-                row = run_probe(probe, box, victims, lifts=kind != "local")
-                if not row.held:
-                    row = replace(row, advice=LOCAL_ADVICE if kind == "local" else probe.advice)
-                yield replace(row, backend=kind)
+                faults = run_probe(probe, box, victims, lifts=kind != "local")
+                if probe.capability and not getattr(backend.capabilities, probe.capability):
+                    faults.append("this user's sandbox does not limit it, by its own account")  # a busy machine may
+                more = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
+                advice = LOCAL_ADVICE if kind == "local" else probe.advice
+                yield Row(
+                    name=probe.name,
+                    backend=kind,
+                    held=not faults,
+                    detail="; ".join([*faults[:MOST_FAULTS], *more]),
+                    advice=advice if faults else "",
+                )
         finally:
             box.destroy()
 
 
-def run_probe(probe: Probe, box: Sandbox, victims: Victims, *, lifts: bool = True) -> Row:
-    """Run one attack.
+def run_probe(probe: Probe, box: Sandbox, victims: Victims, *, lifts: bool = True) -> list[str]:
+    """Run one attack; return what it reached, nothing where it was held.
 
     Args:
         lifts: Whether it may change the limits of control groups; false where they could be the trainer's own.
@@ -68,23 +76,20 @@ def run_probe(probe: Probe, box: Sandbox, victims: Victims, *, lifts: bool = Tru
         "numbers": list_numbers(),
         "shown": [str(Path(json.__file__).parent)],
     }
-    box.put("~/given.json", json.dumps(given).encode())
     command = f'python3 -S ~/attack.py {probe.attack} "$(cat ~/given.json)"'
     try:
+        box.put("~/given.json", json.dumps(given).encode())
         with Watch(secrets.token_hex(8)) as watch:
             result = box.run(command, env={MARK: watch.token}, timeout_s=PROBE_TIMEOUT_S)
     except PolarError as error:
-        return Row(name=probe.name, backend="", held=False, detail=f"could not run: {error}")
-    seen = [*victims.find_harm(), *watch.find_excess(LIMITS)]
+        return [f"could not run: {error}"]
+    faults = [*victims.find_harm(), *watch.find_excess(LIMITS)]
     said = _parse_report(result)
     if said is None and not (probe.meets_limits and result.out_of_memory):
-        detail = f"could not run: {(result.stderr or result.stdout).strip()[-200:]}"
-        return Row(name=probe.name, backend="", held=False, detail="; ".join([*seen, detail]))
+        faults.append(f"could not run: {(result.stderr or result.stdout).strip()[-200:]}")
     if probe.meets_limits and not watch.most_processes:
-        seen.append("could not run: its processes cannot be seen from here")
-    faults = [*seen, *(said or ())]
-    more = f"; and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
-    return Row(name=probe.name, backend="", held=not faults, detail="; ".join(faults[:MOST_FAULTS]) + more)
+        faults.append("could not run: its processes cannot be seen from here")
+    return [*faults, *(said or ())]
 
 
 def find_images() -> list[str]:

@@ -11,6 +11,8 @@ class Probe:
     attack: str
     meets_limits: bool = False
     """Whether its processes have to be seen from outside for a verdict, and may be killed for it."""
+    capability: str = ""
+    """Field of the backend's `Capabilities` without which it holds nothing, whatever was measured."""
     advice: str
     """Where the sandbox is one that should hold this."""
 
@@ -28,13 +30,13 @@ PROBES = (
     Probe(name="writing outside, mounts", attack="mounts", advice=_NAMESPACES),
     Probe(name="namespaces", attack="namespaces", advice=_NAMESPACES),
     Probe(name="control groups", attack="control_groups", advice=_NAMESPACES),
-    Probe(name="memory hog", attack="memory", meets_limits=True, advice=_LIMITS),
+    Probe(name="memory hog", attack="memory", capability="limits_memory", meets_limits=True, advice=_LIMITS),
     Probe(name="memory file systems", attack="shared_memory", meets_limits=True, advice=_LIMITS),
     Probe(name="fork bomb", attack="processes", meets_limits=True, advice=_LIMITS),
-    Probe(name="CPU hog", attack="cpu", meets_limits=True, advice=_LIMITS),
-    Probe(name="full disk", attack="disk", advice=_DISK),
+    Probe(name="CPU hog", attack="cpu", capability="limits_memory", meets_limits=True, advice=_LIMITS),
+    Probe(name="full disk", attack="disk", capability="limits_disk", advice=_DISK),
     Probe(name="process left behind", attack="daemon", advice=_PRIVILEGE),
-    Probe(name="network", attack="network", advice=_PRIVILEGE),
+    Probe(name="network", attack="network", capability="cuts_network", advice=_PRIVILEGE),
     Probe(name="Unix sockets", attack="unix_sockets", advice=_PRIVILEGE),
     Probe(name="devices", attack="devices", advice=_PRIVILEGE),
     Probe(name="kernel settings", attack="kernel_settings", advice=_PRIVILEGE),
