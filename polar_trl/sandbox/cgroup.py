@@ -65,9 +65,12 @@ class Cgroup:
         return [str(folder / "cgroup.procs") for folder in self._folders]
 
     def count_oom_kills(self) -> int:
-        """Count processes of the group that were killed at the memory limit so far."""
+        """Count processes of the group that were killed at the memory limit so far. Raises `SandboxError`."""
         name = "memory.events" if self._is_v2 else "memory.oom_control"
-        return _read_oom_kills(self._folders[0] / name)
+        try:
+            return _read_oom_kills(self._folders[0] / name)
+        except OSError as error:
+            raise SandboxError(f"the sandbox's control group is gone: {error}") from error
 
     def remove(self) -> None:
         """Kill the processes in the group, and remove it."""

@@ -33,6 +33,7 @@ from polar_trl.sandbox.docker.backend import OWNER_LABEL, DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.owner import build_owner_tag, list_mounts
 from polar_trl.tokens.bytes import ByteRenderer
+from polar_trl.tools.security.check import ATTACK
 from polar_trl.types import Message, Task
 
 IMAGE = "polar-trl-test:latest"
@@ -93,7 +94,7 @@ class Sessions:
         runner = RolloutRunner(
             proxy=self._proxy,
             backend=backend,
-            harness=ShellHarness("bash -c {instruction}", files={"ask.py": ASK}),
+            harness=ShellHarness("bash -c {instruction}", files={"ask.py": ASK, "attack.py": ATTACK.read_text()}),
             grader=FunctionGrader(grade),
             config=RolloutConfig(),
         )

@@ -138,8 +138,17 @@ def test_an_engine_that_hangs_fails_the_session_in_time(
     require_nothing_left(Leftovers(sessions.root, sessions.token, own_engine.connect()))
 
 
-BOMB = """
-import os, signal, time
+LIFT = """
+import os, sys
+sys.path.insert(0, os.path.expanduser("~"))
+from attack import lift_limits
+lifted = lift_limits({"lifts": True})
+print(lifted, file=open("lifted", "w"))
+"""
+"""A user namespace, mounts of control groups, writes to every limit, joining other groups, rlimits, oom_score_adj."""
+BOMB = f"""
+{LIFT}
+import signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 held = 0
 for number in range(200):  # the limit under test is 64
@@ -154,10 +163,11 @@ print(held, file=open("held", "w"))
 
 
 @both_kinds
-def test_a_fork_bomb_is_held_and_gone_before_grading(sessions: Sessions, kind: str) -> None:
+def test_a_fork_bomb_that_lifts_its_limits_first_is_held_and_gone_before_grading(sessions: Sessions, kind: str) -> None:
     def grade(task: Task, box: Sandbox) -> bool:
         if task.id == "bomb":
             # its sleeps have the session's name in their environment
+            assert box.get("lifted") == b"[]\n"
             return int(box.get("held") or b"0") >= 200 - LIMITS.pids and list_processes("POLAR_BOMB=") == []
         return read_result(task, box)
 
@@ -168,8 +178,10 @@ def test_a_fork_bomb_is_held_and_gone_before_grading(sessions: Sessions, kind: s
 
 
 @both_kinds
-def test_a_memory_hog_is_killed_counted_and_graded(sessions: Sessions, kind: str) -> None:
-    hog = "python3 -c 'x = bytearray(500 << 20)'"
+def test_a_memory_hog_that_lifts_its_limits_first_is_killed_counted_and_graded(
+    sessions: Sessions, kind: str
+) -> None:
+    hog = f"python3 -c '{LIFT}\nx = bytearray(500 << 20)'"
     scripts = {"tool": f"{FINE}; {hog}; exit 0", "agent": f"{FINE}; exec {hog}", "other": FINE}
     results = sessions.start(build(kind, sessions.root), scripts, read_result).result(timeout=120)
     require_fine(results["tool"])

@@ -65,9 +65,10 @@ class Victims:
             server.shutdown(socket.SHUT_RDWR)  # which ends a wait for connections, as closing does not
             server.close()
         if self._sibling is not None:
+            self._sibling.kill()
+            if self._sibling_run is not None:
+                self._sibling_run.join()
             self._sibling.destroy()
-        if self._sibling_run is not None:
-            self._sibling_run.join()
         libc = ctypes.CDLL(None)
         libc.shmctl(libc.shmget(self._shm_key, 0, 0), _IPC_RMID, None)
         for path in (self._canary, self._shm_file, self._folder / "socket"):
