@@ -67,3 +67,32 @@ def test_odd_options_are_named(name: str, options: dict[str, object], message: s
 def test_an_unknown_agent_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "codx"]) == 2
     assert "agent 'codx' is not known; known are claude_code, codex" in capsys.readouterr().err
+
+
+def test_security_says_what_each_sandbox_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--security", "--sandbox", "bwrap", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["default"], report["not_tried"]) == ("bwrap", {})
+    names = [row["name"] for row in report["rows"]]
+    assert len(set(names)) == len(names) == 21
+    for row in report["rows"]:
+        assert row == {"name": row["name"], "backend": "bwrap", "held": True, "detail": "", "advice": ""}
+
+
+def test_security_of_a_sandbox_that_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--security", "--sandbox", "local"]) == 1
+    said = capsys.readouterr().out
+    assert "of 21 attacks held" in said and "use `--sandbox bwrap`" in said
+
+
+def test_security_without_a_sandbox_that_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert main(["doctor", "--security", "--sandbox", "bwrap"]) == 1
+    assert "bwrap: not tried: the bubblewrap sandbox needs `bwrap`" in capsys.readouterr().out
+
+
+def test_security_tries_no_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "codex", "--security"]) == 2
+    assert "leave out the agents" in capsys.readouterr().err

@@ -55,6 +55,18 @@ def test_bubblewrap(home: Path) -> None:
     require_a_sandbox(report)
 
 
+def test_what_bubblewrap_holds_and_what_it_does_not(home: Path) -> None:
+    script = "import sys; from polar_trl.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = ("doctor", "--security", "--sandbox", "bwrap", "--json")
+    with as_user.start(script, *command, home=home) as doctor:
+        text, _ = doctor.communicate(timeout=240)
+    rows = json.loads(text)["rows"]
+    assert {row["name"] for row in rows if not row["held"]} == {"memory hog", "CPU hog", "full disk"}
+    assert all("run the trainer as root" in row["advice"] for row in rows if not row["held"])
+    assert doctor.returncode == 1
+    assert list((home / f"polar-trl-{as_user.UID}").iterdir()) == []
+
+
 def test_what_a_killed_user_left_is_gone_at_the_next_start(home: Path) -> None:
     with as_user.start(SCRIPT.read_text(), "doomed", home=home) as script:
         wait_until(lambda: bool(list(home.glob("state/doomed*/disk/work/started"))))

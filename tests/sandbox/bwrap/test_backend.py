@@ -1,0 +1,84 @@
+"""The bubblewrap sandbox from inside: what can be written, what is shown, and how a command ends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from polar_trl.sandbox.base import Sandbox
+from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
+from polar_trl.sandbox.limits import Limits
+from polar_trl.types import Task
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    limits = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
+    root = tmp_path_factory.mktemp("state")
+    sandbox = BwrapSandboxBackend(limits=limits, root=root).create(Task(id="t", instruction=""), "s")
+    yield sandbox
+    sandbox.destroy()
+    assert list(root.iterdir()) == []
+
+
+def say(box: Sandbox, command: str) -> str:
+    return box.run(command, env={}, timeout_s=60).stdout
+
+
+def test_what_can_be_written_is_the_sessions_and_bounded(box: Sandbox) -> None:
+    writable = {}
+    for line in say(box, "cat /proc/self/mountinfo").splitlines():
+        head, _, tail = line.partition(" - ")
+        place, options = head.split()[4:6]
+        if options.startswith("rw"):
+            writable[place] = tail.split()
+    nodes = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")}
+    assert writable.keys() - nodes == {"/workspace", "/home/agent", "/tmp", "/dev/shm", "/dev/pts", "/proc"}
+    assert "size=65536k" in writable["/dev/shm"][2]
+    assert {writable[place][0] for place in ("/workspace", "/home/agent", "/tmp")} == {"ext4"}
+    assert "/var/tmp -> /tmp" in say(box, "ls -l /var/tmp")
+    assert say(box, "touch /tmp/x /dev/shm/x ~/x x && echo written") == "written\n"
+
+
+def test_keys_of_the_machine_are_not_shown(box: Sandbox) -> None:
+    assert say(box, "ls /etc/ssl").split() == ["certs", "openssl.cnf"]
+    assert say(box, "cat /etc/shadow /etc/ssh/*") == ""
+
+
+def test_the_first_process_tells_nothing_of_the_trainer(box: Sandbox) -> None:
+    assert "PWD=/\0" in say(box, "cat /proc/1/environ")
+    assert str(Path.cwd()) not in say(box, "cat /proc/1/environ /proc/1/cmdline; ls -l /proc/1/cwd /proc/1/fd")
+
+
+def test_limits_of_a_process(box: Sandbox) -> None:
+    limits = {line[:26].strip(): line[26:].split()[:2] for line in say(box, "cat /proc/self/limits").splitlines()}
+    assert limits["Max core file size"] == ["1", "1"]
+    assert limits["Max nice priority"] == limits["Max realtime priority"] == ["0", "0"]
+    assert limits["Max pending signals"] == ["256", "256"]
+
+
+END_THE_FIRST = {
+    # the kernel kills what is traced with this option when its tracer ends, and the first process of a namespace too
+    "exitkill": """
+import ctypes
+assert ctypes.CDLL(None).ptrace(0x4206, 1, None, ctypes.c_void_p(0x100000)) == 0
+""",
+    "overwritten": """
+for line in open("/proc/1/maps"):
+    place, mode, *_ = line.split()
+    if "x" in mode and "[v" not in line:
+        start, end = (int(part, 16) for part in place.split("-"))
+        with open("/proc/1/mem", "r+b", 0) as file:
+            file.seek(start)
+            file.write(b"\\xcc" * (end - start))
+""",
+}
+
+
+@pytest.mark.parametrize("how", END_THE_FIRST)
+def test_an_agent_that_ends_the_first_process_has_ended_itself(box: Sandbox, how: str) -> None:
+    # its own doing is graded: a `SandboxError` would be no reward
+    box.put("end.py", END_THE_FIRST[how].encode())
+    result = box.run("python3 end.py; (true); sleep 60", env={}, timeout_s=120)
+    assert result.exit_code in (128 + 5, 128 + 9) and not result.timed_out, result
+    assert say(box, "echo again") == "again\n"
