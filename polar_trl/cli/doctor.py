@@ -28,8 +28,8 @@ An agent works if it runs a session of two turns here: a model that says what it
 its own shell tool, and its calls continue each other token for token. Exits with 1 if one that was asked for does not.
 
 With --security nothing is asked of agents: a script attacks each kind of sandbox from inside, and harms nothing where
-it succeeds. Exits with 1 if the sandbox of --sandbox, or else the one that a run takes by itself (bwrap where it
-works), does not hold everything. One that cannot be tried does not hold.
+it succeeds. Exits with 1 if the sandbox of --sandbox, or else the one that a run takes by itself (docker where an
+image is named, else bwrap), does not hold everything. One that cannot be tried does not hold.
 """
 
 
@@ -97,14 +97,14 @@ def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
 
 def _run_security(args: argparse.Namespace) -> int:
     from polar_trl.tools.security import KINDS as TRIED
-    from polar_trl.tools.security import check_security, find_default
+    from polar_trl.tools.security import check_security
 
     if args.agents or args.install:
         raise ConfigError("--security tries sandboxes and no agents; leave out the agents and --install")
     kinds = [args.sandbox] if args.sandbox in TRIED else list(TRIED)
     print(f"polar-trl: attacking {', '.join(kinds)} ...", file=sys.stderr)
     rows, missing = check_security(kinds, args.sandbox_image)
-    default = args.sandbox or find_default([kind for kind in kinds if kind not in missing])
+    default = args.sandbox if args.sandbox in TRIED else "docker" if args.sandbox_image else "bwrap"
     if args.json:
         report = {"rows": [asdict(row) for row in rows], "default": default, "not_tried": missing}
         print(json.dumps(report))

@@ -70,13 +70,23 @@ def test_an_unknown_agent_is_one_sentence(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_security_says_what_each_sandbox_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--security", "--sandbox", "bwrap", "--json"]) == 0
+    assert main(["doctor", "--security", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["default"], report["not_tried"]) == ("bwrap", {})
-    names = [row["name"] for row in report["rows"]]
-    assert len(set(names)) == len(names) == 21
-    for row in report["rows"]:
+    assert report["default"] == "bwrap"
+    rows = {kind: [row for row in report["rows"] if row["backend"] == kind] for kind in ("bwrap", "local")}
+    for row in rows["bwrap"]:
         assert row == {"name": row["name"], "backend": "bwrap", "held": True, "detail": "", "advice": ""}
+    names = [[row["name"] for row in rows[kind]] for kind in rows]
+    assert names[0] == names[1] and len(set(names[0])) == len(names[0]) == 21
+    assert {row["name"] for row in rows["local"] if not row["held"]} > {"network", "memory hog", "fork bomb"}
+
+
+@pytest.mark.containers
+def test_security_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--security", "--sandbox", "docker", "--image", "polar-trl-test:latest", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    # engines before 25 let io_uring and vsock through
+    assert {row["name"] for row in rows if not row["held"]} <= {"io_uring and rare sockets"} and len(rows) == 21
 
 
 def test_security_of_a_sandbox_that_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ QUICKSTARTED = "tests/scripts/test_quickstart.py"
 TRAINED = "tests/scripts/test_train.py"
 CHECKED = "tests/cli/test_check_tasks.py::test_a_rebuilt_task_in_containers"
 DOCTOR = "tests/cli/test_doctor.py::test_it_says_of_each_agent_that_it_works"
+SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds"
 GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | str] = {
@@ -51,6 +52,10 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl doctor pi --install": Run("pi"),
     "polar-trl doctor( --install| codex pi)?": DOCTOR,
     "polar-trl doctor --sandbox bwrap --json": Run('"works": true', "pi", containers=True),
+    "polar-trl doctor --security( --json)?": SECURITY,
+    "polar-trl doctor --security --sandbox docker --image IMAGE": (
+        "tests/cli/test_doctor.py::test_security_in_containers"
+    ),
     "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True),
     "grep -v '\\^grader:' configs/quickstart.yaml > my_run.yaml": Run("agent_command", "&& cat my_run.yaml"),
     "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": "tests/cli/test_eval.py",

@@ -33,7 +33,7 @@ from polar_trl.sandbox.docker.backend import OWNER_LABEL, DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.owner import build_owner_tag, list_mounts
 from polar_trl.tokens.bytes import ByteRenderer
-from polar_trl.tools.security.check import ATTACK
+from polar_trl.tools.security.check import list_files
 from polar_trl.types import Message, Task
 
 IMAGE = "polar-trl-test:latest"
@@ -52,6 +52,7 @@ with urllib.request.urlopen(request, timeout=60) as reply:
     reply.read()
 """
 """The agent's only words to its model. Called as `python3 ~/ask.py`."""
+ATTACKS = {path: content.decode() for path, content in list_files().items()}
 
 
 def build(kind: str, root: Path, *, limits: Limits = LIMITS, **settings: Any) -> SandboxBackend:
@@ -94,7 +95,7 @@ class Sessions:
         runner = RolloutRunner(
             proxy=self._proxy,
             backend=backend,
-            harness=ShellHarness("bash -c {instruction}", files={"ask.py": ASK, "attack.py": ATTACK.read_text()}),
+            harness=ShellHarness("bash -c {instruction}", files={"ask.py": ASK, **ATTACKS}),
             grader=FunctionGrader(grade),
             config=RolloutConfig(),
         )

@@ -44,8 +44,10 @@ def test_version_2_has_one_group_with_all_limits(imitation: Path) -> None:
         assert (above / "cgroup.subtree_control").read_text() == "+memory +cpu +pids"
     limits = {name: (folder / name).read_text() for name in ("memory.max", "memory.swap.max", "cpu.max", "pids.max")}
     assert limits == {
-        **{"memory.max": str(200 << 20), "memory.swap.max": "0"},
-        **{"cpu.max": "150000 100000", "pids.max": "64"},
+        "memory.max": str(200 << 20),
+        "memory.swap.max": "0",
+        "cpu.max": "150000 100000",
+        "pids.max": "64",
     }
     (folder / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n")
     assert group.count_oom_kills() == 2

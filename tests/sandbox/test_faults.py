@@ -141,7 +141,7 @@ def test_an_engine_that_hangs_fails_the_session_in_time(
 LIFT = """
 import os, sys
 sys.path.insert(0, os.path.expanduser("~"))
-from attack import lift_limits
+from polar_trl.tools.security.inside.limits import lift_limits
 lifted = lift_limits({"lifts": True})
 print(lifted, file=open("lifted", "w"))
 """
@@ -163,7 +163,9 @@ print(held, file=open("held", "w"))
 
 
 @both_kinds
-def test_a_fork_bomb_that_lifts_its_limits_first_is_held_and_gone_before_grading(sessions: Sessions, kind: str) -> None:
+def test_a_fork_bomb_that_lifts_its_limits_first_is_held_and_gone_before_grading(
+    sessions: Sessions, kind: str
+) -> None:
     def grade(task: Task, box: Sandbox) -> bool:
         if task.id == "bomb":
             # its sleeps have the session's name in their environment
@@ -178,9 +180,7 @@ def test_a_fork_bomb_that_lifts_its_limits_first_is_held_and_gone_before_grading
 
 
 @both_kinds
-def test_a_memory_hog_that_lifts_its_limits_first_is_killed_counted_and_graded(
-    sessions: Sessions, kind: str
-) -> None:
+def test_a_memory_hog_that_lifts_its_limits_first_is_killed_counted_and_graded(sessions: Sessions, kind: str) -> None:
     hog = f"python3 -c '{LIFT}\nx = bytearray(500 << 20)'"
     scripts = {"tool": f"{FINE}; {hog}; exit 0", "agent": f"{FINE}; exec {hog}", "other": FINE}
     results = sessions.start(build(kind, sessions.root), scripts, read_result).result(timeout=120)

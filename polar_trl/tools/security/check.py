@@ -20,7 +20,8 @@ from polar_trl.tools.security.victims import MARK, Victims, Watch
 from polar_trl.types import Task
 
 LIMITS = Limits(memory_mb=256, cpus=0.5, pids=64, disk_mb=64)
-ATTACK = Path(__file__).with_name("attack.py")
+INSIDE = Path(__file__).with_name("inside")
+MODULE = "polar_trl.tools.security.inside.attack"
 PROBE_TIMEOUT_S = 30.0
 TRIED = "TRIED "
 MOST_FAULTS = 5
@@ -45,7 +46,8 @@ def check_backend(kind: str, backend: SandboxBackend) -> Iterator[Row]:
     with Victims(backend) as victims:
         box = backend.create(Task(id="attacker", instruction=""), "attacker")
         try:
-            box.put("~/attack.py", ATTACK.read_bytes())
+            for path, content in list_files().items():
+                box.put(f"~/{path}", content)
             for probe in PROBES:
                 faults = run_probe(probe, box, victims, lifts=kind != "local")
                 if probe.capability and not getattr(backend.capabilities, probe.capability):
@@ -76,7 +78,7 @@ def run_probe(probe: Probe, box: Sandbox, victims: Victims, *, lifts: bool = Tru
         "numbers": list_numbers(),
         "shown": [str(Path(json.__file__).parent)],
     }
-    command = f'python3 -S ~/attack.py {probe.attack} "$(cat ~/given.json)"'
+    command = f'PYTHONPATH=~ python3 -S -m {MODULE} {probe.attack} "$(cat ~/given.json)"'
     try:
         box.put("~/given.json", json.dumps(given).encode())
         with Watch(secrets.token_hex(8)) as watch:
@@ -90,6 +92,12 @@ def run_probe(probe: Probe, box: Sandbox, victims: Victims, *, lifts: bool = Tru
     if probe.meets_limits and not watch.most_processes:
         faults.append("could not run: its processes cannot be seen from here")
     return [*faults, *(said or ())]
+
+
+def list_files() -> dict[str, bytes]:
+    """List the attacker's files by their path below HOME, where no package's `__init__` is: only they are imported."""
+    folder = MODULE.replace(".", "/").rpartition("/")[0]
+    return {f"{folder}/{path.name}": path.read_bytes() for path in INSIDE.glob("*.py") if path.stem != "__init__"}
 
 
 def find_images() -> list[str]:
@@ -144,11 +152,6 @@ def check_security(kinds: Sequence[str], image: str | None = None) -> tuple[list
             else:
                 rows += result
     return rows, missing
-
-
-def find_default(kinds: Sequence[str]) -> str:
-    """Return the kind that `auto` takes of those that work here."""
-    return "bwrap" if "bwrap" in kinds else "local"
 
 
 def _parse_report(result: ExecResult) -> list[str] | None:

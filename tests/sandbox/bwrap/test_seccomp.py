@@ -107,8 +107,11 @@ def test_the_numbers_are_those_of_the_kernel() -> None:
     resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
     newer = {"statmount", "listmount"}  # than Debian 12's library
     single = {
-        **{"clone": seccomp.CLONE, "personality": seccomp.PERSONALITY, "ioctl": seccomp.IOCTL},
-        **{"socket": seccomp.SOCKET, "socketpair": seccomp.SOCKETPAIR},
+        "clone": seccomp.CLONE,
+        "personality": seccomp.PERSONALITY,
+        "ioctl": seccomp.IOCTL,
+        "socket": seccomp.SOCKET,
+        "socketpair": seccomp.SOCKETPAIR,
     }
     for name, numbers in {**seccomp.DENIED, **seccomp.UNKNOWN, **single}.items():
         for arch, number in zip(seccomp.AUDIT_ARCHES.values(), numbers, strict=True):

@@ -13,7 +13,7 @@ from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.bwrap import backend as bwrap
 from polar_trl.sandbox.bwrap import options
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.tools.security.check import ATTACK, LIMITS, check_backend, run_probe
+from polar_trl.tools.security.check import LIMITS, MODULE, check_backend, list_files, run_probe
 from polar_trl.tools.security.probes import PROBES, Probe
 from polar_trl.tools.security.victims import Victims
 from polar_trl.types import Task
@@ -32,7 +32,8 @@ class Arena:
     def __enter__(self) -> "Arena":
         self.victims.__enter__()
         self.box: Sandbox = self.backend.create(Task(id="attacker", instruction=""), "attacker")
-        self.box.put("~/attack.py", ATTACK.read_bytes())
+        for path, content in list_files().items():
+            self.box.put(f"~/{path}", content)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -105,13 +106,14 @@ def test_an_attack_that_cannot_run_is_not_held(arena: Arena) -> None:
 
 
 def test_an_attacker_that_says_nothing_is_not_believed(arena: Arena) -> None:
-    arena.box.put("~/attack.py", b"import time; time.sleep(0.5)")
+    path = f"{MODULE.replace('.', '/')}.py"
+    arena.box.put(f"~/{path}", b"import time; time.sleep(0.5)")
     try:
         for probe in (ATTACKS["memory"], ATTACKS["devices"]):
             (fault,) = run_probe(probe, arena.box, arena.victims)
             assert fault.startswith("could not run: ")
     finally:
-        arena.box.put("~/attack.py", ATTACK.read_bytes())
+        arena.box.put(f"~/{path}", list_files()[path])
 
 
 def test_harm_is_seen_from_outside_and_mended(arena: Arena) -> None:
