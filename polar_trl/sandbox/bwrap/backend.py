@@ -12,9 +12,11 @@ Refuses tasks that name a container image, ask for a network, or for files of th
 
 import logging
 import os
+import re
 import resource
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +48,7 @@ from polar_trl.types import Task
 logger = logging.getLogger(__name__)
 
 TRIAL_TIMEOUT_S = 60.0
+MIN_VERSION = (0, 8)
 PROGRAMS = ("bwrap", "nsenter", "prlimit", "sh")
 
 
@@ -78,6 +81,7 @@ class BwrapSandboxBackend(SandboxBackend):
         for program, path in found.items():
             if path is None:
                 raise SandboxError(f"the bubblewrap sandbox needs `{program}`; install bubblewrap and util-linux")
+        _require_version()
         path = os.pathsep.join(dict.fromkeys(os.path.dirname(path) for path in found.values() if path))
         has_limits = can_limit()
         self.capabilities = Capabilities(
@@ -287,6 +291,13 @@ def _build_limits(sizes: Mapping[str, int]) -> list[str]:
         least = size if hard == resource.RLIM_INFINITY else min(size, hard)
         words.append(f"--{name}={least}:{least}")
     return words
+
+
+def _require_version() -> None:
+    """Raise `SandboxError` where bubblewrap is older than its option --disable-userns."""
+    said = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False).stdout
+    if (version := re.search(r"(\d+)\.(\d+)", said)) and tuple(map(int, version.groups())) < MIN_VERSION:
+        raise SandboxError(f"bubblewrap is {version[0]} here, and 0.8 or newer is needed; use the docker sandbox")
 
 
 def _refuse_impossible(task: Task) -> None:

@@ -1,10 +1,12 @@
 """The bubblewrap sandbox from inside: what can be written, what is shown, and how a command ends."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 from polar_trl.sandbox.limits import Limits
@@ -48,6 +50,14 @@ def test_keys_of_the_machine_are_not_shown(box: Sandbox) -> None:
 def test_the_first_process_tells_nothing_of_the_trainer(box: Sandbox) -> None:
     assert "PWD=/\0" in say(box, "cat /proc/1/environ")
     assert str(Path.cwd()) not in say(box, "cat /proc/1/environ /proc/1/cmdline; ls -l /proc/1/cwd /proc/1/fd")
+
+
+def test_an_old_bubblewrap_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SandboxError, match=r"bubblewrap is 0\.6 here, and 0\.8 or newer is needed"):
+        BwrapSandboxBackend(root=tmp_path / "state")
 
 
 def test_limits_of_a_process(box: Sandbox) -> None:
