@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from serving import wait_until
 
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.bwrap import backend as bwrap
@@ -119,7 +120,9 @@ def test_an_attacker_that_says_nothing_is_not_believed(arena: Arena) -> None:
 def test_harm_is_seen_from_outside_and_mended(arena: Arena) -> None:
     assert arena.victims.find_harm() == []
     told = arena.victims.describe()
-    os.kill(told["victims"][0], signal.SIGSTOP)
+    (victim,) = told["victims"]
+    os.kill(victim, signal.SIGSTOP)
+    wait_until(lambda: "T" in Path(f"/proc/{victim}/stat").read_text().rpartition(")")[2])
     for name in told["files"]:
         Path(name).write_text("harmed")
     harm = arena.victims.find_harm()
