@@ -27,9 +27,9 @@ from polar_trl.sandbox.folder import SUBFOLDERS, HostFolders, SessionFolder, enc
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.sandbox.owner import (
+    build_helper_mark,
     find_state_folder,
     make_session_folder,
-    note_helper,
     reap_session_folders,
     remove_session_folder,
 )
@@ -145,10 +145,9 @@ class BwrapSandbox(HostFolders):
         self._command: BwrapCommand | None = None
         self._is_killed = False
         self._is_destroyed = False
-        self._network = NetworkHolder()
+        self._network = NetworkHolder(build_helper_mark(folder))
         self._cgroup = None
         try:
-            note_helper(folder, self._network.pid)
             if has_cgroup:
                 self._cgroup = Cgroup(folder.name, memory_mb=limits.memory_mb, cpus=limits.cpus, pids=limits.pids)
         except BaseException:
