@@ -18,7 +18,7 @@ EPILOG = """\
 examples:
   polar-trl doctor                         every agent that is installed
   polar-trl doctor codex pi --install      these two, installed first where they are missing
-  polar-trl doctor --sandbox bwrap         the same without a network
+  polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
 
 An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
@@ -40,9 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
     )
-    parser.add_argument(
-        "--sandbox", choices=KINDS, default="local", help="where the agents run (default: %(default)s)"
-    )
+    parser.add_argument("--sandbox", choices=KINDS, default="auto", help="where the agents run (default: %(default)s)")
     parser.add_argument("--sandbox_image", metavar="IMAGE", help="container image, for --sandbox docker")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)

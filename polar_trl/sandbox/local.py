@@ -45,15 +45,6 @@ INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 SUPERVISOR = Path(__file__).parent / "inside" / "supervise.py"
 SUPERVISOR_GRACE_S = KILL_LIMIT_S + 20.0
 TRIAL_TIMEOUT_S = 60.0
-NO_BOUNDARY = (
-    "the local sandbox is no boundary: agents read what this user can read, reach the network, and have no limit on "
-    "memory, disk and processes; "
-)
-ENCLOSED = "they change no file and end no process but their session's own"
-PLAIN = (
-    "this system allows this user no namespaces, so they can also end this user's processes and change or remove "
-    "whatever it can, the run and other sessions included"
-)
 
 
 class LocalSandboxBackend(SandboxBackend):
@@ -79,7 +70,7 @@ class LocalSandboxBackend(SandboxBackend):
         self._trees = WorkTrees()
         self._is_enclosed = can_enclose()
         reap_session_folders(self._root)
-        logger.warning("%s%s", NO_BOUNDARY, ENCLOSED if self._is_enclosed else PLAIN)
+        logger.warning(describe_local())
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Prepare the work trees. Raises `SandboxError`."""
@@ -232,6 +223,21 @@ class LocalSandbox(HostFolders):
             raise SandboxError("the sandbox was destroyed; make a new one")
 
 
+def describe_local() -> str:
+    """Describe in one sentence what a local sandbox does not hold on this machine."""
+    if can_enclose():
+        rest = "they change no file and end no process but their session's own"
+    else:
+        rest = (
+            "this system allows this user no namespaces, so they can also end this user's processes and change or "
+            "remove its files, those of the run and of other sessions included"
+        )
+    return (
+        "the local sandbox is no boundary: agents read what this user can read, reach the network, and have no limit "
+        f"on memory, disk and processes; {rest}"
+    )
+
+
 @functools.cache
 def can_enclose() -> bool:
     """Return whether this user may have namespaces here, by trying."""
@@ -239,7 +245,9 @@ def can_enclose() -> bool:
         folder = make_session_folder(Path(root), "trial")
         make_folders(folder / DISK, None)
         try:
-            result = LocalSandbox(folder, None, {"PATH": os.defpath}, []).run("true", env={}, timeout_s=TRIAL_TIMEOUT_S)
+            result = LocalSandbox(folder, None, {"PATH": os.defpath}, []).run(
+                "true", env={}, timeout_s=TRIAL_TIMEOUT_S
+            )
         except SandboxError:
             return False
     return result.exit_code == 0

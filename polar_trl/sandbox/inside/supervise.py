@@ -15,7 +15,7 @@ the command ends, its deadline passes, SIGTERM arrives or the parent dies (the k
 descendants, so that none can fork on, and kills them.
 
 The report is a line "KIND CODE STDOUT_BYTES STDERR_BYTES", then the tails of both streams. KIND is "exit", "timeout",
-"killed", "failed" (shell or namespaces could not be had; CODE is the errno) or "stuck" (something would not die). Output is
+"killed", "failed" (no shell or no namespaces; CODE is the errno) or "stuck" (something would not die). Output is
 drained here, so a flood costs the trainer neither memory nor its interpreter lock.
 
 Runs as a script, with no more imports than 12 ms of CPU buy, since a training step starts dozens of these.
@@ -232,7 +232,7 @@ def find_scratch(path: bytes) -> bytes | None:
 
 
 def make_place(path: bytes) -> bytes:
-    """Return a path to mount on. In the session's own scratch folders it is made, and no link of the agent followed."""
+    """Return a path to mount on, made if it lies in the session's own scratch folders; follow no link of the agent."""
     top = find_scratch(path)
     if top is None:
         return path
@@ -242,10 +242,9 @@ def make_place(path: bytes) -> bytes:
             below = open_below(folder, name)
         except OSError:  # the agent put something else there, or took rights away
             os.chmod(b"/proc/self/fd/%d" % folder, 0o755)
-            try:
-                os.unlink(name, dir_fd=folder)
-            except (FileNotFoundError, IsADirectoryError):
-                pass
+            place = b"/proc/self/fd/%d/%s" % (folder, name)
+            if os.path.islink(place) or (os.path.exists(place) and not os.path.isdir(place)):
+                os.unlink(place)
             below = open_below(folder, name)
         os.close(folder)
         folder = below
@@ -255,13 +254,15 @@ def make_place(path: bytes) -> bytes:
 def open_below(folder: int, name: bytes) -> int:
     """Open a folder's subfolder, which is made if it is missing. Raises `OSError` if it is none, or a link."""
     try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
         os.mkdir(name, dir_fd=folder)
-    except FileExistsError:
-        pass
     return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
 
 
-def mount(source: bytes | None, target: bytes, flags: int, kind: bytes | None = None, data: bytes | None = None) -> None:
+def mount(
+    source: bytes | None, target: bytes, flags: int, kind: bytes | None = None, data: bytes | None = None
+) -> None:
     """Call mount(2). Raises `OSError`."""
     require(libc.mount(source, target, kind, flags, data))
 
