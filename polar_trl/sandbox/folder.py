@@ -41,6 +41,18 @@ class SessionFolder:
             how = "changed" if state[harmed[0]] else "removed"
             raise SandboxError(f"somebody outside of the sandbox {how} {harmed[0]}; what the agent did says nothing")
 
+    def restore(self) -> None:
+        """Give an agent back what it removed, or took from itself, of the three folders: it is still graded.
+
+        Raises `OSError`, or `SandboxError` if it was not the agent.
+        """
+        self.require_whole()
+        for path in (self.base / name for name in SUBFOLDERS):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+                path.mkdir()
+            path.chmod(path.stat().st_mode | 0o700)
+
     def _read_state(self) -> dict[Path, tuple[int, ...]]:
         """Read what no agent can change: the tag's file altogether, the folders' identities, and who may read them."""
         session = self.base.parent

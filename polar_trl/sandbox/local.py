@@ -27,7 +27,7 @@ from pathlib import Path
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult, SandboxBackend
 from polar_trl.sandbox.disk import make_folders
-from polar_trl.sandbox.folder import DISK, SUBFOLDERS, HostFolders, SessionFolder, encode_text
+from polar_trl.sandbox.folder import DISK, HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.inside.supervise import KILL_LIMIT_S
 from polar_trl.sandbox.owner import (
     find_state_folder,
@@ -201,10 +201,8 @@ class LocalSandbox(HostFolders):
             words = ["enclosed", *map(str, (self._folder.parent, self._files.base, *self._shown))]
         with self._lock:
             self._require_alive()
-            self.require_whole()
             try:
-                for name in SUBFOLDERS:
-                    _restore_folder(self._files.base / name)
+                self._files.restore()
                 self._supervisor = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(timeout_s), *words],
                     stdin=subprocess.PIPE,
@@ -251,14 +249,6 @@ def can_enclose() -> bool:
         except SandboxError:
             return False
     return result.exit_code == 0
-
-
-def _restore_folder(path: Path) -> None:
-    """Give a folder back to an agent that removed it, or its own rights to it: it is still graded."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        path.mkdir()
-    path.chmod(path.stat().st_mode | 0o700)
 
 
 def _end(supervisor: "subprocess.Popen[bytes]") -> None:

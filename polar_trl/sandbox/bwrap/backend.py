@@ -219,6 +219,7 @@ class BwrapSandbox(HostFolders):
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
             self._is_killed = False
             try:
+                self._files.restore()
                 self._command = BwrapCommand(self._build_prefix(), self._build_options(env), ["bash", "-c", text])
             except (OSError, ValueError) as error:
                 raise SandboxError(f"cannot start a command: {error}") from error
