@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 OWNER_FILE = "owner"
 UNOWNED_LIFE_S = 60.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OCTAL = re.compile(rb"\\([0-7]{3})")
 MAX_TAG_BYTES = 256
 _TAG = re.compile(
@@ -65,7 +68,8 @@ def make_session_folder(root: Path, session_id: str) -> Path:
     """Make a fresh folder with this process's tag in it. Raises `SandboxError`."""
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60]
     try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.path.lexists(root):
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
         _require_own(root)
         folder = Path(tempfile.mkdtemp(prefix=f"{label}-", dir=root)).resolve()
         (folder / OWNER_FILE).write_text(build_owner_tag())
@@ -89,21 +93,61 @@ def remove_session_folder(folder: Path) -> None:
 
 
 def remove_tree(base: Path) -> None:
-    """Remove a folder that an agent wrote to, there or not. Raises `SandboxError`.
+    """Remove a folder that an agent wrote to, there or not. Follows no link. Raises `SandboxError`."""
+    try:
+        if base.is_symlink() or not base.is_dir():
+            base.unlink(missing_ok=True)
+            return
+        try:
+            _remove_levels(base)
+        except PermissionError:  # root can make files that not even root can remove
+            subprocess.run(["chattr", "-R", "-f", "-i", "-a", "--", str(base)], capture_output=True, check=False)
+            _remove_levels(base)
+    except OSError as error:
+        raise SandboxError(f"cannot remove {base}: {error}") from error
 
-    No link is followed, and no other file system entered, however deep and whatever the rights are.
+
+def _remove_levels(base: Path) -> None:
+    """Remove a folder in time that grows with its content and not with its depth, which can be 100,000 levels.
+
+    Subfolders are moved into one folder, the grave, before the folder that they were in is removed.
     """
-    remove = ["rm", "-rf", "--one-file-system", "--", str(base)]
-    if subprocess.run(remove, capture_output=True, check=False).returncode == 0:
-        return
-    # folders without rights, or files that root made immutable: of the agent's making
-    if not base.is_symlink():
-        for give in (["chmod", "-R", "u+rwX"], ["chattr", "-R", "-f", "-ia"]):
-            with suppress(FileNotFoundError):
-                subprocess.run([*give, "--", str(base)], capture_output=True, check=False)
-    result = subprocess.run(remove, capture_output=True, check=False)
-    if result.returncode != 0:
-        raise SandboxError(f"cannot remove {base}: {result.stderr.decode(errors='replace').strip()[-500:]}")
+    name = f".{secrets.token_hex(8)}"
+    base.chmod(0o700)
+    (base / name).mkdir()
+    folder, grave = (os.open(path, _FOLDER) for path in (base, base / name))
+    try:
+        waiting = _empty(folder, grave, keep=name)
+        while waiting:
+            below = os.open(waiting[-1], _FOLDER, dir_fd=grave)
+            try:
+                moved = _empty(below, grave)
+            finally:
+                os.close(below)
+            os.rmdir(waiting.pop(), dir_fd=grave)
+            waiting += moved
+    finally:
+        os.close(folder)
+        os.close(grave)
+    (base / name).rmdir()
+    base.rmdir()
+
+
+def _empty(folder: int, grave: int, keep: str = "") -> list[str]:
+    """Remove a folder's files, and move its subfolders but `keep` into the grave; their names there."""
+    moved: list[str] = []
+    while True:
+        with os.scandir(folder) as entries:
+            block = list(islice((entry for entry in entries if entry.name != keep), 10_000))
+        if not block:
+            return moved
+        for entry in block:
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.name, 0o700, dir_fd=folder)  # one without rights cannot be moved
+                moved.append(secrets.token_hex(8))
+                os.rename(entry.name, moved[-1], src_dir_fd=folder, dst_dir_fd=grave)
+            else:
+                os.unlink(entry.name, dir_fd=folder)
 
 
 def reap_session_folders(root: Path) -> list[str]:
