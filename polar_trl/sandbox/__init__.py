@@ -74,10 +74,7 @@ def _build(kind: str, image: str | None, limits: Limits, mounts: Sequence[Path],
     try:
         return BwrapSandboxBackend(limits=limits, mounts=mounts)
     except SandboxError as error:
-        raise SandboxError(
-            f"{error}. This is the default sandbox, and what it needs is one command (apt-get install bubblewrap) or "
-            f"the setting above; or ask for --sandbox local, knowing that {describe_local()}"
-        ) from error
+        raise SandboxError(f"{error}; --sandbox local needs nothing, but {describe_local()}") from error
 
 
 def _require_limits(kind: str, capabilities: Capabilities, limits: Limits) -> None:

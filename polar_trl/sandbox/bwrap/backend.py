@@ -62,7 +62,9 @@ class BwrapSandboxBackend(SandboxBackend):
     def __init__(self, *, limits: Limits = Limits(), mounts: Sequence[Path] = (), root: Path | None = None) -> None:
         for program in ("bwrap", "nsenter", "prlimit"):
             if shutil.which(program) is None:
-                raise SandboxError(f"the bubblewrap sandbox needs `{program}`; install bubblewrap and util-linux")
+                raise SandboxError(
+                    f"the bubblewrap sandbox needs `{program}` (as root: apt-get install bubblewrap util-linux)"
+                )
         self._has_limits = can_limit()
         self.capabilities = Capabilities(
             cuts_network=True, limits_memory=self._has_limits, limits_disk=self._has_limits, uses_images=False
