@@ -35,9 +35,12 @@ PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 0x1  # Linux 5.12, all architectures
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # Linux 5.12, all architectures
+READ_ONLY, NO_DEVICES = 0x1, 0x4
 SCRATCH = (b"/tmp", b"/var/tmp")
 SHARED_MEMORY = b"/dev/shm"
+DEVICES = tuple(b"/dev/" + name for name in b"null zero full random urandom tty ptmx pts".split())
+"""All that root keeps: others could not write a disk anyway."""
 PROC_READ_ONLY = (b"/proc/bus", b"/proc/fs", b"/proc/irq", b"/proc/sys", b"/proc/sysrq-trigger")
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service: root keeps what concerns its own files
 # and processes; with more it could take these mounts away
@@ -174,7 +177,7 @@ def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
     mount(b"proc", b"/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, b"proc")
     for path in filter(os.path.exists, PROC_READ_ONLY):  # root without capabilities still owns these
         mount(path, path, MS_BIND)
-        set_read_only(path, is_on=True)
+        set_attributes(path, READ_ONLY)
     os.environ["TMPDIR"] = "/tmp"
     os.write(ready, b"ready")
     shell = os.fork()
@@ -220,9 +223,16 @@ def arrange_files(root: bytes, disk: bytes, shown: list[bytes]) -> None:
     for path in (work, home):
         os.makedirs(path)
         mount(b"/proc/self/fd/%d" % sources[path], path, MS_BIND)
-    set_read_only(b"/", AT_RECURSIVE, is_on=True)
+    devices = [path for path in DEVICES if os.geteuid() == 0 and os.path.exists(path)]
+    if devices:
+        mount(b"devpts", b"/dev/pts", MS_NOSUID | MS_NOEXEC, b"devpts", b"newinstance,ptmxmode=0666,mode=620")
+    for path in devices:
+        mount(b"/dev/pts/ptmx" if path == b"/dev/ptmx" else path, path, MS_BIND)
+    set_attributes(b"/", READ_ONLY | (NO_DEVICES if devices else 0), flags=AT_RECURSIVE)
     for path in (work, home, *scratch):
-        set_read_only(path, is_on=False)
+        set_attributes(path, 0, READ_ONLY)
+    for path in devices:
+        set_attributes(path, 0, NO_DEVICES)
     os.chdir(work)  # through the new mounts
 
 
@@ -267,9 +277,9 @@ def mount(
     require(libc.mount(source, target, kind, flags, data))
 
 
-def set_read_only(path: bytes, flags: int = 0, *, is_on: bool) -> None:
-    """Make a mount read-only, or writable. Raises `OSError`, as before Linux 5.12."""
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY if is_on else 0, 0 if is_on else MOUNT_ATTR_RDONLY, 0, 0)
+def set_attributes(path: bytes, given: int, taken: int = 0, flags: int = 0) -> None:
+    """Give attributes to a mount, and take others from it. Raises `OSError`, as before Linux 5.12."""
+    attributes = (ctypes.c_uint64 * 4)(given, taken, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     require(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, size))
 
