@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calc_releases import CALC, PYTHON, build, make_row, pretend_installed
+from calc_releases import CALC, PYTHON, build, make_row
 from environments import IMAGE, install_pytest
 
 from polar_trl.cache import CACHE_VARIABLE, find_cache
@@ -35,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
     folder = tmp_path_factory.mktemp("built")
     requirements = folder / "requirements.txt"
     requirements.write_text("pytest\n")
-    pretend_installed(requirements)
+    install_pytest(requirements)
     return build(make_row(), folder / "out", Tools(python=PYTHON, requirements=requirements))
 
 
