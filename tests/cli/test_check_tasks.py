@@ -117,7 +117,10 @@ def test_wrong_questions(tmp_path: Path, task: Path, capsys: pytest.CaptureFixtu
         ([str(tmp_path / "t.jsonl")], "has tests or a verifier; there is nothing to check"),
         ([str(task), "--jobs", "0"], "--jobs is 0"),
         ([str(task), "--limit", "0"], "limit is 0"),
-        ([str(task), "--sandbox", "bwrap", "--sandbox_image", "x"], "sandbox_image is read by the docker sandbox only"),
+        (
+            [str(task), "--sandbox", "bwrap", "--sandbox_image", "x"],
+            "sandbox_image is read by the docker sandbox only",
+        ),
     ):
         assert main(["check-tasks", *arguments]) == 2
         assert message in capsys.readouterr().err
