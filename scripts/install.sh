@@ -4,7 +4,8 @@
 #   bash scripts/install.sh                       # .venv in this checkout
 #   VENV=/elsewhere bash scripts/install.sh
 #
-# Does nothing when pyproject.toml and the constraints are the ones it installed last.
+# Agents run in bubblewrap by default: as root, where there is apt-get, that is installed too.
+# Does nothing else when pyproject.toml and the constraints are the ones it installed last.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
@@ -12,6 +13,10 @@ python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' ||
   { echo "install: needs Python 3.11 or 3.12, found $("$python" --version); set PYTHON=" >&2; exit 2; }
+if ! command -v bwrap > /dev/null; then
+  { [ "$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends bubblewrap; } > /dev/null 2>&1 ||
+    echo "install: agents run in bubblewrap by default, which is missing; as root: apt-get install bubblewrap" >&2
+fi
 wanted=$(cat pyproject.toml constraints/cpu.txt scripts/install.sh | sha256sum)
 if [ "$(cat "$venv/installed" 2>/dev/null || true)" = "$wanted" ]; then exit 0; fi
 

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a data set of the hub")
-    parser.add_argument("--sandbox", choices=KINDS, default="local", help="where to grade (default: %(default)s)")
+    parser.add_argument("--sandbox", choices=KINDS, default="auto", help="where to grade (default: %(default)s)")
     parser.add_argument("--sandbox_image", metavar="IMAGE", help="container image, for --sandbox docker")
     for name, unit, default in (("memory_mb", int, 4096), ("cpus", float, 2.0), ("disk_mb", int, 4096)):
         parser.add_argument(
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`polar-trl check-tasks`."""
-    from polar_trl.sandbox import build_backend
+    from polar_trl.sandbox import build_backend, choose_kind
     from polar_trl.sandbox.limits import Limits
     from polar_trl.setup.check_tasks import TaskChecker, has_tests
     from polar_trl.tasks.environment import list_environments, provide_python
@@ -65,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"no task of {args.source} has tests or a verifier; there is nothing to check")
     if len(tasks) < len(loaded):
         print(f"polar-trl: {len(loaded) - len(tasks)} tasks have no tests and are left out", file=sys.stderr)
-    tasks = provide_python(tasks, sandbox=args.sandbox, image=args.sandbox_image)
+    kind = choose_kind(args.sandbox, image=args.sandbox_image, tasks=tasks)
+    tasks = provide_python(tasks, sandbox=kind, image=args.sandbox_image)
     limits = Limits(memory_mb=args.sandbox_memory_mb, cpus=args.sandbox_cpus, disk_mb=args.sandbox_disk_mb)
     mounts = list_environments(tasks)
-    backend = build_backend(args.sandbox, image=args.sandbox_image, limits=limits, mounts=mounts, run_id="check-tasks")
+    backend = build_backend(kind, image=args.sandbox_image, limits=limits, mounts=mounts, run_id="check-tasks")
     try:
         check_limits(tasks, limits, backend.capabilities)
-        checker = TaskChecker(backend, kind=args.sandbox, image=args.sandbox_image, limits=limits, fresh=args.fresh)
+        checker = TaskChecker(backend, kind=kind, image=args.sandbox_image, limits=limits, fresh=args.fresh)
         results = checker.check_all(tasks, jobs=args.jobs)
     finally:
         backend.close()

@@ -19,7 +19,7 @@ EPILOG = """\
 examples:
   polar-trl doctor                         every agent that is installed
   polar-trl doctor codex pi --install      these two, installed first where they are missing
-  polar-trl doctor --sandbox bwrap         the same without a network
+  polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
   polar-trl doctor --security              attack the sandboxes of this machine, in under a minute
   polar-trl doctor --security --sandbox docker --image python:3.11 --json
@@ -48,7 +48,10 @@ def add_parser(subparsers: Any) -> None:
         "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
     )
     parser.add_argument(
-        "--sandbox", choices=KINDS, help="where the agents run (default: local; with --security: all that work here)"
+        "--sandbox",
+        choices=KINDS,
+        default="auto",
+        help="where the agents run (default: %(default)s; with --security: all that work here)",
     )
     parser.add_argument(
         "--sandbox_image", "--image", metavar="IMAGE", help="container image with Python, for --sandbox docker"
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     harnesses = [build_agent(name) for name in dict.fromkeys(args.agents or AGENTS)]
     # agents of Node share it, and a container takes a folder once
     mounts = list(dict.fromkeys(folder for harness in harnesses for folder in harness.folders))
-    backend = build_backend(args.sandbox or "local", image=args.sandbox_image, mounts=mounts)
+    backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=mounts)
     checkups: dict[str, Checkup] = {}
     for harness in harnesses:
         print(f"polar-trl: trying {harness.name} ...", file=sys.stderr)

@@ -26,7 +26,7 @@ from polar_trl.grpo.arguments import RunParser, parse_groups, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
 from polar_trl.harness.base import Harness
-from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts
+from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts, find_sandbox_kind
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Task
@@ -133,7 +133,7 @@ def load_eval_tasks(setup: EvalSetup) -> list[Task]:
     key = setup.evaluation.by
     if key != "repo" and all(name_group(task, key) is None for task in tasks):
         raise ConfigError(f"by is {key!r}, and no task has it in its metadata")
-    return provide_python(tasks, sandbox=setup.run.sandbox, image=setup.run.sandbox_image)
+    return provide_python(tasks, sandbox=find_sandbox_kind(setup.run, tasks), image=setup.run.sandbox_image)
 
 
 def build_eval_parts(setup: EvalSetup, tasks: Sequence[Task], *, is_first: bool = True) -> RunParts:
@@ -163,7 +163,7 @@ def build_settings(
     find_version = getattr(harness, "find_installed_version", None)
     names = (
         *("agent", "agent_options", "agent_command", "agent_folders", "grader", "partial_credit"),
-        *("sandbox", "sandbox_image", "sandbox_memory_mb", "sandbox_cpus", "sandbox_pids", "sandbox_disk_mb"),
+        *("sandbox_image", "sandbox_memory_mb", "sandbox_cpus", "sandbox_pids", "sandbox_disk_mb"),
     )
     of_sessions = (
         *("max_completion_length", "max_session_calls", "max_session_tokens", "vllm_max_model_length"),
@@ -175,6 +175,7 @@ def build_settings(
         "engine": "vllm" if setup.evaluation.base_url is None else "server",
         "served_name": _find_served_name(setup.evaluation),
         **{name: getattr(run, name) for name in names},
+        "sandbox": find_sandbox_kind(run, tasks),
         "agent_version": None if find_version is None else find_version(),
         "agent_files": {Path(name).name: _digest(Path(name).read_bytes()) for name in run.agent_files},
         "tasks": f"{len(tasks)} tasks {_digest(content.encode('utf-8', 'surrogatepass'))}",

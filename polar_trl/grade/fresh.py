@@ -37,10 +37,14 @@ class FreshSandboxes:
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """Open a sandbox with the task's work tree, but not its `files`: those come with the agent's changes."""
+        """Open a sandbox with the task's work tree, but not its `files`: those come with the agent's changes.
+
+        Raises `SandboxError`, also at the end, if its folders were harmed from outside meanwhile.
+        """
         sandbox = self._backend.create(self._build_task(task), f"{task.id}-grade")
         try:
             yield sandbox
+            sandbox.require_whole()
         finally:
             try:
                 sandbox.destroy()

@@ -10,8 +10,14 @@ from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import load_config
+from polar_trl.harness.base import Harness
+from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.sandbox.pool import WarmPool
+from polar_trl.tasks.environment import list_environments
 from polar_trl.types import Task
+
+DEFAULT_WARM = 4
 
 
 def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> Any:
@@ -40,6 +46,12 @@ def require_bases(backend: Any, grader: Any) -> None:
     for part, base in ((backend, SandboxBackend), (grader, Grader)):
         if part is not None and base not in type(part).__mro__:
             raise ConfigError(f"{type(part).__name__} must derive from {base.__module__}.{base.__name__}")
+
+
+def build_default_backend(harness: Harness, tasks: Sequence[Task]) -> SandboxBackend:
+    """Build the sandboxes that a run file without a word about them would get. Raises `SandboxError`."""
+    mounts = [*harness.folders, *list_environments(tasks)]
+    return WarmPool(build_backend(choose_kind("auto", tasks=tasks), mounts=mounts), depth=DEFAULT_WARM)
 
 
 def build_default_grader(backend: SandboxBackend, tasks: Sequence[Task]) -> Grader | None:

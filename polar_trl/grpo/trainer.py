@@ -27,7 +27,13 @@ from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
-from polar_trl.grpo.preflight import build_default_grader, read_model_config, require_a_step, require_bases
+from polar_trl.grpo.preflight import (
+    build_default_backend,
+    build_default_grader,
+    read_model_config,
+    require_a_step,
+    require_bases,
+)
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.rewards import Rewards, list_reward_functions
 from polar_trl.grpo.rollouts.source import RolloutSource
@@ -38,7 +44,6 @@ from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.sandbox.base import SandboxBackend
-from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
 
@@ -52,8 +57,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         train_dataset: Tasks, or a `Dataset` whose columns are `Task`'s fields.
         eval_dataset: The same, for evaluation.
         harness: The agent.
-        sandbox: Where agents run; a folder and a process group each by default. Sandboxes of a `WarmPool` are made
-            while the model trains.
+        sandbox: Where agents run; by default in bubblewrap, or containers where a task names an image. Sandboxes of a
+            `WarmPool` are made while the model trains.
         grader: Gives a session its reward. By default each task's own (a command, hidden tests, a verifier); if no
             task has one, `reward_funcs` decide alone.
         reward_funcs: TRL reward functions, called as TRL calls them, with lists of one entry per rollout (not per
@@ -64,6 +69,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
 
     Raises:
         ConfigError: settings or tasks that cannot work, before anything is loaded where possible.
+        SandboxError: the default sandboxes do not work on this machine; says what to do.
         EngineError: the engine does not compute what the trainer computes.
         LawError: a law of the design is broken.
     """
@@ -91,8 +97,9 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     ) -> None:
         config = _read_config(model, args)
         tasks = {"train": read_tasks(train_dataset), "eval": read_tasks(eval_dataset)}
-        backend = sandbox or LocalSandboxBackend()
-        grader = grader or build_default_grader(backend, [*tasks["train"].values(), *tasks["eval"].values()])
+        all_tasks = [*tasks["train"].values(), *tasks["eval"].values()]
+        backend = sandbox or build_default_backend(harness, all_tasks)
+        grader = grader or build_default_grader(backend, all_tasks)
         require_bases(backend, grader)
         functions = list_reward_functions(grader, reward_funcs)
         require_a_step(len(tasks["train"]), args)

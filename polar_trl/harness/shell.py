@@ -49,7 +49,7 @@ class ShellHarness:
         name: str = "shell",
         env: Mapping[str, str] | None = None,
         files: Mapping[str, str] | None = None,
-        folders: Sequence[Path] = (),
+        folders: Sequence[Path | str] = (),
     ) -> None:
         if not command.strip():
             raise ConfigError("the agent's command is empty; give a shell command, such as 'my-agent {instruction}'")
@@ -58,7 +58,7 @@ class ShellHarness:
         self._command = command
         self._env = dict(env or {})
         self._files = dict(files or {})
-        self.folders = tuple(folders)
+        self.folders = tuple(map(Path, folders))
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Fill in the command, and point every provider's variables at the endpoint. Raises `ConfigError`."""

@@ -122,13 +122,14 @@ class SessionRun:
             self._cut.note(None if failure else self._seconds["agent"])
             if failure is None:
                 reward, failure = self._grade(self._sandbox)
+                self._sandbox.require_whole()
         except _Cancelled:
             stop_reason, failure = "cancelled", _Failure("cancelled", "the run was stopped")
         except LawError:
             raise
         except (PolarError, OSError) as error:
             kind: ErrorKind = "prepare_failed" if stop_reason == "prepare_failed" else "sandbox_failed"
-            failure = _Failure(kind, f"{type(error).__name__}: {error}")
+            reward, failure = None, _Failure(kind, f"{type(error).__name__}: {error}")
             self._cut.note(None)
         finally:
             self._withdraw_grading()
@@ -176,6 +177,7 @@ class SessionRun:
                     sandbox.put(f"~/{path}", text.encode())
                 with _Clock(sandbox, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
                     result = sandbox.run(launch.command, env={**task.env, **launch.env}, timeout_s=MAX_AGENT_WALL_S)
+                sandbox.require_whole()
             finally:
                 context.proxy.close_session(endpoint.api_key)
         self._seconds["held"] = self.gate_stats.held_s

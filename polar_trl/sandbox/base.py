@@ -101,6 +101,10 @@ class Sandbox(Protocol):
         """Return whether a command could run in it: neither destroyed nor lost."""
         ...
 
+    def require_whole(self) -> None:
+        """Raise `SandboxError` if its folders were removed or changed from outside: a reward would say nothing."""
+        ...
+
     def kill(self) -> None:
         """Kill everything running inside; a `run` in progress returns."""
         ...

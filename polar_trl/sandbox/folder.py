@@ -1,25 +1,66 @@
 """Read and write a session's host folders (work/, home/ and tmp/) safely, whatever links an agent planted there.
 
-Refuses paths that lead outside, by themselves or through links (`SandboxError`).
+Refuses paths that lead outside, by themselves or through links (`SandboxError`). Notices when somebody else removed or
+changed the folders, which would be no agent's doing.
 """
 
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from polar_trl.errors import FileTooLargeError, SandboxError
+from polar_trl.sandbox.owner import OWNER_FILE
 
+DISK = "disk"
+"""The part of a session folder that its agent sees; the owner's tag lies beside it."""
 SUBFOLDERS = ("work", "home", "tmp")
 
 
 class SessionFolder:
-    """Files of the three folders below `base`, which exists."""
+    """Files of the three folders below `base`, which exist.
 
-    def __init__(self, base: Path) -> None:
+    Args:
+        base: The `DISK` of a session folder.
+        are_mounted: Whether the agent sees the three as mount points, which it cannot remove or replace.
+    """
+
+    def __init__(self, base: Path, *, are_mounted: bool = True) -> None:
         self.base = base
+        self._are_mounted = are_mounted
+        self._state = self._read_state()
+
+    def require_whole(self) -> None:
+        """Raise `SandboxError` if the session folder was removed, emptied, replaced or changed from outside.
+
+        Files inside of the three folders may have been changed by anybody: that cannot be told from the agent's work.
+        """
+        state = self._read_state()
+        harmed = [path for path, known in self._state.items() if state[path] != known]
+        if harmed:
+            how = "changed" if state[harmed[0]] else "removed"
+            raise SandboxError(f"somebody outside of the sandbox {how} {harmed[0]}; what the agent did says nothing")
+
+    def restore(self) -> None:
+        """Give an agent back what it removed, or took from itself, of the three folders: it is still graded.
+
+        Raises `OSError`, or `SandboxError` if it was not the agent.
+        """
+        self.require_whole()
+        for path in (self.base / name for name in SUBFOLDERS):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+                path.mkdir()
+            path.chmod(path.stat().st_mode | 0o700)
+
+    def _read_state(self) -> dict[Path, tuple[int, ...]]:
+        """Read what no agent can change: the tag's file altogether, the folders' identities, and who may read them."""
+        session = self.base.parent
+        state = {path: _identify(path, "st_mode", "st_uid") for path in (session, self.base)}
+        state[session / OWNER_FILE] = _identify(session / OWNER_FILE, "st_ctime_ns")
+        if self._are_mounted:
+            state |= {self.base / name: _identify(self.base / name) for name in SUBFOLDERS}
+        return state
 
     def put(self, path: str, content: bytes) -> None:
         """Write a file, replacing whatever had its name: a link or a FIFO of the agent's is not written through.
@@ -104,6 +145,10 @@ class HostFolders:
         """See `SessionFolder.get`."""
         return self._files.get(path, max_bytes=max_bytes)
 
+    def require_whole(self) -> None:
+        """See `SessionFolder.require_whole`."""
+        self._files.require_whole()
+
 
 class _LinkOutsideError(SandboxError):
     """The agent planted a link that leads out of its sandbox."""
@@ -135,16 +180,10 @@ def encode_text(text: str, what: str) -> bytes:
         raise SandboxError(f"{what} holds a lone surrogate at position {error.start}, which is no text") from error
 
 
-def remove_tree(base: Path) -> None:
-    """Remove a folder that an agent wrote to, there or not. Raises `SandboxError`."""
+def _identify(path: Path, *more: str) -> tuple[int, ...]:
+    """Return the numbers that tell this file from all others, and these of its state; empty where there is none."""
     try:
-        shutil.rmtree(base)
-    except FileNotFoundError:
-        return
-    except (OSError, RecursionError):
-        # read-only folders, or folders nested deeper than Python recurses: both of the agent's making
-        subprocess.run(["chmod", "-R", "u+rwX", "--", str(base)], capture_output=True, check=False)
-        result = subprocess.run(["rm", "-rf", "--", str(base)], capture_output=True, check=False)
-        if result.returncode != 0:
-            reason = result.stderr.decode(errors="replace").strip()[-500:]
-            raise SandboxError(f"cannot remove {base}: {reason}") from None
+        state = path.lstat()
+    except OSError:
+        return ()
+    return tuple(getattr(state, name) for name in ("st_dev", "st_ino", *more))

@@ -1,21 +1,24 @@
 """Local sandboxes: a temporary folder of this machine, and commands as processes of this user in it.
 
 This is no security boundary. The agent runs as the trainer's own user: it can read what the user can read, reach the
-network, and fill the disk and the process table. The agent gets a folder of its own, an environment without the
-trainer's secrets, a deadline, and an end: after each `run` no process that it started is left, however it was
+network, and fill the disk, the memory and the process table. The agent gets folders of its own, an environment without
+the trainer's secrets, a deadline, and an end: after each `run` no process that it started is left, however it was
 detached. Where the kernel allows namespaces (see `supervise.py`), it can neither signal other processes nor change
-files outside of its folder and the scratch folders; without them it can do both, and one that sends SIGKILL to its own
-supervisor escapes. A fork bomb is ended at the deadline, but until then it starves the machine unless the user has a
-process limit (`ulimit -u`; it does not bind root). For agents and models that are not trusted use bubblewrap or
-docker.
+files outside of its folders, and has /tmp, /var/tmp and /dev/shm to itself; without them it can harm whatever its user
+can, other sessions included, and one that sends SIGKILL to its own supervisor escapes. A fork bomb is ended at the
+deadline, but until then it starves the machine unless the user has a process limit (`ulimit -u`; it does not bind
+root). For agents and models that are not trusted use bubblewrap or docker.
 
 Refuses tasks that name a container image (`SandboxError`).
 """
 
+import functools
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,15 +27,24 @@ from pathlib import Path
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import Capabilities, ExecResult, SandboxBackend
 from polar_trl.sandbox.disk import make_folders
-from polar_trl.sandbox.folder import SessionFolder, encode_text, remove_tree
+from polar_trl.sandbox.folder import DISK, HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.inside.supervise import KILL_LIMIT_S
-from polar_trl.sandbox.owner import find_state_folder, make_session_folder, reap_session_folders
+from polar_trl.sandbox.owner import (
+    find_state_folder,
+    make_session_folder,
+    reap_session_folders,
+    remove_session_folder,
+)
+from polar_trl.sandbox.python import find_python
 from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
+
+logger = logging.getLogger(__name__)
 
 INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 SUPERVISOR = Path(__file__).parent / "inside" / "supervise.py"
 SUPERVISOR_GRACE_S = KILL_LIMIT_S + 20.0
+TRIAL_TIMEOUT_S = 60.0
 
 
 class LocalSandboxBackend(SandboxBackend):
@@ -41,9 +53,12 @@ class LocalSandboxBackend(SandboxBackend):
     Args:
         root: Where session folders are kept; None takes the user's state folder.
         inherit_env: Names of the trainer's own variables that agents get. Nothing else of its environment is passed.
+        mounts: Folders that agents see, read-only at the same path, also below /tmp and /var/tmp.
     """
 
-    def __init__(self, root: Path | None = None, inherit_env: Sequence[str] = INHERITED) -> None:
+    def __init__(
+        self, root: Path | None = None, inherit_env: Sequence[str] = INHERITED, *, mounts: Sequence[Path] = ()
+    ) -> None:
         if not sys.platform.startswith("linux"):
             raise SandboxError("the local sandbox needs Linux; use the docker sandbox on other systems")
         if isinstance(inherit_env, str):
@@ -51,8 +66,11 @@ class LocalSandboxBackend(SandboxBackend):
         self.capabilities = Capabilities(cuts_network=False, limits_memory=False, limits_disk=False, uses_images=False)
         self._root = root or find_state_folder()
         self._inherit_env = tuple(inherit_env)
+        self._mounts = tuple(dict.fromkeys(map(Path.absolute, [*mounts, *find_python(), Path(sys.prefix)])))
         self._trees = WorkTrees()
+        self._is_enclosed = can_enclose()
         reap_session_folders(self._root)
+        logger.warning(describe_local())
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Prepare the work trees. Raises `SandboxError`."""
@@ -67,18 +85,20 @@ class LocalSandboxBackend(SandboxBackend):
                 "use the docker sandbox, or leave `image` out of the task"
             )
         tree = self._trees.find(task)
+        folder = make_session_folder(self._root, session_id)
         try:
-            base = make_session_folder(self._root, session_id)
-            make_folders(base, tree)
-        except OSError as error:
-            raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
-        env = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
-        sandbox = LocalSandbox(base, tree, {"PATH": os.defpath, **env, **task.env})
-        try:
+            make_folders(folder / DISK, tree)
+            env = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
+            full_env = {"PATH": os.defpath, **env, **task.env}
+            shown = [path for path in self._mounts if path.is_dir()]
+            sandbox = LocalSandbox(folder, tree, full_env, shown if self._is_enclosed else None)
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
+        except OSError as error:
+            remove_session_folder(folder)
+            raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
         except BaseException:
-            sandbox.destroy()
+            remove_session_folder(folder)
             raise
         return sandbox
 
@@ -86,21 +106,28 @@ class LocalSandboxBackend(SandboxBackend):
         """Do nothing: the backend holds nothing."""
 
 
-class LocalSandbox:
-    """One session's folder: work/, home/ and tmp/.
+class LocalSandbox(HostFolders):
+    """One session's folder, of which its agent sees work/, home/ and tmp/.
 
     A `run` lives no longer than the thread that called it, nor than this process: the kernel then tells the
     supervisor, which kills everything. The folders of a killed trainer are removed by the next one.
+
+    Args:
+        folder: Made by `make_session_folder`, with the three folders in its `DISK`.
+        base_tree: See `Sandbox`.
+        env: Of every command.
+        shown: Folders that a command sees although it has its own /tmp; None: it gets no namespaces.
     """
 
-    def __init__(self, base: Path, base_tree: Path | None, env: Mapping[str, str]) -> None:
-        self.workdir = str(base / "work")
-        self.host_workdir = base / "work"
-        self.host_home = base / "home"
+    def __init__(
+        self, folder: Path, base_tree: Path | None, env: Mapping[str, str], shown: Sequence[Path] | None
+    ) -> None:
         self.base_tree = base_tree
-        self._base = base
-        self._folder = SessionFolder(base)
+        self._folder = folder
+        self._files = SessionFolder(folder / DISK, are_mounted=shown is not None)
+        self.workdir = str(self.host_workdir)
         self._env = {**env}
+        self._shown = shown
         self._lock = threading.Lock()
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._is_destroyed = False
@@ -131,11 +158,13 @@ class LocalSandbox:
 
     def put(self, path: str, content: bytes) -> None:
         """See `SessionFolder.put`."""
-        self._open_folder().put(path, content)
+        self._require_alive()
+        super().put(path, content)
 
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """See `SessionFolder.get`."""
-        return self._open_folder().get(path, max_bytes=max_bytes)
+        self._require_alive()
+        return super().get(path, max_bytes=max_bytes)
 
     def upload(self, source: Path, target: str) -> None:
         """Raise `SandboxError`: the sandbox has no root of its own."""
@@ -159,22 +188,23 @@ class LocalSandbox:
         with self._lock:
             self._is_destroyed = True
         self.kill()
-        remove_tree(self._base)
+        remove_session_folder(self._folder)
 
     def _start_supervisor(self, env: Mapping[str, str], timeout_s: float) -> "subprocess.Popen[bytes]":
-        folders = {"HOME": str(self._base / "home"), "TMPDIR": str(self._base / "tmp")}
+        folders = {"HOME": str(self.host_home), "TMPDIR": str(self._files.base / "tmp")}
         full_env = {
             encode_text(name, "an environment variable's name"): encode_text(value, f"the environment variable {name}")
             for name, value in {**self._env, **env, **folders}.items()
         }
+        words = ["plain"]
+        if self._shown is not None:
+            words = ["enclosed", *map(str, (self._folder.parent, self._files.base, *self._shown))]
         with self._lock:
-            if self._is_destroyed:
-                raise SandboxError("the sandbox was destroyed; make a new one")
+            self._require_alive()
             try:
-                for folder in (self.workdir, *folders.values()):
-                    os.makedirs(folder, exist_ok=True)  # an agent that removed them is still graded
+                self._files.restore()
                 self._supervisor = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(timeout_s), str(self._base)],
+                    [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(timeout_s), *words],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -186,10 +216,39 @@ class LocalSandbox:
                 raise SandboxError(f"cannot start a command in {self.workdir}: {error}") from error
             return self._supervisor
 
-    def _open_folder(self) -> SessionFolder:
+    def _require_alive(self) -> None:
         if self._is_destroyed:
             raise SandboxError("the sandbox was destroyed; make a new one")
-        return self._folder
+
+
+def describe_local() -> str:
+    """Describe in one sentence what a local sandbox does not hold on this machine."""
+    if can_enclose():
+        rest = "they change no file and end no process but their session's own"
+    else:
+        rest = (
+            "this system allows this user no namespaces, so they can also end this user's processes and change or "
+            "remove its files, those of the run and of other sessions included"
+        )
+    return (
+        "the local sandbox is no boundary: agents read what this user can read, reach the network, and have no limit "
+        f"on memory, disk and processes; {rest}"
+    )
+
+
+@functools.cache
+def can_enclose() -> bool:
+    """Return whether this user may have namespaces here, by trying."""
+    with tempfile.TemporaryDirectory(prefix="polar-trl-trial-") as root:
+        folder = make_session_folder(Path(root), "trial")
+        make_folders(folder / DISK, None)
+        try:
+            result = LocalSandbox(folder, None, {"PATH": os.defpath}, []).run(
+                "true", env={}, timeout_s=TRIAL_TIMEOUT_S
+            )
+        except SandboxError:
+            return False
+    return result.exit_code == 0
 
 
 def _end(supervisor: "subprocess.Popen[bytes]") -> None:

@@ -59,13 +59,16 @@ def _enter(namespace_fd: int) -> None:
 class NetworkHolder:
     """A network namespace of its own, kept by a process that does nothing else. Works without root.
 
+    Args:
+        mark: Last word of that process' command line, see `owner.build_helper_mark`.
+
     Raises `SandboxError` where the kernel allows no user namespaces.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str = "") -> None:
         ours, theirs = socket.socketpair()
         host, port = PROXY_ADDRESS
-        command = [sys.executable, "-I", "-S", str(HOLDER), host, str(port), str(theirs.fileno())]
+        command = [sys.executable, "-I", "-S", str(HOLDER), host, str(port), str(theirs.fileno()), mark]
         self._channel = ours
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE

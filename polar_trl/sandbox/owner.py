@@ -3,29 +3,38 @@
 A process id alone is used again by the system; together with the time that the process started, the machine's boot
 and the namespace of the id, it names one process for ever. A process that cannot be seen from here is never called
 dead: one of another machine, whose engine is shared, or of another container on this one.
+
+The tag of a session folder is a file beside the part that agents see (`folder.DISK`). Nothing is killed because a file
+says so: helpers are found by their own command lines, which name the session.
 """
 
 import hashlib
 import logging
 import os
 import re
+import secrets
 import signal
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.folder import remove_tree
 
 logger = logging.getLogger(__name__)
 
 OWNER_FILE = "owner"
-HELPER_FILE = "helper"
-"""File of a session folder with the tag of a process that must not outlive the session."""
 UNOWNED_LIFE_S = 60.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+MAX_TAG_BYTES = 256
+_TAG = re.compile(
+    r"(?P<machine>[0-9a-f]{12}):(?P<boot>[0-9a-f-]+):(?P<space>[0-9]+):(?P<pid>[0-9]{1,9}):(?P<start>[0-9]+)"
+)
 
 
 def build_owner_tag(pid: int | None = None) -> str:
@@ -36,21 +45,18 @@ def build_owner_tag(pid: int | None = None) -> str:
 
 def is_running(tag: str) -> bool:
     """Return whether the tag's process runs here; False as well for one that cannot be seen from here."""
-    pid = tag.rsplit(":", 2)[-2] if tag.count(":") == 4 else ""
-    return pid.isdigit() and tag == build_owner_tag(int(pid)) and not tag.endswith(":")
+    found = _TAG.fullmatch(tag)
+    return found is not None and tag == build_owner_tag(int(found["pid"]))
 
 
 def is_dead(tag: str) -> bool:
     """Return whether the tag's process ran here and is no more, or this machine was booted since."""
-    machine, _, rest = tag.partition(":")
-    boot_id, _, rest = rest.partition(":")
-    namespace, _, rest = rest.partition(":")
-    pid, _, start_ticks = rest.partition(":")
-    if not pid.isdigit() or machine != _read_machine():
+    found = _TAG.fullmatch(tag)
+    if found is None or found["machine"] != _read_machine():
         return False
-    if boot_id != _read_boot_id():
+    if found["boot"] != _read_boot_id():
         return True
-    return namespace == _read_pid_namespace() and _read_start_ticks(int(pid)) != start_ticks
+    return found["space"] == _read_pid_namespace() and _read_start_ticks(int(found["pid"])) != found["start"]
 
 
 def find_state_folder() -> Path:
@@ -61,33 +67,102 @@ def find_state_folder() -> Path:
 def make_session_folder(root: Path, session_id: str) -> Path:
     """Make a fresh folder with this process's tag in it. Raises `SandboxError`."""
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", session_id)[:60]
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if root.stat().st_uid != os.getuid():
-        raise SandboxError(f"{root} belongs to another user; set TMPDIR to a folder of your own")
-    folder = Path(tempfile.mkdtemp(prefix=f"{label}-", dir=root)).resolve()
-    (folder / OWNER_FILE).write_text(build_owner_tag())
+    try:
+        if not os.path.lexists(root):
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _require_own(root)
+        folder = Path(tempfile.mkdtemp(prefix=f"{label}-", dir=root)).resolve()
+        (folder / OWNER_FILE).write_text(build_owner_tag())
+    except OSError as error:
+        raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
     return folder
 
 
-def note_helper(folder: Path, pid: int) -> None:
-    """Record a process that is killed when the session folder is reaped."""
-    (folder / HELPER_FILE).write_text(build_owner_tag(pid))
+def build_helper_mark(folder: Path) -> str:
+    """Build the last word on the command line of a process that is killed when the session folder is reaped."""
+    return f"--session={folder}"
 
 
 def remove_session_folder(folder: Path) -> None:
     """Unmount whatever is mounted below it, then remove it. Raises `SandboxError` if it cannot be removed."""
     for mount in reversed(list_mounts(folder)):
         subprocess.run(["umount", "-l", "--", mount], capture_output=True, check=False)
+    if left := list_mounts(folder):
+        raise SandboxError(f"cannot remove {folder}: {left[0]} is mounted in it and cannot be unmounted")
     remove_tree(folder)
 
 
+def remove_tree(base: Path) -> None:
+    """Remove a folder that an agent wrote to, there or not. Follows no link. Raises `SandboxError`."""
+    try:
+        if base.is_symlink() or not base.is_dir():
+            base.unlink(missing_ok=True)
+            return
+        try:
+            _remove_levels(base)
+        except PermissionError:  # root can make files that not even root can remove
+            subprocess.run(["chattr", "-R", "-f", "-i", "-a", "--", str(base)], capture_output=True, check=False)
+            _remove_levels(base)
+    except OSError as error:
+        raise SandboxError(f"cannot remove {base}: {error}") from error
+
+
+def _remove_levels(base: Path) -> None:
+    """Remove a folder in time that grows with its content and not with its depth, which can be 100,000 levels.
+
+    Subfolders are moved into one folder, the grave, before the folder that they were in is removed.
+    """
+    name = f".{secrets.token_hex(8)}"
+    base.chmod(0o700)
+    (base / name).mkdir()
+    folder, grave = (os.open(path, _FOLDER) for path in (base, base / name))
+    try:
+        waiting = _empty(folder, grave, keep=name)
+        while waiting:
+            below = os.open(waiting[-1], _FOLDER, dir_fd=grave)
+            try:
+                moved = _empty(below, grave)
+            finally:
+                os.close(below)
+            os.rmdir(waiting.pop(), dir_fd=grave)
+            waiting += moved
+    finally:
+        os.close(folder)
+        os.close(grave)
+    (base / name).rmdir()
+    base.rmdir()
+
+
+def _empty(folder: int, grave: int, keep: str = "") -> list[str]:
+    """Remove a folder's files, and move its subfolders but `keep` into the grave; their names there."""
+    moved: list[str] = []
+    while True:
+        with os.scandir(folder) as entries:
+            block = list(islice((entry for entry in entries if entry.name != keep), 10_000))
+        if not block:
+            return moved
+        for entry in block:
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.name, 0o700, dir_fd=folder)  # one without rights cannot be moved
+                moved.append(secrets.token_hex(8))
+                os.rename(entry.name, moved[-1], src_dir_fd=folder, dst_dir_fd=grave)
+            else:
+                os.unlink(entry.name, dir_fd=folder)
+
+
 def reap_session_folders(root: Path) -> list[str]:
-    """Remove the session folders of dead processes, and kill their helpers; the folders' names."""
+    """Remove the session folders of dead processes, and kill their helpers; the folders' names.
+
+    Raises `SandboxError` if the folder that holds them is not this user's alone.
+    """
+    if not os.path.lexists(root):
+        return []
+    _require_own(root)
     reaped = []
-    for folder in sorted(root.glob("*")):
+    for folder in sorted(root.iterdir()):
         try:
             if _is_left(folder):
-                _kill_helper(folder)
+                _end_helpers(folder.resolve())
                 remove_session_folder(folder)
                 reaped.append(folder.name)
         except (OSError, SandboxError) as error:  # one that resists keeps nobody from working
@@ -100,27 +175,61 @@ def count_session_folders(root: Path) -> int:
     return len(list(root.glob(f"*/{OWNER_FILE}")))
 
 
+def _require_own(root: Path) -> None:
+    """Raise `SandboxError` if somebody else could have put something into the folder: its name can be guessed."""
+    state = root.lstat()
+    if not stat.S_ISDIR(state.st_mode):
+        fault = "is no folder"
+    elif state.st_uid != os.getuid():
+        fault = "belongs to another user"
+    elif state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fault = f"can be written by others (its mode is {stat.S_IMODE(state.st_mode):o}, and 700 is wanted)"
+    else:
+        return
+    raise SandboxError(f"{root}, where sandboxes are kept, {fault}; remove it, or set TMPDIR to a folder of your own")
+
+
 def _is_left(folder: Path) -> bool:
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        return False  # nothing that we made
     try:
-        return is_dead((folder / OWNER_FILE).read_text())
+        tag = _read_owner(folder)
     except FileNotFoundError:  # killed before it could write that, or about to
-        return folder.is_dir() and not any(folder.iterdir()) and time.time() - folder.stat().st_mtime > UNOWNED_LIFE_S
+        return not any(folder.iterdir()) and time.time() - state.st_mtime > UNOWNED_LIFE_S
+    if tag and not _TAG.fullmatch(tag):
+        logger.warning("%s stays: its file %r does not say whose it is; remove it if no run does", folder, OWNER_FILE)
+    return is_dead(tag)
 
 
-def _kill_helper(folder: Path) -> None:
-    with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-        tag = (folder / HELPER_FILE).read_text()
-        pid = int(tag.split(":")[-2])
-        if tag == build_owner_tag(pid):
-            os.kill(pid, signal.SIGKILL)
+def _read_owner(folder: Path) -> str:
+    """Read the tag, whatever lies in its place: in folders of older versions agents could write it."""
+    path = folder / OWNER_FILE
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return "no file"
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        return file.read(MAX_TAG_BYTES).decode("ascii", "replace")
+
+
+def _end_helpers(folder: Path) -> None:
+    mark = build_helper_mark(folder).encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            process = os.pidfd_open(int(entry.name))  # first: the number may be another process's later
+            try:
+                if (entry / "cmdline").read_bytes().split(b"\0")[-2:] == [mark, b""]:
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
 
 
 def list_mounts(folder: Path) -> Sequence[str]:
     """List mount points below a folder, outer ones first."""
+    folder = folder.resolve()
     found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         # field 5 of proc(5), with blanks and backslashes written in octal
-        point = line.split(" ")[4].encode().decode("unicode_escape")
+        point = os.fsdecode(_OCTAL.sub(lambda match: bytes([int(match[1], 8)]), line.split(b" ")[4]))
         if Path(point).is_relative_to(folder):
             found.append(point)
     return sorted(found)

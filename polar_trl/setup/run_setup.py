@@ -20,7 +20,7 @@ from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.base import Harness
 from polar_trl.harness.shell import ShellHarness
-from polar_trl.sandbox import build_backend
+from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.pool import WarmPool
@@ -61,10 +61,11 @@ class RunArguments:
         },
     )
     sandbox: str = field(
-        default="local",
+        default="auto",
         metadata={
-            "help": "Where agents run: 'local' (folders of this user, no isolation), 'bwrap' (bubblewrap: no network "
-            "but the proxy; limits as root) or 'docker' (the same in containers)."
+            "help": "Where agents run: 'bwrap' (bubblewrap: no network but the proxy; limits as root), 'docker' (the "
+            "same in containers), 'auto' (docker if sandbox_image or a task names an image, else bwrap) or 'local' "
+            "(folders of this user, no boundary)."
         },
     )
     sandbox_image: str | None = field(
@@ -131,7 +132,7 @@ def build_parts(
     """
     harness = build_harness(run)
     mounts = [*harness.folders, *list_environments(tasks)]
-    backend = build_sandbox(run, mounts, run_id)
+    backend = build_sandbox(run, tasks, mounts, run_id)
     try:
         grader = build_grader(run, tasks, backend)
         check_limits(tasks, build_limits(run), backend.capabilities)
@@ -187,22 +188,24 @@ def build_limits(run: RunArguments) -> Limits:
     )
 
 
-def build_sandbox(run: RunArguments, mounts: Sequence[Path], run_id: str) -> SandboxBackend:
+def find_sandbox_kind(run: RunArguments, tasks: Sequence[Task]) -> str:
+    """Return the kind of the run's sandboxes, "auto" decided."""
+    return choose_kind(run.sandbox, image=run.sandbox_image, tasks=tasks)
+
+
+def build_sandbox(run: RunArguments, tasks: Sequence[Task], mounts: Sequence[Path], run_id: str) -> SandboxBackend:
     """Build the sandbox backend that the settings name, with a warm pool in front where making one takes time."""
-    backend = build_backend(
-        run.sandbox, image=run.sandbox_image, limits=build_limits(run), mounts=mounts, run_id=run_id
-    )
+    kind = find_sandbox_kind(run, tasks)
+    backend = build_backend(kind, image=run.sandbox_image, limits=build_limits(run), mounts=mounts, run_id=run_id)
     # folders of this machine are made in no time
-    return backend if run.sandbox == "local" else WarmPool(backend, depth=run.sandbox_warm)
+    return backend if kind == "local" else WarmPool(backend, depth=run.sandbox_warm)
 
 
 def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
     """Load the tasks to train on and to evaluate on, with a Python for their tests where they need one."""
-    sources = (run.tasks, run.eval_tasks)
-    train, evals = (
-        provide_python(load_task_set(source), sandbox=run.sandbox, image=run.sandbox_image) if source else []
-        for source in sources
-    )
+    train, evals = (load_task_set(source) if source else [] for source in (run.tasks, run.eval_tasks))
+    kind = find_sandbox_kind(run, [*train, *evals])
+    train, evals = (provide_python(tasks, sandbox=kind, image=run.sandbox_image) for tasks in (train, evals))
     return train, evals
 
 
@@ -229,7 +232,9 @@ def require_good_tasks(
         return
     if is_first:
         print(f"checking the solutions of {len(wanted)} tasks; good results are kept", file=sys.stderr, flush=True)
-    checker = TaskChecker(backend, kind=run.sandbox, image=run.sandbox_image, limits=build_limits(run), gold_runs=1)
+    checker = TaskChecker(
+        backend, kind=find_sandbox_kind(run, tasks), image=run.sandbox_image, limits=build_limits(run), gold_runs=1
+    )
     results = checker.check_all(wanted, jobs=jobs, show_progress=is_first)
     if bad := [checked for checked in results if checked.problem]:
         lines = [f"{checked.id}: {checked.problem}" for checked in bad[:20]]

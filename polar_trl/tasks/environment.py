@@ -33,7 +33,7 @@ class Installed:
     """Its metadata, or the file that lists a package's vendored ones."""
 
 
-def provide_python(tasks: Sequence[Task], *, sandbox: str = "local", image: str | None = None) -> list[Task]:
+def provide_python(tasks: Sequence[Task], *, sandbox: str = "bwrap", image: str | None = None) -> list[Task]:
     """Install the requirements of these tasks' tests, once for each file; return the tasks with that Python.
 
     Args:

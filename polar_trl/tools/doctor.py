@@ -15,8 +15,8 @@ from polar_trl.grade.command import CommandGrader
 from polar_trl.harness.base import AgentHarness, Harness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
+from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
-from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import START, ByteRenderer
 from polar_trl.types import Message, Task, TokenIds
 
@@ -47,7 +47,7 @@ def check_agent(
         harness: The agent.
         install: Install it first where it is missing.
         delay_s: How long the scripted model takes for each answer.
-        backend: Where it runs; None is a folder of this user.
+        backend: Where it runs; None is the default sandbox.
     """
     try:
         if install:
@@ -56,7 +56,7 @@ def check_agent(
         if installed is None:
             why = f"{harness.name} is not installed; run: polar-trl doctor --install {harness.name}"
         else:
-            why = _find_fault(harness, delay_s, backend)
+            why = _find_fault(harness, delay_s, backend or build_backend("auto", mounts=harness.folders))
     except PolarError as error:
         installed, why = harness.find_installed_version(), str(error)
     return Checkup(installed=installed, verified=harness.verified_version, works=not why, why=why)
@@ -67,8 +67,8 @@ def run_scripted_session(
     replies: Sequence[Message],
     task: Task,
     *,
+    backend: SandboxBackend,
     delay_s: float = 0.0,
-    backend: SandboxBackend | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     ping_interval_s: float = 10.0,
 ) -> RolloutResult:
@@ -82,7 +82,7 @@ def run_scripted_session(
     with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s) as proxy:
         runner = RolloutRunner(
             proxy=proxy,
-            backend=backend or LocalSandboxBackend(),
+            backend=backend,
             harness=harness,
             grader=CommandGrader(task.grader) if task.grader else None,
             config=RolloutConfig(),
@@ -102,7 +102,7 @@ def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]
     return answer
 
 
-def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend | None) -> str:
+def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend) -> str:
     """Say why the agent does not work here; "" where it does."""
     text, tool_calls = harness.build_last_message("The file is written.")
     replies = [

@@ -280,7 +280,9 @@ def test_it_stops_after_max_turns() -> None:
 
 def test_a_long_instruction_arrives_whole() -> None:
     text = 'say "$HOME" \' `id` \\ é👩‍👧\n' * 6000
-    rollout = run_scripted_session(HARNESS, [say("Said.")], replace(TASK, instruction=text)).rollout
+    rollout = run_scripted_session(
+        HARNESS, [say("Said.")], replace(TASK, instruction=text), backend=LocalSandboxBackend()
+    ).rollout
     assert rollout.stop_reason == "completed"
     assert text.strip() in last_words(rollout, 0)
 

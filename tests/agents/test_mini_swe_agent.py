@@ -11,6 +11,7 @@ from three_turns import GRADER, build_replies, count_drifted
 
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.harness.mini_swe_agent import MiniSWEAgentHarness
+from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tools.doctor import run_scripted_session
 from polar_trl.types import Endpoint, Message, Task
 
@@ -91,7 +92,9 @@ def test_a_work_folder_changes_nothing_of_the_agent(monkeypatch: pytest.MonkeyPa
         ".env": "OPENAI_API_BASE=http://127.0.0.1:1\nMSWEA_COST_TRACKING=default",
     }
     task = Task(id="t", instruction=instruction, files=files, env={"PYTHONPATH": ".", "PYTHONHOME": "/nowhere"})
-    finished = run_scripted_session(HARNESS, build_replies(HARNESS), replace(task, grader=GRADER))
+    finished = run_scripted_session(
+        HARNESS, build_replies(HARNESS), replace(task, grader=GRADER), backend=LocalSandboxBackend()
+    )
     assert (finished.rollout.reward, finished.rollout.stop_reason) == (1.0, "completed")
     assert (count_drifted(finished.rollout), len(finished.reconstruction.trajectories)) == (0, 1)
     assert instruction in heard[0].messages[1].text

@@ -21,6 +21,7 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Launch
 from polar_trl.harness.opencode import OpenCodeHarness
+from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tools.doctor import run_scripted_session
 from polar_trl.types import Endpoint, Task
 
@@ -152,7 +153,7 @@ def test_the_instruction_arrives_as_it_is_and_the_work_folder_chooses_no_model(
     config = {"model": "elsewhere/other", "provider": {"elsewhere": {"models": {"other": {}}}}}
     files = {"opencode.json": json.dumps(config), "AGENTS.md": "Be quick."}
     task = Task(id="t", instruction=instruction, files=files, env={"XDG_CONFIG_HOME": "/nowhere"})
-    finished = run_scripted_session(SHORT, [say("Done.")], task)
+    finished = run_scripted_session(SHORT, [say("Done.")], task, backend=LocalSandboxBackend())
     assert finished.rollout.stop_reason == "completed"
     assert heard[0].messages[-1].text.strip() == instruction.strip()
     assert "Be quick." in heard[0].messages[0].text

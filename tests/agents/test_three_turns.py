@@ -7,6 +7,7 @@ import pytest
 from three_turns import GRADER, build_replies, count_drifted
 
 from polar_trl.harness import AGENTS, build_agent
+from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tools.doctor import run_scripted_session
 from polar_trl.types import Task
 
@@ -18,7 +19,7 @@ def test_three_turns_become_one_trajectory(name: str) -> None:
     assert harness.find_installed_version() == harness.verified_version
 
     task = Task(id="three", instruction="Write three files: one.txt, two.txt, three.txt.", grader=GRADER)
-    finished = run_scripted_session(harness, build_replies(harness), task)
+    finished = run_scripted_session(harness, build_replies(harness), task, backend=LocalSandboxBackend())
 
     rollout = finished.rollout
     assert (rollout.error, rollout.reward, rollout.stop_reason) == (None, 1.0, "completed")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calc_releases import CALC, PYTHON, build, make_row, pretend_installed
+from calc_releases import CALC, PYTHON, build, make_row
 from environments import IMAGE, install_pytest
 
 from polar_trl.cache import CACHE_VARIABLE, find_cache
@@ -35,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
     folder = tmp_path_factory.mktemp("built")
     requirements = folder / "requirements.txt"
     requirements.write_text("pytest\n")
-    pretend_installed(requirements)
+    install_pytest(requirements)
     return build(make_row(), folder / "out", Tools(python=PYTHON, requirements=requirements))
 
 
@@ -89,14 +89,17 @@ def test_a_task_that_needs_no_change(task: Path, capsys: pytest.CaptureFixture[s
     assert (code, found["gold"], found["empty"], found["problem"]) == (1, 1.0, 1.0, "no change at all gets 1")
 
 
-def test_a_flaky_task_is_listed(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its tests pass every other time; a local sandbox lets them count."""
+def test_a_flaky_task_is_listed(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tests pass every other time; a local sandbox without namespaces lets them count."""
+    monkeypatch.setattr("polar_trl.sandbox.local.can_enclose", lambda: False)
     counter = tmp_path / "counter"
     counter.touch()
     tests = (task / HIDDEN).read_text()
     count = f"    with open({str(counter)!r}, 'a+') as file:\n        assert file.write('x') and file.tell() % 2\n"
     (task / HIDDEN).write_text(tests.replace("def test_clamp():\n", f"def test_clamp():\n{count}"))
-    code, (found,) = check(capsys, task)
+    code, (found,) = check(capsys, task, "--sandbox", "local")
     assert (code, found["gold"], found["flaky"]) == (1, 0.0, True)
     assert found["problem"] == "the solution gets 1, 0, 1"
 
@@ -114,16 +117,17 @@ def test_wrong_questions(tmp_path: Path, task: Path, capsys: pytest.CaptureFixtu
         ([str(tmp_path / "t.jsonl")], "has tests or a verifier; there is nothing to check"),
         ([str(task), "--jobs", "0"], "--jobs is 0"),
         ([str(task), "--limit", "0"], "limit is 0"),
-        ([str(task), "--sandbox_image", "x"], "sandbox_image is read by the docker sandbox only"),
+        (
+            [str(task), "--sandbox", "bwrap", "--sandbox_image", "x"],
+            "sandbox_image is read by the docker sandbox only",
+        ),
     ):
         assert main(["check-tasks", *arguments]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_nothing_behind(task: Path, tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    text = f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(600)\n"
-    (task / HIDDEN).write_text(text)
+    (task / HIDDEN).write_text("import pathlib, time\npathlib.Path('/tmp/started').touch()\ntime.sleep(600)\n")
     (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "polar_trl.cli", "check-tasks", str(task)],
@@ -132,7 +136,7 @@ def test_an_interrupt_leaves_nothing_behind(task: Path, tmp_path: Path) -> None:
         text=True,
     )
     deadline = time.monotonic() + 120
-    while not started.exists() and time.monotonic() < deadline:
+    while not list(tmp_path.glob("tmp/polar-trl-*/*/disk/tmp/started")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)

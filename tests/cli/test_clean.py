@@ -14,8 +14,9 @@ from faults import Leftovers, list_processes
 from serving import wait_until
 
 from polar_trl.cli import main
+from polar_trl.sandbox import build_backend, local
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.sandbox.owner import find_state_folder
+from polar_trl.sandbox.owner import build_helper_mark, build_owner_tag, find_state_folder
 from polar_trl.types import Task
 
 TRAINER = Path(__file__).parents[1] / "helpers" / "doomed_trainer.py"
@@ -81,12 +82,11 @@ def test_what_forked_processes_hold_open_is_ended_too(state: Path, capsys: pytes
         assert process.stdout is not None
         worker = process.stdout.readline().strip()
         (folder,) = state.glob("tokenfork*")
-        helper = (folder / "helper").read_text().split(":")[-2]
         process.kill()
         process.wait()
-        assert helper in list_processes("netns_holder.py")
+        assert list_processes(build_helper_mark(folder)) != []
         assert run_clean(capsys)["folders"] == [folder.name]
-        wait_until(lambda: helper not in list_processes("netns_holder.py"))
+        wait_until(lambda: not list_processes(build_helper_mark(folder)))
         subprocess.run(["kill", "-9", worker], check=True)
 
 
@@ -117,6 +117,43 @@ def test_a_folder_of_a_dead_process_goes_whatever_is_in_it(state: Path, capsys: 
     (left,) = state.iterdir()
     assert run_clean(capsys)["folders"] == [left.name]
     assert list(state.iterdir()) == []
+
+
+FORGE = r"""
+for place in . .. ../.. $HOME/.. $HOME/../.. {state} {state}/*; do
+  for name in owner helper; do
+    echo "{helper}" > "$place/$name"
+  done
+  echo "{dead}" > "$place/owner"
+  rm -f "$place/owner" && mkfifo "$place/owner"
+done
+"""
+
+
+@pytest.mark.parametrize("kind", ["bwrap", "local", "local without namespaces"])
+def test_an_agent_has_nobody_ended(
+    state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It writes what bookkeeping it can reach: the trainer, here this process, as the helper of a dead session."""
+    monkeypatch.setattr(local, "can_enclose", lambda: kind == "local")
+    backend = build_backend(kind.partition(" ")[0])
+    bystander = subprocess.Popen(["sleep", "600"])
+    boxes = [backend.create(Task(id="t", instruction="x"), name) for name in ("forger", "other")]
+    dead = build_owner_tag(bystander.pid).rsplit(":", 1)[0] + ":1"
+    script = FORGE.format(state=state, helper=build_owner_tag(bystander.pid), dead=dead)
+    try:
+        boxes[0].run(script, env={}, timeout_s=60)
+        report = run_clean(capsys)
+        assert bystander.poll() is None
+        if kind != "local without namespaces":  # there it can reach them, and remove the folders itself
+            assert (report["folders"], report["live_sessions"]) == ([], 2)
+            for box in boxes:
+                box.require_whole()
+    finally:
+        bystander.kill()
+        bystander.wait()
+        for box in boxes:
+            box.destroy()
 
 
 def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

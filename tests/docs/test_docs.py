@@ -141,6 +141,7 @@ def test_the_program_of_the_readme_trains(workspace: Workspace) -> None:
         'report_to="none", drop_zero_variance=False, entropy_coef=0.01'
     )
     program = block.replace(README_CONFIG, README_CONFIG.replace("runs/mine", "runs/api")[:-1] + f", {more})")
+    program = program.replace('"/opt/my-agent', f'"{workspace.folder}/my-agent')
     (workspace.folder / "readme.py").write_text(README_REST.format(program=program))
     done = workspace.run("python readme.py")
     assert done.returncode == 0, done.stderr[-4000:]

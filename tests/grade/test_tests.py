@@ -72,7 +72,7 @@ def task(tmp_path: Path) -> Task:
 
 
 def grade(task: Task, command: str, tmp_path: Path, timeout_s: float = 60) -> tuple[float, dict[str, int]]:
-    backend = LocalSandboxBackend(tmp_path / "boxes")
+    backend = LocalSandboxBackend(tmp_path / "boxes", mounts=[tmp_path / "shown"])
     sandbox = backend.create(task, "agent")
     try:
         assert sandbox.run(command, env={}, timeout_s=20).exit_code == 0
@@ -116,7 +116,8 @@ def test_a_task_without_tests_is_refused(tmp_path: Path) -> None:
 
 def test_a_python_that_cannot_run_pytest_decides_nothing(task: Task, tmp_path: Path) -> None:
     assert task.tests is not None
-    bare = tmp_path / "bare"
+    (tmp_path / "shown").mkdir()
+    bare = tmp_path / "shown" / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without its packages
     bare.chmod(0o755)
     for python, message in (("no-such-python", "'no-such-python' cannot run pytest"), (str(bare), "has no pytest")):

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -144,11 +145,11 @@ def _build_tasks(folder: Path, env: dict[str, str]) -> None:
 
 
 def _build_agent(folder: Path) -> None:
-    """`my-agent --yes INSTRUCTION`, found on PATH, and a settings file of its own."""
-    (folder / "bin").mkdir()
-    agent = folder / "bin" / "my-agent"
-    agent.write_text(
-        f'#!/bin/sh\nshift\nexec {sys.executable} -I -S {ROOT}/examples/shell_agent.py --max-turns 2 -- "$@"\n'
-    )
-    agent.chmod(0o755)
+    """`my-agent/run --yes INSTRUCTION`, and a settings file of its own."""
+    agent = folder / "my-agent"
+    agent.mkdir()
+    shutil.copy(ROOT / "examples" / "shell_agent.py", agent)
+    script = '#!/bin/sh\nshift\nexec python3 -I -S "$(dirname "$0")/shell_agent.py" --max-turns 2 -- "$@"\n'
+    (agent / "run").write_text(script)
+    (agent / "run").chmod(0o755)
     (folder / "my_settings.json").write_text("{}\n")

@@ -31,6 +31,7 @@ from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 from polar_trl.sandbox.cgroup import PARENT, ROOT
 from polar_trl.sandbox.docker.backend import OWNER_LABEL, DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
+from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.sandbox.owner import build_owner_tag, list_mounts
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.tools.security.check import list_files
@@ -56,6 +57,8 @@ ATTACKS = {path: content.decode() for path, content in list_files().items()}
 
 
 def build(kind: str, root: Path, *, limits: Limits = LIMITS, **settings: Any) -> SandboxBackend:
+    if kind == "local":
+        return LocalSandboxBackend(root)
     if kind == "bwrap":
         return BwrapSandboxBackend(limits=limits, root=root)
     return DockerSandboxBackend(limits=limits, root=root, image=IMAGE, **settings)

@@ -164,7 +164,7 @@ def test_a_killed_trainer_takes_its_agents_along(tmp_path: Path) -> None:
     )
     trainer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
     deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("*/work/started")):
+    while not list(tmp_path.glob("*/disk/work/started")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     trainer.send_signal(signal.SIGKILL)

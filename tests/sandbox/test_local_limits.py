@@ -74,7 +74,7 @@ def test_environment_is_minimal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "BOTH": "run",
         "FROM_RUN": "ü",
         "HOME": f"{base}/home",
-        "TMPDIR": f"{base}/tmp",
+        "TMPDIR": "/tmp",
     }
 
 
@@ -170,33 +170,34 @@ def test_a_model_that_kills_everything_kills_its_own_session(sandbox: LocalSandb
 
 def test_a_model_that_removes_everything_removes_its_own_files(tmp_path: Path) -> None:
     outside = Path.home() / f".polar-trl-test-{os.getpid()}"
-    outside.write_text("precious")
+    shared = Path("/dev/shm", outside.name)
+    for path, text in ((outside, "precious"), (shared, "kept")):
+        path.write_text(text)
     scratch = tmp_path / "scratch"
     sandbox = LocalSandboxBackend(tmp_path / "state").create(Task(id="t", instruction="x", files={"a": "x"}), "s")
     try:
         command = (
             f"rm -f a {outside}; echo spoiled > {outside}; rm -f /dev/null; echo x > /dev/null; "
-            f"touch /usr/planted /etc/planted; echo y > {scratch}; echo z > b; echo v > $HOME/c; echo w > $TMPDIR/d"
+            f"touch /usr/planted /etc/planted; echo y > {scratch}; rm -rf /tmp/* /var/tmp/* /dev/shm/*; "
+            "echo z > b; echo v > $HOME/c; echo w > $TMPDIR/d"
         )
         result = sandbox.run(command, env={}, timeout_s=60)
         assert result.exit_code == 0
-        assert result.stderr.count("Read-only file system") == 5
+        assert result.stderr.count("Read-only file system") == 7  # two are its own mount points
         assert outside.read_text() == "precious"
         assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
         assert sandbox.get("a") is None and sandbox.get("b") == b"z\n"
-        assert scratch.read_text() == "y\n"
+        assert not scratch.exists() and shared.read_text() == "kept"
     finally:
         outside.unlink()
+        shared.unlink()
         sandbox.destroy()
 
 
 @pytest.fixture
 def plain_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalSandbox]:
     """Make a sandbox as on a machine that forbids namespaces."""
-    entry = 'if __name__ == "__main__":'
-    source = local.SUPERVISOR.read_text().replace(entry, f"start_enclosed = lambda *_: None\n{entry}")
-    (tmp_path / "plain.py").write_text(source)
-    monkeypatch.setattr(local, "SUPERVISOR", tmp_path / "plain.py")
+    monkeypatch.setattr(local, "can_enclose", lambda: False)
     made = LocalSandboxBackend(tmp_path / "state").create(Task(id="t", instruction="x"), "s")
     yield made
     made.destroy()
@@ -343,6 +344,6 @@ def test_sandboxes_of_one_session_id_are_apart(tmp_path: Path) -> None:
     one, two = (backend.create(Task(id="t", instruction="x"), "../same") for _ in range(2))
     one.put("f", b"1")
     assert two.get("f") is None
-    assert {p.parent for p in map(Path, (one.workdir, two.workdir))} == set(tmp_path.iterdir())
+    assert {p.parents[1] for p in map(Path, (one.workdir, two.workdir))} == set(tmp_path.iterdir())
     one.destroy()
     two.destroy()

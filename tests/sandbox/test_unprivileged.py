@@ -72,9 +72,8 @@ def test_what_a_killed_user_left_is_gone_at_the_next_start(home: Path) -> None:
         wait_until(lambda: bool(list(home.glob("state/doomed*/disk/work/started"))))
         script.kill()
     (left,) = home.glob("state/*")
-    helper = left / "helper"
     wait_until(lambda: not list_processes(str(home)))
-    assert helper.exists()
+    assert left.exists()
     assert report_of("bwrap", home=home)["left"] == []
 
 

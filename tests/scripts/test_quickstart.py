@@ -12,13 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DATED = r"runs/quickstart-seed{}-\d{{8}}-\d{{6}}"
 
 
-def start(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The script, where `python` prints what it is given."""
+def start(folder: Path, *arguments: str, fault: str = "") -> "subprocess.CompletedProcess[str]":
+    """The script, where `python` prints what it is given; a `fault` is why the default sandbox does not work."""
     (folder / "scripts").mkdir()
     (folder / "bin").mkdir()
     shutil.copy(ROOT / "scripts" / "quickstart.sh", folder / "scripts")
     (folder / "scripts" / "install.sh").touch()
-    (folder / "bin" / "python").write_text('#!/bin/sh\nprintf "%s|" "$@"\necho\n')
+    fail = f'[ "$1" != -c ] || {{ echo "polar_trl.errors.SandboxError: {fault}" >&2; exit 1; }}\n' if fault else ""
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\n{fail}printf "%s|" "$@"\necho\n')
     (folder / "bin" / "python").chmod(0o755)
     return subprocess.run(
         ["bash", str(folder / "scripts" / "quickstart.sh"), *arguments],
@@ -47,6 +48,15 @@ def test_it_says_what_it_starts(
     assert said, done.stderr
     given = rf"--seed\|{seed}\|--max_steps\|{steps}\|--output_dir\|{re.escape(said[1])}\|{rest}\n"
     assert re.match(rf"scripts/train.py\|--config\|configs/quickstart.yaml\|{given}", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("given", [[], ["--sandbox", "docker"], ["--sandbox=bwrap"]])
+def test_where_the_default_sandbox_does_not_work_it_says_so_and_goes_on(tmp_path: Path, given: list[str]) -> None:
+    done = start(tmp_path, *given, fault="no bwrap here; ask for --sandbox local")
+    first = done.stderr.splitlines()[0]
+    assert (first == "quickstart: no bwrap here; ask for --sandbox local; going on with it") == (not given)
+    wanted = given or ["--sandbox", "local"]
+    assert done.stdout.splitlines()[0].endswith("|".join(["", *wanted, ""])), done.stdout
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.sandbox.owner import (
+    build_helper_mark,
     find_state_folder,
     make_session_folder,
-    note_helper,
     reap_session_folders,
     remove_session_folder,
 )
@@ -80,7 +80,9 @@ class BwrapSandboxBackend(SandboxBackend):
         found = {program: shutil.which(program) for program in PROGRAMS}
         for program, path in found.items():
             if path is None:
-                raise SandboxError(f"the bubblewrap sandbox needs `{program}`; install bubblewrap and util-linux")
+                raise SandboxError(
+                    f"the bubblewrap sandbox needs `{program}` (as root: apt-get install bubblewrap util-linux)"
+                )
         _require_version()
         path = os.pathsep.join(dict.fromkeys(os.path.dirname(path) for path in found.values() if path))
         has_limits = can_limit()
@@ -173,10 +175,9 @@ class BwrapSandbox(HostFolders):
         self._command: BwrapCommand | None = None
         self._is_killed = False
         self._is_destroyed = False
-        self._network = NetworkHolder()
+        self._network = NetworkHolder(build_helper_mark(folder))
         self._cgroup = None
         try:
-            note_helper(folder, self._network.pid)
             if setup.has_limits:
                 limits = setup.limits
                 self._cgroup = Cgroup(folder.name, memory_mb=limits.memory_mb, cpus=limits.cpus, pids=limits.pids)
@@ -249,6 +250,7 @@ class BwrapSandbox(HostFolders):
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
             self._is_killed = False
             try:
+                self._files.restore()
                 self._command = BwrapCommand(
                     self._build_prefix(),
                     self._build_options(env),

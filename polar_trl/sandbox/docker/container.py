@@ -69,6 +69,7 @@ class DockerSandbox(HostFolders):
         started, deadline = time.time(), time.monotonic() + timeout_s
         argv = ["sh", "-c", SHELL, _check_command(command)]
         try:
+            self._files.restore()
             oom_kills = self._count_oom_kills()
             exec_id = self._client.api.exec_create(
                 self._container.id, argv, environment={"HOME": HOME, **env}, workdir=self.workdir, user=build_user()

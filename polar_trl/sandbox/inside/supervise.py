@@ -1,11 +1,13 @@
 """Supervise one shell command: run it under a deadline, kill every process that it started, report its output.
 
-    python -I -S supervise.py PARENT_PID TIMEOUT_S FOLDER < command > report
+    python -I -S supervise.py PARENT_PID TIMEOUT_S enclosed ROOT DISK [SHOWN ...] < command > report
+    python -I -S supervise.py PARENT_PID TIMEOUT_S plain < command > report
 
-Where the kernel allows it (to root, and to others where user namespaces are open to them) the command gets namespaces
-of its own. The command sees and can signal nothing but what it started, and can change no file but those of FOLDER and
-of the machine's scratch folders: small models do write `kill -9 -1` and `rm /dev/null`. Elsewhere it runs among the
-user's other processes and files.
+Enclosed, the command gets namespaces of its own, which root may make, and others where the system lets them. It sees
+and can signal nothing but what it started, and can change no file but those of DISK, the session's work/, home/ and
+tmp/, the last of which is its /tmp and /var/tmp; of ROOT, where all sessions are, it sees nothing else. SHOWN are
+folders that it reads although they lie where it has a folder of its own. Small models do write `kill -9 -1`,
+`rm -rf /tmp/*` and `rm /dev/null`. Plain, it runs among the user's other processes and files.
 
 Either way the process makes itself the subreaper of all that the command starts: a daemon that forks twice, calls
 setsid or clears its environment is still a descendant, because orphans come back here instead of going to init. When
@@ -13,7 +15,7 @@ the command ends, its deadline passes, SIGTERM arrives or the parent dies (the k
 descendants, so that none can fork on, and kills them.
 
 The report is a line "KIND CODE STDOUT_BYTES STDERR_BYTES", then the tails of both streams. KIND is "exit", "timeout",
-"killed", "failed" (the shell could not be started; CODE is the errno) or "stuck" (something would not die). Output is
+"killed", "failed" (no shell or no namespaces; CODE is the errno) or "stuck" (something would not die). Output is
 drained here, so a flood costs the trainer neither memory nor its interpreter lock.
 
 Runs as a script, with no more imports than 12 ms of CPU buy, since a training step starts dozens of these.
@@ -29,11 +31,20 @@ import time
 TAIL_BYTES = 64 * 1024
 KILL_LIMIT_S = 30.0
 PR_SET_PDEATHSIG = 1
+PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 0x1  # Linux 5.12, all architectures
-SCRATCH = (b"/tmp", b"/var/tmp", b"/dev/shm")
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # Linux 5.12, all architectures
+READ_ONLY, NO_DEVICES = 0x1, 0x4
+SCRATCH = (b"/tmp", b"/var/tmp")
+SHARED_MEMORY = b"/dev/shm"
+DEVICES = tuple(b"/dev/" + name for name in b"null zero full random urandom tty ptmx pts".split())
+"""All that root keeps: others could not write a disk anyway."""
+PROC_READ_ONLY = (b"/proc/bus", b"/proc/fs", b"/proc/irq", b"/proc/sys", b"/proc/sysrq-trigger")
+# chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service: root keeps what concerns its own files
+# and processes; with more it could take these mounts away
+CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10)
 # Python ignores the first two, and an ignored signal stays ignored across exec: `yes | head` would misbehave.
 SHELL_DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD)
 libc = ctypes.CDLL(None, use_errno=True)
@@ -70,7 +81,8 @@ class Command:
 
     def __init__(self, text: bytes, stdout: int, stderr: int) -> None:
         self.exit_code: int | None = None
-        self.pid = start_enclosed(text, stdout, stderr) or start_plain(text, stdout, stderr)
+        start = start_enclosed if sys.argv[3] == "enclosed" else start_plain
+        self.pid = start(text, stdout, stderr)
 
     def reap(self) -> bool:
         """Collect every child that has ended, adopted ones too; return whether any is left."""
@@ -102,8 +114,8 @@ def start_plain(text: bytes, stdout: int, stderr: int) -> int:
     )
 
 
-def start_enclosed(text: bytes, stdout: int, stderr: int) -> int | None:
-    """Start the shell in a process namespace of its own; None where the kernel allows none.
+def start_enclosed(text: bytes, stdout: int, stderr: int) -> int:
+    """Start the shell in namespaces of its own. Raises `OSError` where the kernel allows none.
 
     Three processes: one to wait for, whose exit code is the shell's; the namespace's init; the shell.
 
@@ -116,6 +128,8 @@ def start_enclosed(text: bytes, stdout: int, stderr: int) -> int | None:
         try:
             os.close(ready)
             run_outside(text, stdout, stderr, ready_end)
+        except OSError as error:
+            os.write(ready_end, b"%d" % (error.errno or 0))
         finally:
             os._exit(127)
     os.close(ready_end)
@@ -124,22 +138,20 @@ def start_enclosed(text: bytes, stdout: int, stderr: int) -> int | None:
     if said == b"ready":
         return pid
     os.waitpid(pid, 0)
-    if said:
-        number = int(said.removeprefix(b"ready"))
-        raise OSError(number, os.strerror(number))
-    return None
+    number = int(said.removeprefix(b"ready") or 0)
+    raise OSError(number, os.strerror(number))
 
 
 def run_outside(text: bytes, stdout: int, stderr: int, ready: int) -> None:
-    """Open the namespace, have its init run the shell, and exit as that does."""
+    """Open the namespaces, have their init run the shell, and exit as that does. Raises `OSError`."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     uid, gid = os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWPID | CLONE_NEWNS) != 0:
-        if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS) != 0:
-            return
+    flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+    if libc.unshare(flags) != 0:
+        require(libc.unshare(CLONE_NEWUSER | flags))
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
@@ -147,6 +159,8 @@ def run_outside(text: bytes, stdout: int, stderr: int, ready: int) -> None:
     if init == 0:
         try:
             run_init(text, stdout, stderr, ready)
+        except OSError as error:
+            os.write(ready, b"%d" % (error.errno or 0))
         finally:
             os._exit(127)
     for fd in (stdout, stderr, ready):
@@ -155,12 +169,16 @@ def run_outside(text: bytes, stdout: int, stderr: int, ready: int) -> None:
 
 
 def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
-    """Be the namespace's init: mount a /proc of its own, run the shell, and end all when the shell ends."""
+    """Be the namespace's init: arrange files, run the shell, and end all when it ends. Raises `OSError`."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0 or not protect_files(os.fsencode(sys.argv[3])):
-        return
-    if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None) != 0:
-        return
+    root, disk, *shown = (os.fsencode(word) for word in sys.argv[4:])
+    mount(None, b"/", MS_REC | MS_PRIVATE)
+    arrange_files(root, disk, shown)
+    mount(b"proc", b"/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, b"proc")
+    for path in filter(os.path.exists, PROC_READ_ONLY):  # root without capabilities still owns these
+        mount(path, path, MS_BIND)
+        set_attributes(path, READ_ONLY)
+    os.environ["TMPDIR"] = "/tmp"
     os.write(ready, b"ready")
     shell = os.fork()
     if shell == 0:
@@ -171,6 +189,9 @@ def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
             os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
+            for capability in range(64):
+                if capability not in CAPABILITIES:
+                    libc.prctl(PR_CAPBSET_DROP, capability)  # fails for those that this kernel does not know
             os.execvpe("bash", [b"bash", b"-c", text], os.environb)
         except OSError as error:
             os.write(ready, b"%d" % (error.errno or 0))
@@ -184,26 +205,90 @@ def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
             os._exit(to_exit_code(status))
 
 
-def protect_files(folder: bytes) -> bool:
-    """Make everything read-only but this folder and the scratch folders; False where the kernel is too old for it."""
-    workdir = os.getcwdb()
-    writable = [path for path in SCRATCH if os.path.isdir(path)] + [folder]
-    for path in writable:
-        if libc.mount(path, path, None, MS_BIND | MS_REC, None) != 0:
-            return False
-    if not set_read_only(b"/", AT_RECURSIVE, is_on=True):
-        return False
-    for path in writable:
-        if not set_read_only(path, AT_RECURSIVE if path == folder else 0, is_on=False):
-            return False
-    os.chdir(workdir)  # through the new mounts
-    return True
+def arrange_files(root: bytes, disk: bytes, shown: list[bytes]) -> None:
+    """Give the session its own scratch folders, hide the other sessions, and make the rest read-only."""
+    work, home, tmp = (os.path.join(disk, name) for name in (b"work", b"home", b"tmp"))
+    shown = [path for path in shown if find_scratch(path)]  # the others are not covered
+    sources = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (work, home, *shown)}
+    scratch = [path for path in SCRATCH if os.path.isdir(path)]
+    own_tmp = b"/proc/self/fd/%d" % os.open(tmp, os.O_PATH | os.O_DIRECTORY)
+    for path in scratch:
+        mount(own_tmp, path, MS_BIND)
+    if os.path.isdir(SHARED_MEMORY):
+        mount(b"tmpfs", SHARED_MEMORY, MS_NOSUID | MS_NODEV, b"tmpfs", b"mode=1777")
+        scratch.append(SHARED_MEMORY)
+    for path in shown:
+        mount(b"/proc/self/fd/%d" % sources[path], make_place(path), MS_BIND | MS_REC)
+    mount(b"tmpfs", make_place(root), MS_NOSUID | MS_NODEV, b"tmpfs", b"mode=755,size=1m")
+    for path in (work, home):
+        os.makedirs(path)
+        mount(b"/proc/self/fd/%d" % sources[path], path, MS_BIND)
+    devices = [path for path in DEVICES if os.geteuid() == 0 and os.path.exists(path)]
+    if devices:
+        mount(b"devpts", b"/dev/pts", MS_NOSUID | MS_NOEXEC, b"devpts", b"newinstance,ptmxmode=0666,mode=620")
+    for path in devices:
+        mount(b"/dev/pts/ptmx" if path == b"/dev/ptmx" else path, path, MS_BIND)
+    set_attributes(b"/", READ_ONLY | (NO_DEVICES if devices else 0), flags=AT_RECURSIVE)
+    for path in (work, home, *scratch):
+        set_attributes(path, 0, READ_ONLY)
+    for path in devices:
+        set_attributes(path, 0, NO_DEVICES)
+    os.chdir(work)  # through the new mounts
 
 
-def set_read_only(path: bytes, flags: int, *, is_on: bool) -> bool:
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY if is_on else 0, 0 if is_on else MOUNT_ATTR_RDONLY, 0, 0)
+def find_scratch(path: bytes) -> bytes | None:
+    """Find the scratch folder that a path lies below."""
+    return next((top for top in (*SCRATCH, SHARED_MEMORY) if path.startswith(top + b"/")), None)
+
+
+def make_place(path: bytes) -> bytes:
+    """Return a path to mount on, made if it lies in the session's own scratch folders; follow no link of the agent."""
+    top = find_scratch(path)
+    if top is None:
+        return path
+    folder = os.open(top, os.O_PATH | os.O_DIRECTORY)
+    for name in path[len(top) + 1 :].split(b"/"):
+        try:
+            below = open_below(folder, name)
+        except OSError:  # the agent put something else there, or took rights away
+            os.chmod(b"/proc/self/fd/%d" % folder, 0o755)
+            place = b"/proc/self/fd/%d/%s" % (folder, name)
+            if os.path.islink(place) or (os.path.exists(place) and not os.path.isdir(place)):
+                os.unlink(place)
+            below = open_below(folder, name)
+        os.close(folder)
+        folder = below
+    return b"/proc/self/fd/%d" % folder
+
+
+def open_below(folder: int, name: bytes) -> int:
+    """Open a folder's subfolder, which is made if it is missing. Raises `OSError` if it is none, or a link."""
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        os.mkdir(name, dir_fd=folder)
+    return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+
+
+def mount(
+    source: bytes | None, target: bytes, flags: int, kind: bytes | None = None, data: bytes | None = None
+) -> None:
+    """Call mount(2). Raises `OSError`."""
+    require(libc.mount(source, target, kind, flags, data))
+
+
+def set_attributes(path: bytes, given: int, taken: int = 0, flags: int = 0) -> None:
+    """Give attributes to a mount, and take others from it. Raises `OSError`, as before Linux 5.12."""
+    attributes = (ctypes.c_uint64 * 4)(given, taken, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    return libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, size) == 0
+    require(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, size))
+
+
+def require(result: int) -> None:
+    """Raise `OSError` if a call of libc failed."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def to_exit_code(status: int) -> int:
