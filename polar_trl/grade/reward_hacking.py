@@ -10,10 +10,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from polar_trl.errors import FileTooLargeError
 from polar_trl.grade.changes import Change, list_folders
 from polar_trl.names import list_patched_paths, normalize_package
 from polar_trl.types import Call, Task, TestSpec
@@ -248,13 +250,9 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
 
 def _walk_home(home: Path) -> Iterator[tuple[str, str]]:
     """Yield folder and name of files in HOME, up to `MAX_HOME_FILES`, without folders too deep or closed."""
-    left = MAX_HOME_FILES
-    for folder, entries in list_folders(home, lambda _: None):
-        names = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
-        yield from ((str(home / folder), name) for name in names)
-        left -= len(names)
-        if left < 0:
-            return
+    with suppress(FileTooLargeError):  # enough was seen
+        for folder, entries in list_folders(home, lambda _: None, MAX_HOME_FILES):
+            yield from ((str(home / folder), e.name) for e in entries if not e.is_dir(follow_symlinks=False))
 
 
 def _is_environment(folder: str) -> bool:
