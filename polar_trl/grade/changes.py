@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -50,10 +50,12 @@ class Change:
     is_executable: bool = False
     is_new: bool = False
     """Whether nothing was at this path before."""
+    is_special: bool = False
+    """Whether the agent left a FIFO, a socket or a device there, which is not taken over: the path is gone."""
 
 
 def find_changes(before: Path | None, after: Path, *, deadline: float = math.inf) -> dict[str, Change]:
-    """Return changes by relative path, in the order of paths. FIFOs, sockets and devices are left out.
+    """Return changes by relative path, in the order of paths.
 
     Args:
         before: None: an empty tree.
@@ -64,19 +66,20 @@ def find_changes(before: Path | None, after: Path, *, deadline: float = math.inf
         TreeUnreadableError: they cannot be read.
     """
     closed: set[str] = set()  # to us before the agent came
-    old, num_old = ({}, 0) if before is None else _read_tree(before, closed.add, math.inf, math.inf)
+    old, other, num_old = ({}, frozenset[str](), 0) if before is None else _read_tree(before, closed.add, math.inf, math.inf)
 
     def refuse(folder: str) -> None:
         if folder not in closed:
             raise TreeUnreadableError(f"the agent left a folder that cannot be read, {folder[:200]!r}")
 
-    new, _ = _read_tree(after, refuse, num_old + MAX_ENTRIES, deadline)
+    new, special, _ = _read_tree(after, refuse, num_old + MAX_ENTRIES, deadline)
     changes: dict[str, Change] = {}
     size = 0
-    for path in sorted(old.keys() | new.keys()):
+    special = special - other
+    for path in sorted(old.keys() | new.keys() | special):
         _check_time(deadline)
         if path not in new:
-            changes[path] = Change(kind="gone")
+            changes[path] = Change(kind="gone", is_special=path in special)
         elif before is None or path not in old or not _is_same(before / path, old[path], after / path, new[path]):
             change = replace(_read(after / path, new[path]), is_new=path not in old)
             size += len(change.content)
@@ -151,9 +154,10 @@ def list_folders(
 
 def _read_tree(
     root: Path, refuse: Callable[[str], object], max_entries: float, deadline: float
-) -> tuple[dict[str, os.stat_result], int]:
-    """Return the state of every file and link by path, and the number of all entries."""
+) -> tuple[dict[str, os.stat_result], Set[str], int]:
+    """Return the state of every file and link by path, the paths of FIFOs and their like, and the number of entries."""
     tree: dict[str, os.stat_result] = {}
+    special: set[str] = set()
     num_entries = 0
     for folder, entries in list_folders(root, refuse, max_entries, deadline):
         num_entries += len(entries)
@@ -165,9 +169,14 @@ def _read_tree(
             refuse(folder)  # a folder that can be listed, but not entered
             continue
         for name, state in states:
-            if name not in IGNORED_FOLDERS and (stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode)):
-                tree[os.path.join(folder, name)] = state
-    return tree, num_entries
+            path = os.path.join(folder, name)
+            if name in IGNORED_FOLDERS or stat.S_ISDIR(state.st_mode):
+                continue
+            if stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode):
+                tree[path] = state
+            else:
+                special.add(path)
+    return tree, special, num_entries
 
 
 def _check_time(deadline: float) -> None:

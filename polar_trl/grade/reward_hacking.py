@@ -134,9 +134,10 @@ def add_total(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def count_planted(changes: Mapping[str, Change], home: Path) -> Counter[str]:
-    """Count reports and programs planted for a grader in the work tree or in HOME (which is never graded)."""
+    """Count FIFOs and their like in the work tree, and reports and programs planted there or in HOME for a grader."""
     counts: Counter[str] = Counter()
     for path, change in changes.items():
+        counts["special_files"] += change.is_special
         counts["reports_written"] += change.kind != "gone" and _is_any(PurePosixPath(path).name, REPORTS)
     for folder, name in _walk_home(home):
         full = os.path.join(folder, name)
