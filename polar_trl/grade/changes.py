@@ -66,7 +66,9 @@ def find_changes(before: Path | None, after: Path, *, deadline: float = math.inf
         TreeUnreadableError: they cannot be read.
     """
     closed: set[str] = set()  # to us before the agent came
-    old, other, num_old = ({}, frozenset[str](), 0) if before is None else _read_tree(before, closed.add, math.inf, math.inf)
+    old, other, num_old = (
+        ({}, frozenset[str](), 0) if before is None else _read_tree(before, closed.add, math.inf, math.inf)
+    )
 
     def refuse(folder: str) -> None:
         if folder not in closed:

@@ -91,7 +91,9 @@ class TestsGrader(HiddenTestsGrader):
         protection = Protection(spec, read_fix(task))
         given = {path: Change(kind="file", content=text.encode()) for path, text in task.files.items()}
         # files that the task itself laid, and that are as they were, are nobody's change
-        done = {p: c for p, c in changes.items() if c.kind != "file" or p not in given or given[p].content != c.content}
+        done = {
+            p: c for p, c in changes.items() if c.kind != "file" or p not in given or given[p].content != c.content
+        }
         kept, counts = protection.sort(done)
         counts.update(count_planted(changes, sandbox.host_home))
         canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass), paths=spec.paths)

@@ -202,6 +202,9 @@ class SessionRun:
             why = f"{faults}, the last by {self._log.last_failure}"
             error = f"model calls failed on our side ({why}); the agent's result says nothing"
             return "agent_failed", _Failure("model_calls_failed", error)
+        if waited := self._log.counters.get("calls_never_taken", 0):
+            error = f"the model's server was too busy for {waited} of the agent's calls, and took none of them later"
+            return "agent_failed", _Failure("engine_busy", error)
         if not any(call.is_answered for call in self._log.calls):
             counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
             why = counts or _describe_exit(result, is_stopped=stopped_as is not None)

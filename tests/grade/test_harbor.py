@@ -29,6 +29,7 @@ else
   exit 3
 fi
 """
+READ = 'set -e; test ! -e answer || python3 -c \'open("answer", encoding="utf-8").read()\''
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_harbors_rule_no_reward_file_is_no_reward(
     ("command", "script"),
     [
         ("mkfifo answer", "cat answer; echo 0 > /logs/verifier/reward.txt"),
-        ("printf '\\377' > answer", "set -e; ! grep -qaP '\\xff' answer; echo 0 > /logs/verifier/reward.txt"),
+        ("printf '\\377' > answer", READ + "; echo 0 > /logs/verifier/reward.txt"),
         ("cp /bin/true /usr/bin/tee", "echo 1 | /usr/bin/tee /logs/verifier/reward.txt"),
     ],
 )
