@@ -22,7 +22,8 @@ class GraderByTask(Grader):
     """Grades each task by the grader that its fields ask for.
 
     Args:
-        backend: Makes the fresh sandboxes in which hidden tests run, and graders that failed are tried again. A `WarmPool` has them ready in time.
+        backend: Makes the fresh sandboxes in which hidden tests run, and failed graders are tried again. A
+            `WarmPool` has them ready in time.
         command: For tasks that name no grader.
         command_reward: See `CommandGrader`.
         partial: Reward the share of the failing tests that pass, as long as none of the others broke.

@@ -157,7 +157,7 @@ def list_folders(
 def _read_tree(
     root: Path, refuse: Callable[[str], object], max_entries: float, deadline: float
 ) -> tuple[dict[str, os.stat_result], Set[str], int]:
-    """Return the state of every file and link by path, the paths of FIFOs and their like, and the number of entries."""
+    """Return the state of files and links by path, the paths of FIFOs and their like, and the number of entries."""
     tree: dict[str, os.stat_result] = {}
     special: set[str] = set()
     num_entries = 0

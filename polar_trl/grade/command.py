@@ -1,8 +1,8 @@
 """Grade by a shell command in the finished sandbox: its exit code, or the number that it prints, is the reward.
 
-A command that hangs or fails, in any way but "1, the work is wrong", runs once more over the untouched task, in a fresh
-sandbox. Where it decides there, the agent's files were what broke it: reward 0, and `graders_broken`. Else, and where
-no fresh sandbox can be had, the command itself is broken and has decided nothing: `GradeError`.
+A command that hangs or fails, in any way but "1, the work is wrong", runs once more over the untouched task, in a
+fresh sandbox. Where it decides there, the agent's files were what broke it: reward 0, and `graders_broken`. Else, and
+without a backend, the command itself is broken and has decided nothing: `GradeError`.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Notice that this process did not run for a while: stopped by a signal or a debugger, or on a machine that stood still.
+"""Notice that this process did not run for a while: stopped by a signal or a debugger, or its machine stood still.
 
 The clocks by which agents and graders are judged go on meanwhile, and nobody answers model calls. A look that comes
 late says little by itself, since another thread may have held the interpreter's lock; where the whole process used no

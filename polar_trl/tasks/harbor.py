@@ -5,8 +5,8 @@ tolerated and listed in `metadata["harbor"]["unread"]`. Refuses tasks that need 
 several steps or containers, Windows, accelerators, MCP servers, a verifier in a container or network of its own.
 
 A folder that scripts/build_pypi_tasks.py wrote also has environment/workspace, which becomes the work folder,
-environment/requirements.txt, and tests/spec.json with the ids of the tests that decide. A task that says nothing of the
-network has the public one in Harbor, in which an agent can look its answer up: it has to say which it wants.
+environment/requirements.txt, and tests/spec.json with the ids of the tests that decide. A task that says nothing of
+the network has the public one in Harbor, in which an agent can look its answer up: it has to say which it wants.
 """
 
 import json
