@@ -27,6 +27,8 @@ MAX_ENTRIES = 100_000
 """Files, folders and anything else that has a name, beyond as many as the original tree has."""
 MAX_DEPTH = 200
 """Nested folders."""
+ENDLESS = (b"/dev/", b"/proc/")
+"""Where links lead to what has no end, or is of another process."""
 IGNORED_FOLDERS = frozenset({".git", ".hg", ".svn", "__pycache__"})
 UNUSABLE: Mapping[type[Exception], str] = {
     FileTooLargeError: "changes_too_large",
@@ -51,7 +53,7 @@ class Change:
     is_new: bool = False
     """Whether nothing was at this path before."""
     is_special: bool = False
-    """Whether the agent left a FIFO, a socket or a device there, which is not taken over: the path is gone."""
+    """Whether the agent left a FIFO, a socket, a device or a link to one there: gone, since it is not taken over."""
 
 
 def find_changes(before: Path | None, after: Path, *, deadline: float = math.inf) -> dict[str, Change]:
@@ -84,6 +86,8 @@ def find_changes(before: Path | None, after: Path, *, deadline: float = math.inf
             changes[path] = Change(kind="gone", is_special=path in special)
         elif before is None or path not in old or not _is_same(before / path, old[path], after / path, new[path]):
             change = replace(_read(after / path, new[path]), is_new=path not in old)
+            if change.kind == "link" and change.content.startswith(ENDLESS):
+                change = Change(kind="gone", is_special=True)
             size += len(change.content)
             if size > MAX_BYTES:
                 raise FileTooLargeError(f"the agent changed more than {MAX_BYTES >> 20} MiB")

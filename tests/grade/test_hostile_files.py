@@ -100,14 +100,12 @@ FILES = {
         "changes_unreadable",
     ),
     "a FIFO for the module": ("rm src/pkg/m.py; mkfifo src/pkg/m.py", "special_files"),
-    "a FIFO for the folder of tests": ("rm -r tests; mkfifo tests", "special_files"),
     "a socket for the package": (
         "rm -r src/pkg; " + python("import socket\nsocket.socket(socket.AF_UNIX).bind('src/pkg')"),
         "special_files",
     ),
-    "/dev/zero for the module": ("ln -sf /dev/zero src/pkg/m.py", "test_runs_"),
+    "/dev/zero for the module": ("ln -sf /dev/zero src/pkg/m.py", "special_files"),
     "the work folder's content gone, and a link out": ("rm -rf src tests data .git; ln -s /etc src", "tests_edited"),
-    "the folder of tests a link out": ("rm -r tests; ln -s /etc tests", "tests_edited"),
 }
 HARMLESS = {
     "FIFOs, sockets and loops of links beside the work": (
@@ -116,6 +114,8 @@ HARMLESS = {
     ),
     "names that are no text": "touch $'\\xff\\xfe' $'a\\nb' $(printf 'n%.0s' {1..255}); echo x > $'src/pkg/\\xff.py'",
     "a folder that the task filled is a link out": "rm -r data; ln -s /etc data",
+    "a FIFO for the folder of tests": "rm -r tests; mkfifo tests",
+    "the folder of tests a link out": "rm -r tests; ln -s /etc tests",
     "a repository that is broken, with hooks": (
         "echo nonsense > .git/HEAD; rm -rf .git/objects; mkdir -p .git/hooks; printf '#!/bin/sh\\nexit 1\\n' > "
         ".git/hooks/pre-commit; chmod +x .git/hooks/*; git config core.fsmonitor 'touch /tmp/x' || true; "
@@ -131,7 +131,6 @@ CODE = {
     "stops all": ("import os\nos.kill(-1, 19)\nos.kill(os.getpid(), 19)", "test_runs_timed_out"),
     "never ends": ("while True: pass", "test_runs_timed_out"),
     "closes all files": ("import os\nos.closerange(0, 256)", "test_runs_died"),
-    "prints for ever": ("while True: print('x' * (1 << 20))", "test_runs_timed_out"),
     "writes nonsense to every pipe": (
         "import os\nfor fd in range(3, 64):\n    try:\n        os.write(fd, b'[' * 100_000 + b'\\n')\n"
         "    except OSError:\n        pass\nos._exit(0)",
@@ -139,6 +138,7 @@ CODE = {
     ),
 }
 GREEDY = {
+    "prints for ever": "while True: print('x' * (1 << 20))",
     "a fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
     "a memory hog": "x = []\nwhile True: x.append(bytearray(1 << 24))",
     "a full disk": "with open('/tmp/full', 'wb') as file:\n    while True: file.write(b'x' * (1 << 20))",
