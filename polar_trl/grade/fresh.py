@@ -79,6 +79,4 @@ def _require_host_room(sandbox: Sandbox) -> None:
     folder = sandbox.host_workdir.parents[1]
     state = os.statvfs(folder)
     if (left := state.f_bavail * state.f_frsize) < MIN_HOST_BYTES:
-        raise GradeError(
-            f"the disk of this machine is full ({left >> 20} MiB are left at {folder}): nothing is graded"
-        )
+        raise GradeError(f"this machine's disk is full ({left >> 20} MiB are left at {folder}): nothing is graded")

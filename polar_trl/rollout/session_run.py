@@ -181,10 +181,9 @@ class SessionRun:
             finally:
                 context.proxy.close_session(endpoint.api_key)
         self._seconds["held"] = self.gate_stats.held_s
-        pause_s = clock.heartbeat.look()
-        self._seconds["agent"] = max(self._seconds["agent"] - self._seconds["held"] - pause_s, 0.0)
+        self._seconds["agent"] = max(self._seconds["agent"] - self._seconds["held"] - clock.pause_s, 0.0)
         self._raise_if_cancelled()
-        return self._judge_agent(result, clock.stopped_as, pause_s)
+        return self._judge_agent(result, clock.stopped_as, clock.pause_s)
 
     def _judge_agent(
         self, result: ExecResult, stopped_as: StopReason | None, pause_s: float
@@ -310,7 +309,9 @@ class _Clock:
 
     def __init__(self, sandbox: Sandbox, gate_stats: GateStats, limit_s: float, cut: StragglerCut) -> None:
         self.stopped_as: StopReason | None = None
-        self.heartbeat = Heartbeat()
+        self.pause_s = 0.0
+        """For how long this process was stopped meanwhile."""
+        self._heartbeat = Heartbeat()
         self._sandbox = sandbox
         self._gate_stats = gate_stats
         self._limit_s = limit_s
@@ -326,11 +327,12 @@ class _Clock:
     def __exit__(self, *failure: object) -> None:
         self._has_ended.set()
         self._thread.join()
+        self.pause_s = self._heartbeat.look()
 
     def _watch(self) -> None:
         left_s = self._limit_s
         while not self._has_ended.wait(min(max(left_s, 0.0), CLOCK_POLL_INTERVAL_S)):
-            pause_s = self.heartbeat.look()  # before the clock is read
+            pause_s = self._heartbeat.look()  # before the clock is read
             seconds = time.monotonic() - self._started - self._gate_stats.held_s - pause_s
             left_s = self._limit_s - seconds
             if left_s <= 0:
