@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 LOOK_INTERVAL_S = 0.25
 MIN_STOP_S = 2.0
@@ -35,7 +36,7 @@ class Heartbeat:
             return self._stopped_s
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def looking(self) -> Iterator[Self]:
         """Look, from a thread of its own, while the block runs."""
         has_ended = threading.Event()
 
@@ -46,7 +47,7 @@ class Heartbeat:
         thread = threading.Thread(target=watch, name="polar-heartbeat", daemon=True)
         thread.start()
         try:
-            yield
+            yield self
         finally:
             has_ended.set()
             thread.join()

@@ -220,8 +220,7 @@ class SessionRun:
         grader = self._context.grader
         if grader is None:
             return None, None
-        heartbeat = Heartbeat()
-        with self._stage("grade"), heartbeat.looking():
+        with self._stage("grade"), Heartbeat().looking() as heartbeat:
             self._grading_is_ordered = False  # from here on it is the grader's own affair
             try:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)

@@ -63,6 +63,7 @@ def run_sessions(
     *scripts: str,
     grade: Callable[[Task, Any], Any] = lambda task, box: 0.0,
     limit_s: float = 120.0,
+    max_grading: int = 4,
 ) -> list[Rollout]:
     """Run agents that are shell scripts, one after the other."""
     renderer = engine.own_renderer or RENDERER
@@ -72,7 +73,7 @@ def run_sessions(
             backend=LocalSandboxBackend(tmp_path / "boxes"),
             harness=HARNESS,
             grader=FunctionGrader(grade),
-            config=RolloutConfig(max_agents=1),
+            config=RolloutConfig(max_agents=1, max_grading=max_grading),
         )
         jobs = [
             Job(rollout_id=f"r{i}", group_id="g", task=Task(id=f"t{i}", instruction=text, agent_timeout_s=limit_s))
@@ -166,6 +167,19 @@ def test_a_stop_is_told_from_a_busy_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert look_after(9.0, 0.1) == 9.0
     assert look_after(1.0, 0.0) == 9.0
     assert look_after(5.0, 0.0) == 14.0
+
+
+def test_waiting_for_a_place_is_no_stop(tmp_path: Path) -> None:
+    """Two sessions and one place to be graded in, where each takes longer than the shortest stop that is noticed."""
+
+    def grade(task: Task, box: Any) -> float:
+        time.sleep(heartbeat.MIN_STOP_S + 0.5)
+        return 1.0
+
+    rollouts = run_sessions(
+        tmp_path, ScriptedEngine(lambda ids: REPLY), *["python3 ~/ask.py one"] * 2, grade=grade, max_grading=1
+    )
+    assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(1.0, None)] * 2
 
 
 TWICE = "python3 ~/ask.py one && python3 ~/ask.py two"
