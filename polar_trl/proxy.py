@@ -93,9 +93,10 @@ class Proxy:
         try:
             # ours and not uvicorn's: the port is known, and connections queue, before the thread runs
             listener = socket.create_server((host, port), backlog=2048)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             advice = "choose another port, or 0 to let the system choose one"
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from error
+            reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+            raise ConfigError(f"cannot listen on {host}:{port} ({reason}): {advice}") from error
         self.origin = f"http://{host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             self._build_app(),

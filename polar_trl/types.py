@@ -16,7 +16,9 @@ ToolKind = Literal["function", "freeform", "local_shell"]
 StopReason = Literal[
     "completed", "agent_failed", "agent_timeout", "straggler", "no_calls", "prepare_failed", "cancelled"
 ]
-ErrorKind = Literal["prepare_failed", "sandbox_failed", "model_calls_failed", "no_calls", "grader_failed", "cancelled"]
+ErrorKind = Literal[
+    "prepare_failed", "sandbox_failed", "model_calls_failed", "engine_busy", "no_calls", "grader_failed", "cancelled"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,6 +71,8 @@ class TokenEngine(Engine, Protocol):
     """Base of engines from token ids to token ids, the only ones that can be trained from. They give `generate`."""
 
     own_renderer: Renderer | None = None
+    vocab_size: int = 1 << 24
+    """Token ids are below it; unless the engine knows better, one that no vocabulary reaches."""
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion. Raises `EngineError` if the engine fails or closes meanwhile."""
@@ -79,16 +81,28 @@ class TokenEngine(Engine, Protocol):
     async def answer(
         self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams
     ) -> Completion | TextReply:
-        """Sample from the prompt's ids; see `Engine.answer`. Raises `EngineError` as `require_logprobs` does."""
-        return require_logprobs(await self.generate(prompt_ids, params))
+        """Sample from the prompt's ids; see `Engine.answer`. Raises `EngineError` as `require_usable` does."""
+        return require_usable(await self.generate(prompt_ids, params), self.vocab_size)
 
 
-def require_logprobs(completion: Completion) -> Completion:
-    """Return the completion. Raises `EngineError` naming the first logprob that is not finite and at most 0."""
-    for position, logprob in enumerate(completion.logprobs):
+def require_usable(completion: Completion, vocab_size: int) -> Completion:
+    """Return a completion that can be trained on.
+
+    Raises `EngineError` where it has no token, and for the first token whose id is none of the vocabulary's, or whose
+    logprob is not finite and at most 0.
+    """
+    count = len(completion.token_ids)
+    if not count:
+        raise EngineError(f"the engine sampled no token (finish reason {completion.finish_reason!r})")
+    for position, (token_id, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        if not 0 <= token_id < vocab_size:
+            raise EngineError(
+                f"the engine gave id {token_id} for sampled token {position} of {count}; "
+                f"ids are at least 0 and below {vocab_size}"
+            )
         if not -math.inf < logprob <= 0.0:
             raise EngineError(
-                f"the engine gave log-probability {logprob} for sampled token {position} of "
-                f"{len(completion.token_ids)}; it must be a finite number, at most 0"
+                f"the engine gave log-probability {logprob} for sampled token {position} of {count}; "
+                "it must be a finite number, at most 0"
             )
     return completion

@@ -7,7 +7,9 @@ growing pauses, which does no harm since nothing of an answer that never came wa
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -66,10 +68,11 @@ class OpenAIServer:
 
         Raises:
             RefusedError: status 4xx.
-            EngineBusyError: it is still too busy after the retries.
+            EngineBusyError: it is still too busy after the retries, or was when the await was cancelled.
             EngineError: it cannot be reached, has failed, or does not answer with a JSON object.
         """
-        sending = self._send("POST", path, body)
+        turned_away: list[EngineError] = []
+        sending = self._send("POST", path, body, turned_away)
         try:
             future = asyncio.run_coroutine_threadsafe(sending, self._loop)
         except RuntimeError as error:
@@ -80,6 +83,8 @@ class OpenAIServer:
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if waiting is not None and waiting.cancelling():
+                if turned_away:  # whoever gave up did so because of the server
+                    raise turned_away[-1] from None
                 raise
             raise self._closed() from None  # it was not the caller who gave up, but `close`
 
@@ -118,12 +123,16 @@ class OpenAIServer:
         except _TransientError as transient:
             raise transient.error from transient.__cause__
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any], turned_away: list[EngineError]
+    ) -> dict[str, Any]:
+        """Send until it is answered or the retries are used up; the errors of earlier tries are put into a list."""
         content = json.dumps(body).encode()
         for delay_s in RETRY_DELAYS_S:
             try:
                 return await self._try(method, path, content)
             except _TransientError as transient:
+                turned_away.append(transient.error)
                 await asyncio.sleep(min(max(delay_s, transient.retry_after_s), MAX_DELAY_S))
         try:
             return await self._try(method, path, content)
@@ -179,9 +188,14 @@ def _read(response: httpx.Response, url: str) -> dict[str, Any]:
 
 
 def _read_retry_after(response: httpx.Response) -> float:
-    """Seconds; 0.0 where the server does not say, or gives a date."""
+    """Seconds, also where the server gives a date; 0.0 where it does not say."""
+    said = response.headers.get("retry-after", "0")
     try:
-        return max(0.0, float(response.headers.get("retry-after", "0")))
+        return max(0.0, float(said))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(said).timestamp() - time.time())
     except ValueError:
         return 0.0
 

@@ -79,6 +79,7 @@ class VllmEngine(TokenEngine):
         self._core = llm.llm_engine
         self._device = device
         self.max_model_len: int = self._core.model_config.max_model_len
+        self.vocab_size: int = self._core.model_config.get_vocab_size()
         self.dtype: torch.dtype = self._core.model_config.dtype
         self._policy_version = 0
         self._inbox: queue.SimpleQueue[_Request | _Abort | _Pause | None] = queue.SimpleQueue()

@@ -8,6 +8,7 @@ A line is written when its session ends; a kill loses the sessions in flight and
 is taken back. A session without a reward says nothing of the model: its sample is tried again, as another session with
 a record of its own, up to a number of attempts. Results of another setting, and a folder of something else, are never
 added to (`ConfigError`). Where session after session fails, the machine has to be looked at: that ends the evaluation.
+Attempts that a busy server turned away are no fault of ours: a later start does not count them.
 """
 
 import fcntl
@@ -174,11 +175,12 @@ def list_samples(
         raise ConfigError(f"two tasks have the id {twice[0]!r}; results are kept by it")
     graded = {(result.task, result.sample) for result in results if result.reward is not None}
     attempts = Counter((result.task, result.sample) for result in results)
+    failures = Counter((result.task, result.sample) for result in results if result.error_kind != "engine_busy")
     return [
         Sample(place=place, task=task, sample=sample, attempt=attempts[task.id, sample] + 1)
         for sample in range(num_samples)
         for place, task in enumerate(tasks)
-        if (task.id, sample) not in graded and attempts[task.id, sample] < max_attempts
+        if (task.id, sample) not in graded and failures[task.id, sample] < max_attempts
     ]
 
 

@@ -22,7 +22,8 @@ class GraderByTask(Grader):
     """Grades each task by the grader that its fields ask for.
 
     Args:
-        backend: Makes the fresh sandboxes of hidden tests. A `WarmPool` has them ready in time.
+        backend: Makes the fresh sandboxes in which hidden tests run, and failed graders are tried again. A
+            `WarmPool` has them ready in time.
         command: For tasks that name no grader.
         command_reward: See `CommandGrader`.
         partial: Reward the share of the failing tests that pass, as long as none of the others broke.
@@ -38,10 +39,10 @@ class GraderByTask(Grader):
     ) -> None:
         self._has_command = command is not None
         self._graders: dict[Kind, Grader] = {
-            "command": CommandGrader(command, reward=command_reward),
+            "command": CommandGrader(command, reward=command_reward, backend=backend),
             "pytest": TestsGrader(backend, partial=partial),
             "swebench": SwebenchGrader(backend, partial=partial),
-            "harbor": HarborGrader(),
+            "harbor": HarborGrader(backend),
         }
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Literal
 
+from polar_trl.grade.changes import Change, apply_changes
 from polar_trl.sandbox.base import Sandbox
 
 Style = Literal["pytest", "django"]
@@ -55,8 +56,9 @@ class Canary:
 
     def lay(self, sandbox: Sandbox) -> None:
         """Write the files of the canary into a sandbox."""
-        for path, text in self.files.items():
-            sandbox.put(path, text.encode())
+        # as an agent's changes are, and with the same care: its links may be in the way
+        laid = {path: Change(kind="file", content=text.encode()) for path, text in self.files.items()}
+        apply_changes(laid, sandbox.host_workdir)
 
     def find_fault(self, outcomes: Mapping[str, str], *, passed: str, failed: str) -> str | None:
         """Return the counter of a fault of the two outcomes, None where both are right."""

@@ -1,14 +1,19 @@
 """Grade by a shell command in the finished sandbox: its exit code, or the number that it prints, is the reward.
 
-A command that fails in any way but "1, the work is wrong" has decided nothing, and raises `GradeError`.
+A command that hangs or fails, in any way but "1, the work is wrong", runs once more over the untouched task, in a
+fresh sandbox. Where it decides there, the agent's files were what broke it: reward 0, and `graders_broken`. Else, and
+without a backend, the command itself is broken and has decided nothing: `GradeError`.
 """
 
 from typing import Literal
 
 from polar_trl.errors import GradeError, NotFiniteRewardError
 from polar_trl.grade.base import Grade, Grader, is_finite_reward
-from polar_trl.sandbox.base import ExecResult, Sandbox
+from polar_trl.grade.fresh import FreshSandboxes
+from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.types import Task
+
+BROKEN = "graders_broken"
 
 
 class CommandGrader(Grader):
@@ -17,14 +22,20 @@ class CommandGrader(Grader):
     Args:
         command: For bash; a task's own `grader` comes before it.
         reward: "exit_code": 0 is reward 1, 1 is reward 0, and any other exit (127, a signal) means that the grader
-            itself failed. Many test runners exit with 2 where the agent's code cannot even be imported (pytest does):
-            write `pytest ... || exit 1` if that is to count as wrong. "stdout": it exits with 0, and the last line
-            that it prints is the reward.
+            failed. "stdout": it exits with 0, and the last line that it prints is the reward.
+        backend: Makes the sandboxes in which a command that failed is tried over the untouched task. None: it is not.
     """
 
-    def __init__(self, command: str | None = None, *, reward: Literal["exit_code", "stdout"] = "exit_code") -> None:
+    def __init__(
+        self,
+        command: str | None = None,
+        *,
+        reward: Literal["exit_code", "stdout"] = "exit_code",
+        backend: SandboxBackend | None = None,
+    ) -> None:
         self._command = command
         self._reward = reward
+        self._fresh = None if backend is None else FreshSandboxes(backend)
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """Return the reward. Raises `GradeError` where the command decided nothing."""
@@ -33,15 +44,32 @@ class CommandGrader(Grader):
         if command is None or not command.strip():
             raise GradeError(f"task {task.id} names no grader command and the run has none; set one of them")
         result = sandbox.run(command, env=task.env, timeout_s=timeout_s)
+        if result.exit_code is None and not (result.timed_out or result.out_of_memory):
+            raise GradeError("the grader was killed")  # by us: nothing in a sandbox can
+        try:
+            return Grade(reward=self._judge(result, timeout_s))
+        except GradeError as failure:
+            if self._fresh is None:
+                raise
+            with self._fresh.open(task, with_files=True) as untouched:
+                tried = untouched.run(command, env=task.env, timeout_s=timeout_s)
+                try:
+                    self._judge(tried, timeout_s)
+                except GradeError as other:
+                    raise type(failure)(f"{failure} (and over the untouched task: {other})") from failure
+            return Grade(reward=0.0, counters={BROKEN: 1})
+
+    def _judge(self, result: ExecResult, timeout_s: float) -> float:
+        """Return the reward. Raises `GradeError` where the command has decided nothing."""
         if result.timed_out:
             raise GradeError(f"the grader ran longer than {timeout_s:g} s")
         if result.exit_code is None:
-            raise GradeError("the grader was killed")
+            raise GradeError("the grader ran out of memory")
         if self._reward == "stdout":
-            return Grade(reward=_parse_printed_reward(result))
+            return _parse_printed_reward(result)
         if result.exit_code not in (0, 1):
             raise GradeError(f"the grader ended with exit code {result.exit_code}, neither 0 nor 1{_said(result)}")
-        return Grade(reward=1.0 - result.exit_code)
+        return 1.0 - result.exit_code
 
 
 def _parse_printed_reward(result: ExecResult) -> float:

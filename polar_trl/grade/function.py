@@ -1,4 +1,7 @@
-"""Grade by a Python function: its number is the reward, and anything else raises `GradeError`."""
+"""Grade by a Python function: its number is the reward, and anything else raises `GradeError`.
+
+Of the errors that it may raise, those of `Sandbox.get` for a file too large are the agent's own loss: reward 0.
+"""
 
 import numbers
 import threading
@@ -8,6 +11,7 @@ from typing import Any
 
 from polar_trl.errors import GradeError, NotFiniteRewardError
 from polar_trl.grade.base import Grade, Grader, is_finite_reward
+from polar_trl.grade.changes import UNUSABLE
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import Task
 
@@ -32,6 +36,8 @@ class FunctionGrader(Grader):
             if not outcome.done():
                 raise GradeError(f"the grading function ran longer than {timeout_s:g} s") from None
             raise GradeError(f"TimeoutError: {error}") from error
+        except tuple(UNUSABLE) as loss:
+            return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
         except Exception as error:
             raise GradeError(f"{type(error).__name__}: {error}") from error
         if not isinstance(value, numbers.Real):

@@ -10,10 +10,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from polar_trl.errors import FileTooLargeError
 from polar_trl.grade.changes import Change, list_folders
 from polar_trl.names import list_patched_paths, normalize_package
 from polar_trl.types import Call, Task, TestSpec
@@ -132,9 +134,10 @@ def add_total(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def count_planted(changes: Mapping[str, Change], home: Path) -> Counter[str]:
-    """Count reports and programs planted for a grader in the work tree or in HOME (which is never graded)."""
+    """Count FIFOs and their like in the work tree, and reports and programs planted there or in HOME for a grader."""
     counts: Counter[str] = Counter()
     for path, change in changes.items():
+        counts["special_files"] += change.is_special
         counts["reports_written"] += change.kind != "gone" and _is_any(PurePosixPath(path).name, REPORTS)
     for folder, name in _walk_home(home):
         full = os.path.join(folder, name)
@@ -248,13 +251,9 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
 
 def _walk_home(home: Path) -> Iterator[tuple[str, str]]:
     """Yield folder and name of files in HOME, up to `MAX_HOME_FILES`, without folders too deep or closed."""
-    left = MAX_HOME_FILES
-    for folder, entries in list_folders(home, lambda _: None):
-        names = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
-        yield from ((str(home / folder), name) for name in names)
-        left -= len(names)
-        if left < 0:
-            return
+    with suppress(FileTooLargeError):  # enough was seen
+        for folder, entries in list_folders(home, lambda _: None, MAX_HOME_FILES):
+            yield from ((str(home / folder), e.name) for e in entries if not e.is_dir(follow_symlinks=False))
 
 
 def _is_environment(folder: str) -> bool:

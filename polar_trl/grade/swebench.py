@@ -11,6 +11,7 @@ package, unless their tests are plain pytest files (`TaskError`).
 
 import re
 import shlex
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
 from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary, Style
-from polar_trl.grade.changes import UNUSABLE, apply_changes, find_changes
+from polar_trl.grade.changes import apply_changes, find_changes
 from polar_trl.grade.reward_hacking import Protection, add_total, count_planted, read_fix
 from polar_trl.grade.tests import NOT_STARTED, HiddenTestsGrader, score
 from polar_trl.sandbox.base import Sandbox
@@ -46,30 +47,21 @@ class SwebenchGrader(HiddenTestsGrader):
 
     writable_root = True  # install commands write into the image's environment
 
-    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """Return the reward, and counts of tampering with the grader. Raises `GradeError`."""
-        spec = task.tests
-        if spec is None:
-            raise GradeError(f"task {task.id} has no tests")
+    def _judge(self, task: Task, spec: TestSpec, sandbox: Sandbox, fresh: Sandbox, deadline: float) -> Grade:
         before, body, after = cut_script(build_script(task))
         style = find_style(body)
         canary = None if style is None else Canary((*spec.fail_to_pass, *spec.pass_to_pass), style)
         if canary is not None:
             body = f"{body.rstrip()} {shlex.join(canary.arguments)}\n"
-        try:
-            changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
-        except tuple(UNUSABLE) as loss:
-            self._fresh.withdraw(task)
-            return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
+        changes = find_changes(sandbox.base_tree, sandbox.host_workdir, deadline=deadline)
         kept, counts = Protection(spec, read_fix(task)).sort(changes)
         counts.update(count_planted(changes, sandbox.host_home))
-        with self._fresh.open(task) as fresh:
-            apply_changes(kept, fresh.host_workdir)
-            if canary is not None:
-                canary.lay(fresh)
-            # into a file of its own: a line that the tested code prints cannot end it, and no tail is cut off
-            script = f'{before}{{\n{body}}} > "$HOME/eval.log" 2>&1 < /dev/null\n{after}'
-            log, fault = run_script(task, script, fresh, timeout_s=timeout_s)
+        apply_changes(kept, fresh.host_workdir, deadline=deadline)
+        if canary is not None:
+            canary.lay(fresh)
+        # into a file of its own: a line that the tested code prints cannot end it, and no tail is cut off
+        script = f'{before}{{\n{body}}} > "$HOME/eval.log" 2>&1 < /dev/null\n{after}'
+        log, fault = run_script(task, script, fresh, timeout_s=max(deadline - time.monotonic(), 0.0))
         return self._decide(task, spec, log, fault, counts, canary)
 
     def _decide(

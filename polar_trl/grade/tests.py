@@ -2,7 +2,8 @@
 
 The agent's own sandbox is never graded: only files come over, and none at paths that decide how tests run. Hidden
 tests are laid last. Two canary tests ride along, one that must fail and one that must pass: where they do not, the
-tested code has tampered with its grader, and the reward is 0.
+tested code has tampered with its grader, and the reward is 0. So it is where what the agent left cannot be copied:
+because it is too much, for that or for the fresh sandbox's disk, or cannot be read.
 
 The tested code runs in the process that judges it, so this is no proof. Not seen, and worth 1: an object that equals
 everything; code that finds the collected tests in that process and sends a report of its own, with the right answer
@@ -14,11 +15,12 @@ import hmac
 import json
 import secrets
 import shlex
+import time
 from collections import Counter
 from collections.abc import Set
 from pathlib import Path, PurePosixPath
 
-from polar_trl.errors import FileTooLargeError, GradeError
+from polar_trl.errors import FileTooLargeError, GradeError, SandboxError
 from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.canary import Canary
 from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_changes
@@ -51,6 +53,25 @@ class HiddenTestsGrader(Grader):
         self._fresh = FreshSandboxes(backend, writable_root=self.writable_root)
         self._partial = partial
 
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
+        """Return the reward, and counts of tampering with the grader. Raises `GradeError` and `SandboxError`."""
+        if task.tests is None:
+            raise GradeError(f"task {task.id} has no tests")
+        with self._fresh.open(task) as fresh:
+            deadline = time.monotonic() + timeout_s  # only now: the agent is not to blame for how long making it took
+            try:
+                return self._judge(task, task.tests, sandbox, fresh, deadline)
+            except tuple(UNUSABLE) as loss:
+                return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
+            except (SandboxError, OSError):
+                if not self._fresh.is_filled(fresh):
+                    raise
+                return Grade(reward=0.0, counters={UNUSABLE[FileTooLargeError]: 1})
+
+    def _judge(self, task: Task, spec: TestSpec, sandbox: Sandbox, fresh: Sandbox, deadline: float) -> Grade:
+        """Grade in the fresh sandbox until the deadline (of `time.monotonic`)."""
+        raise NotImplementedError
+
     def order(self, task: Task) -> None:
         """See `Grader`."""
         self._fresh.order(task)
@@ -65,31 +86,25 @@ class TestsGrader(HiddenTestsGrader):
 
     __test__ = False  # its name makes pytest look for tests in it
 
-    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
-        """Return the reward, and counts of tampering with the grader. Raises `GradeError`."""
-        if task.tests is None:
-            raise GradeError(f"task {task.id} has no tests")
-        try:
-            changes = find_changes(sandbox.base_tree, sandbox.host_workdir)
-        except tuple(UNUSABLE) as loss:
-            self._fresh.withdraw(task)
-            return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
-        spec, protection = task.tests, Protection(task.tests, read_fix(task))
-        given = {path: text.encode() for path, text in task.files.items()}
+    def _judge(self, task: Task, spec: TestSpec, sandbox: Sandbox, fresh: Sandbox, deadline: float) -> Grade:
+        changes = find_changes(sandbox.base_tree, sandbox.host_workdir, deadline=deadline)
+        protection = Protection(spec, read_fix(task))
+        given = {path: Change(kind="file", content=text.encode()) for path, text in task.files.items()}
         # files that the task itself laid, and that are as they were, are nobody's change
-        done = {path: c for path, c in changes.items() if c.kind != "file" or given.get(path) != c.content}
+        done = {
+            p: c for p, c in changes.items() if c.kind != "file" or p not in given or given[p].content != c.content
+        }
         kept, counts = protection.sort(done)
         counts.update(count_planted(changes, sandbox.host_home))
         canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass), paths=spec.paths)
-        with self._fresh.open(task) as fresh:
-            own = list_tested(task, spec, fresh)
-            apply_changes(kept, fresh.host_workdir)
-            for path, content in given.items():
-                if path not in kept and (path in changes or protection.covers(path)):
-                    fresh.put(path, content)
-            lay_hidden_tests(spec, fresh)
-            canary.lay(fresh)
-            outcomes, faults = run_hidden_tests(task, spec, fresh, canary, own, timeout_s=timeout_s)
+        own = list_tested(task, spec, fresh)
+        apply_changes(kept, fresh.host_workdir, deadline=deadline)
+        lost = {p: c for p, c in given.items() if p not in kept and (p in changes or protection.covers(p))}
+        apply_changes(lost, fresh.host_workdir)
+        lay_hidden_tests(spec, fresh)
+        canary.lay(fresh)
+        left_s = max(deadline - time.monotonic(), 0.0)
+        outcomes, faults = run_hidden_tests(task, spec, fresh, canary, own, timeout_s=left_s)
         if outcomes is not None:
             faults += filter(None, [canary.find_fault(outcomes, passed="passed", failed="failed")])
         if outcomes is None or faults:

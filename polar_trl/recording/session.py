@@ -151,6 +151,8 @@ class Session:
         self._num_known_bytes = 0
         """Of the longest body so far: what it holds need not be encoded again."""
         self._num_sampled = 0
+        self._sent_back: set[_Question] = set()
+        """What the policy asked of an engine that was too busy, and has not been answered since."""
         self._closed = False
         self.broken_law: LawError | None = None
 
@@ -211,6 +213,9 @@ class Session:
         for turn in running:
             self._abort(turn)
         await asyncio.gather(*(turn.task for turn in running), return_exceptions=True)
+        if self._sent_back:
+            self._log.count("calls_never_taken", len(self._sent_back))
+            self._sent_back.clear()
 
     def note_fault(self, error: BaseException) -> None:
         """Put a fault of ours into the log and on the session's record; a broken law is kept for whoever closes it."""
@@ -304,11 +309,14 @@ class Session:
                 reply = await engine.answer(prompt.request, prompt.ids, settings.params)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
+            if settings.purpose == "policy":
+                self._sent_back.add(turn.question)
             raise WireError(str(error), status=429, kind="overloaded", retry_after_s=error.retry_after_s) from error
         except EngineError as error:
             self._log.count_failure("engine_errors", error)
             raise WireError(str(error), status=503, kind="overloaded") from error
         turn.sampled = True
+        self._sent_back.discard(turn.question)
         async with self._lock:
             return await self._backend.work(
                 settings.num_body_bytes, partial(self._finish, turn, settings, prompt, reply)

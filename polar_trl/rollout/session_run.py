@@ -2,7 +2,8 @@
 
 A session is one thread and one plain function, `SessionRun.run`. Each stage (prepare, agent, grade) has its own number
 of slots and its own clock, so a slow grader holds no agent's slot, and a stage that runs out of time erases nothing
-that another stage produced. The agent's clock stands still while a call of it is held at the proxy's gate.
+that another stage produced. The agent's clock stands still while a call of it is held at the proxy's gate, and while
+this process is stopped.
 
 A failure of the infrastructure is no reward of 0: the rollout then has none, and an `error_kind` and `error` instead.
 """
@@ -25,6 +26,7 @@ from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import Reconstruction, build_prefix_merged, count_as_policy, count_calls, digest
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
+from polar_trl.rollout.heartbeat import Heartbeat
 from polar_trl.rollout.progress import StageProgress
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
@@ -181,12 +183,18 @@ class SessionRun:
             finally:
                 context.proxy.close_session(endpoint.api_key)
         self._seconds["held"] = self.gate_stats.held_s
-        self._seconds["agent"] -= self._seconds["held"]
+        self._seconds["agent"] = max(self._seconds["agent"] - self._seconds["held"] - clock.pause_s, 0.0)
         self._raise_if_cancelled()
-        return self._judge_agent(result, clock.stopped_as)
+        return self._judge_agent(result, clock.stopped_as, clock.pause_s)
 
-    def _judge_agent(self, result: ExecResult, stopped_as: StopReason | None) -> tuple[StopReason, "_Failure | None"]:
-        """Say why the agent stopped, from how its command ended and what became of its calls."""
+    def _judge_agent(
+        self, result: ExecResult, stopped_as: StopReason | None, pause_s: float
+    ) -> tuple[StopReason, "_Failure | None"]:
+        """Say why the agent stopped, from how its command ended and what became of its calls.
+
+        Args:
+            pause_s: For how long this process was stopped meanwhile.
+        """
         if result.out_of_memory:
             self._log.count("agent_out_of_memory")
         if result.disk_full:
@@ -195,22 +203,31 @@ class SessionRun:
             why = f"{faults}, the last by {self._log.last_failure}"
             error = f"model calls failed on our side ({why}); the agent's result says nothing"
             return "agent_failed", _Failure("model_calls_failed", error)
+        if waited := self._log.counters.get("calls_never_taken", 0):
+            error = f"the model's server was too busy for {waited} of the agent's calls, and took none of them later"
+            return "agent_failed", _Failure("engine_busy", error)
         if not any(call.is_answered for call in self._log.calls):
             counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
             why = counts or _describe_exit(result, is_stopped=stopped_as is not None)
             return "no_calls", _Failure("no_calls", f"the agent got no answer of the model ({why})")
         if stopped_as is not None:
             return stopped_as, None
-        return ("completed" if self._context.harness.judge_exit(result, self._log.calls) else "agent_failed"), None
+        is_fine = self._context.harness.judge_exit(result, self._log.calls)
+        if pause_s and not (is_fine and "calls_aborted" not in self._log.counters):
+            # it may have lost patience with a call that nobody was there to answer
+            return "agent_failed", _Failure("model_calls_failed", _describe_pause(pause_s, "the agent ran and failed"))
+        return ("completed" if is_fine else "agent_failed"), None
 
     def _grade(self, sandbox: Sandbox) -> tuple[float | None, "_Failure | None"]:
         grader = self._context.grader
         if grader is None:
             return None, None
-        with self._stage("grade"):
+        with self._stage("grade"), Heartbeat().looking() as heartbeat:
             self._grading_is_ordered = False  # from here on it is the grader's own affair
             try:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
+                if pause_s := heartbeat.look():  # the grader's clock went on
+                    return None, _Failure("grader_failed", _describe_pause(pause_s, "the session was graded"))
                 if not is_finite_reward(grade.reward):
                     self._log.count("rewards_not_finite")
                     return None, _Failure("grader_failed", f"the grader gave {grade.reward}")
@@ -286,10 +303,16 @@ class _Cancelled(Exception):
 
 
 class _Clock:
-    """Kills the agent that runs inside the block once its time is up. Time for which it was held does not count."""
+    """Kills the agent that runs inside the block once its time is up.
+
+    Time for which it was held, or this process was stopped, does not count.
+    """
 
     def __init__(self, sandbox: Sandbox, gate_stats: GateStats, limit_s: float, cut: StragglerCut) -> None:
         self.stopped_as: StopReason | None = None
+        self.pause_s = 0.0
+        """For how long this process was stopped meanwhile."""
+        self._heartbeat = Heartbeat()
         self._sandbox = sandbox
         self._gate_stats = gate_stats
         self._limit_s = limit_s
@@ -305,11 +328,13 @@ class _Clock:
     def __exit__(self, *failure: object) -> None:
         self._has_ended.set()
         self._thread.join()
+        self.pause_s = self._heartbeat.look()
 
     def _watch(self) -> None:
         left_s = self._limit_s
         while not self._has_ended.wait(min(max(left_s, 0.0), CLOCK_POLL_INTERVAL_S)):
-            seconds = time.monotonic() - self._started - self._gate_stats.held_s
+            pause_s = self._heartbeat.look()  # before the clock is read
+            seconds = time.monotonic() - self._started - self._gate_stats.held_s - pause_s
             left_s = self._limit_s - seconds
             if left_s <= 0:
                 self.stopped_as = self.stopped_as or "agent_timeout"
@@ -319,6 +344,10 @@ class _Clock:
                 # again and again until it has ended: the command may be about to start
                 self._sandbox.kill()
                 left_s = CLOCK_POLL_INTERVAL_S
+
+
+def _describe_pause(pause_s: float, what: str) -> str:
+    return f"this process was stopped for {pause_s:.0f} s while {what}: that says nothing of the agent"
 
 
 def _describe_exit(result: ExecResult, *, is_stopped: bool) -> str:

@@ -215,7 +215,7 @@ def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBacke
     if run.partial_credit and not by_task:
         raise ConfigError("partial_credit is for tasks with tests, graded by them; leave it or the grader out")
     if not by_task:
-        return load_grader(run.grader)
+        return load_grader(run.grader, backend)
     check_gradable(tasks, backend)
     return GraderByTask(backend, partial=run.partial_credit)
 
@@ -245,7 +245,7 @@ def require_good_tasks(
         )
 
 
-def load_grader(spec: str | None) -> Grader | None:
+def load_grader(spec: str | None, backend: SandboxBackend | None = None) -> Grader | None:
     """Load the grader that a setting names: an importable function, or a shell command."""
     if spec is None:
         return None
@@ -256,7 +256,7 @@ def load_grader(spec: str | None) -> Grader | None:
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"grader {spec!r} cannot be imported: {error}") from error
         return FunctionGrader(function)
-    return CommandGrader(spec)
+    return CommandGrader(spec, backend=backend)
 
 
 def read_agent_files(names: list[str]) -> dict[str, str]:

@@ -2,11 +2,11 @@
 
 The format is Harbor's of schema 1.4 and before (package `harbor` 0.25). Keys of task.toml that nothing here reads are
 tolerated and listed in `metadata["harbor"]["unread"]`. Refuses tasks that need an unsupported part (`TaskError`):
-several steps or containers, Windows, accelerators, MCP servers, a verifier in a container of its own.
+several steps or containers, Windows, accelerators, MCP servers, a verifier in a container or network of its own.
 
 A folder that scripts/build_pypi_tasks.py wrote also has environment/workspace, which becomes the work folder,
-environment/requirements.txt, and tests/spec.json with the ids of the tests that decide. Where a task says nothing of
-the network, Harbor gives it the public one, and we give it none.
+environment/requirements.txt, and tests/spec.json with the ids of the tests that decide. A task that says nothing of
+the network has the public one in Harbor, in which an agent can look its answer up: it has to say which it wants.
 """
 
 import json
@@ -15,6 +15,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,9 @@ from polar_trl.types import Task, TestSpec
 NETWORK_MODES = ("no-network", "public")
 READ = {
     *("schema_version", "version", "source", "task.name", "steps", "metadata"),
-    *("agent.timeout_sec", "verifier.timeout_sec", "verifier.env", "verifier.environment"),
-    *("verifier.environment_mode", "environment.build_timeout_sec", "environment.docker_image", "environment.os"),
+    *("agent.timeout_sec", "agent.network_mode", "agent.allowed_hosts", "verifier.timeout_sec", "verifier.env"),
+    *("verifier.network_mode", "verifier.allowed_hosts", "verifier.environment", "verifier.environment_mode"),
+    *("environment.build_timeout_sec", "environment.docker_image", "environment.os"),
     *("environment.cpus", "environment.memory_mb", "environment.storage_mb", "environment.memory"),
     *("environment.storage", "environment.gpus", "environment.tpu", "environment.env", "environment.workdir"),
     *("environment.network_mode", "environment.allowed_hosts", "environment.allow_internet"),
@@ -74,7 +76,6 @@ def parse_folder(folder: Path) -> Task:
         build_context=str(context) if has_dockerfile else None,
         workspace=str(workspace) if workspace.is_dir() else None,
         workdir=config.text("environment.workdir"),
-        network=config.network(),
         # the format's own verifier writes to /logs and reads /tests
         writable_root=tests is None,
         env=config.environment("environment.env"),
@@ -96,7 +97,7 @@ def parse_folder(folder: Path) -> Task:
         },
     )
     check_task(task, where)
-    return task
+    return replace(task, network=config.network())
 
 
 def _read_files(folder: Path, where: str) -> tuple[dict[str, Any], str]:
@@ -158,7 +159,7 @@ class _Config:
         for key, what in (("gpus", "GPUs"), ("tpu", "TPUs"), ("mcp_servers", "MCP servers")):
             if self.get(f"environment.{key}"):
                 raise self.error(f"environment.{key}", f"{what} for the agent are not supported")
-        if self.get("verifier.environment_mode") == "separate" or self.get("verifier.environment"):
+        if self.get("verifier.environment_mode") not in (None, "shared") or self.get("verifier.environment"):
             raise self.error("verifier.environment", "a verifier in a container of its own is not supported")
 
     def text(self, key: str) -> str | None:
@@ -188,18 +189,37 @@ class _Config:
         match = _SIZE.fullmatch(old.strip().upper()) if isinstance(old, str) else None
         if match is None:
             raise self.error(key, f"must be a size such as '512M' or '2G', not {old!r}")
-        return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2]])
+        size = int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2]])
+        if self.number(f"{key}_mb") not in (None, size):
+            raise self.error(key, f"{old!r} is not what {name}_mb says, {self.get(f'{key}_mb')!r}")
+        return size
 
     def network(self) -> Literal["none", "public"]:
-        key = "environment.network_mode"
+        """Return the network of the agent and of the verifier, which share a container."""
+        base = self._network_mode("environment")
+        if base is None and (allowed := self.get("environment.allow_internet")) is not None:
+            if not isinstance(allowed, bool):
+                raise self.error("environment.allow_internet", f"must be true or false, not {allowed!r}")
+            base = "public" if allowed else "no-network"
+        agent, verifier = (self._network_mode(phase) or base for phase in ("agent", "verifier"))
+        if agent is None or verifier is None:
+            raise self.error(
+                "environment.network_mode",
+                "is missing, and Harbor's default is the public network, in which an agent can look answers up; write "
+                'network_mode = "no-network" or network_mode = "public" under [environment] in task.toml',
+            )
+        if agent != verifier:
+            raise self.error("verifier.network_mode", f"must be the agent's, {agent!r}: they share a container")
+        return "public" if agent == "public" else "none"
+
+    def _network_mode(self, table: str) -> str | None:
+        key = f"{table}.network_mode"
         mode = self.text(key)
-        if mode == "allowlist" or self.get("environment.allowed_hosts"):
+        if mode == "allowlist" or self.get(f"{table}.allowed_hosts"):
             raise self.error(key, "a network of some hosts only cannot be had; there are no-network and public")
-        if mode is None:
-            return "public" if self.get("environment.allow_internet") is True else "none"
-        if mode not in NETWORK_MODES:
+        if mode not in (None, *NETWORK_MODES):
             raise self.error(key, f"must be one of {', '.join(NETWORK_MODES)}, not {mode!r}")
-        return "public" if mode == "public" else "none"
+        return mode
 
     def environment(self, key: str) -> dict[str, str]:
         """Read variables; "${NAME}" and "${NAME:-default}" in them stand for variables of this process."""

@@ -165,6 +165,12 @@ def test_a_run_refuses_bad_tasks(task: Path, tmp_path: Path) -> None:
     assert "no model at 'no/such/model'" in said[1]
 
 
+HARBOR_TOML = f"""\
+[environment]
+network_mode = "no-network"
+docker_image = "{IMAGE}"
+workdir = "/workspace"
+"""
 HARBOR_TEST = """\
 mkdir -p /logs/verifier
 cat answer.txt 2>/dev/null | grep -q 42 && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
@@ -175,7 +181,7 @@ cat answer.txt 2>/dev/null | grep -q 42 && echo 1 > /logs/verifier/reward.txt ||
 def test_a_verifier_and_a_script_that_solves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "harbor"
     for path, text in (
-        ("task.toml", f'[environment]\ndocker_image = "{IMAGE}"\nworkdir = "/workspace"\n'),
+        ("task.toml", HARBOR_TOML),
         ("instruction.md", "Write 42 to answer.txt.\n"),
         ("environment/Dockerfile", f"FROM {IMAGE}\n"),
         ("tests/test.sh", HARBOR_TEST),

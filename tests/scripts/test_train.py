@@ -74,10 +74,10 @@ def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
     assert said == [f"train: output_dir {tmp_path / 'run'} is a file; name another output_dir"]
 
 
-def write_task(folder: Path, toml: str) -> Path:
+def write_task(folder: Path, toml: str = "", environment: str = "") -> Path:
     """A task folder with hidden tests, and no known solution."""
     for path, text in (
-        ("task.toml", toml),
+        ("task.toml", f'{toml}\n[environment]\nnetwork_mode = "no-network"\n{environment}'),
         ("instruction.md", "Do it.\n"),
         ("environment/workspace/m.py", ""),
         ("tests/hidden/test_m.py", "def test_m(): assert False\n"),
@@ -120,7 +120,7 @@ def test_an_agent_that_carries_the_answer_along(tmp_path: Path) -> None:
 
 @pytest.mark.containers
 def test_a_task_that_asks_for_more_than_its_sandbox_has(tmp_path: Path) -> None:
-    tasks = write_task(tmp_path / "t", "[environment]\nmemory_mb = 5000\n")
+    tasks = write_task(tmp_path / "t", environment="memory_mb = 5000\n")
     keys = {"agent_command": "true", "sandbox": "docker", "sandbox_image": "polar-trl-test:latest"}
     said = start(tmp_path, tasks, **keys)
     assert "train: task 't' asks for memory_mb 5000" in said[-1] and "set sandbox_memory_mb to 5000" in said[-1]

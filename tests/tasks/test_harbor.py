@@ -42,7 +42,11 @@ colour = "red"
 """
 
 
-def make(folder: Path, toml: str = "", **files: str) -> Path:
+SILENT = ""
+NO_NETWORK = '[environment]\nnetwork_mode = "no-network"\n'
+
+
+def make(folder: Path, toml: str = NO_NETWORK, **files: str) -> Path:
     """Make a task folder with a Dockerfile and a test script, unless told otherwise."""
     texts = {
         "task.toml": toml,
@@ -80,14 +84,43 @@ def test_everything_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
 
 
-def test_an_empty_config_has_the_defaults_of_the_format(tmp_path: Path) -> None:
+def test_a_config_with_the_network_alone_has_the_defaults_of_the_format(tmp_path: Path) -> None:
     (task,) = load_harbor(make(tmp_path / "t"))
     assert (task.prepare_timeout_s, task.agent_timeout_s, task.grade_timeout_s) == (600.0, 600.0, 600.0)
     assert (task.network, task.workdir) == ("none", None)
-    for allowed, network in (("false", "none"), ("true", "public")):
-        toml = f'version = "1.0"\n[environment]\nallow_internet = {allowed}\n'
-        (old,) = load_harbor(make(tmp_path / allowed, toml))
-        assert old.network == network
+
+
+@pytest.mark.parametrize(
+    ("toml", "network"),
+    [
+        ('version = "1.0"\n[environment]\nallow_internet = false', "none"),
+        ('version = "1.0"\n[environment]\nallow_internet = true', "public"),
+        ('[environment]\nallow_internet = true\nnetwork_mode = "no-network"', "none"),
+        ('[agent]\nnetwork_mode = "no-network"\n[verifier]\nnetwork_mode = "no-network"', "none"),
+        ('[environment]\nnetwork_mode = "public"\n[agent]\nnetwork_mode = "public"', "public"),
+    ],
+)
+def test_the_network_is_what_the_task_says(tmp_path: Path, toml: str, network: str) -> None:
+    (task,) = load_harbor(make(tmp_path / "t", toml))
+    assert task.network == network
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (SILENT, "task 't': environment.network_mode: is missing, and Harbor's default is the public network"),
+        ('[agent]\nnetwork_mode = "no-network"', "environment.network_mode: is missing"),  # the verifier's is not said
+        ("[environment]\nallow_internet = 1", "environment.allow_internet: must be true or false, not 1"),
+        (
+            '[environment]\nnetwork_mode = "public"\n[agent]\nnetwork_mode = "no-network"',
+            "verifier.network_mode: must be the agent's, 'no-network': they share a container",
+        ),
+        ('[agent]\nnetwork_mode = "allowlist"', "agent.network_mode: a network of some hosts only"),
+    ],
+)
+def test_a_network_that_is_not_said_or_cannot_be_had(tmp_path: Path, toml: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        load_harbor(make(tmp_path / "t", toml))
 
 
 def test_a_folder_of_folders(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def make_harbor(folder: Path) -> Path:
     (folder / "environment" / "workspace").mkdir(parents=True)
     (folder / "tests").mkdir()
     (folder / "tests" / "test.sh").touch()
-    (folder / "task.toml").touch()
+    (folder / "task.toml").write_text('[environment]\nnetwork_mode = "no-network"\n')
     (folder / "instruction.md").write_text("Do it.\n")
     return folder
 
