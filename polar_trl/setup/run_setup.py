@@ -93,8 +93,8 @@ class RunArguments:
     zero_suspected_cheats: bool = field(
         default=False,
         metadata={
-            "help": "Reward 0 where the code of a change has a sign of reward hacking (counter cheats_suspected): a test "
-            "framework, frames, the garbage collector, always-equal objects. Off: counted. See docs/tasks.md."
+            "help": "Reward 0 where the code of a change has a sign of reward hacking, such as a test framework, "
+            "frames of callers or always-equal objects (counter cheats_suspected). Off: they are counted."
         },
     )
     agent_files: list[str] = field(

@@ -1,23 +1,32 @@
 """Notice tampering with tests from inside the process that runs them: a plugin of pytest, and its helpers.
 
-Beside run_tests.py it is imported by that file. For a row of SWE-bench it is a plugin by itself (`pytest -p NAME`): the
-file NAME.json beside it, {"files", "compare", "report", "key"}, is removed when it was read, and when pytest is done
-the report says what pytest's own hooks saw, signed by the key.
+Beside run_tests.py it is imported by that file. For a row of SWE-bench it is a plugin by itself (`pytest -p NAME`):
+the file NAME.json beside it, {"files", "candidates", "own", "compare", "key"}, is removed when it was read, and when
+pytest is done report.json says what pytest's own hooks saw, signed by the key: {"outcomes": {node id: outcome},
+"patched": name of a part that was exchanged or null, "seen": [[counter, lines of the tree]], "shadows": [paths]}.
 
 A part that tested code exchanges and puts back before anyone looks is not seen, nor is code that finds these objects
 in memory. Needs the standard library and pytest, nothing else, and runs on Python 3.5: images of old repositories have
 no newer one.
 """
 
+import _thread
 import builtins
+import contextlib
 import hashlib
 import hmac
+import importlib
 import importlib.machinery
 import json
 import os
 import shutil
 import sys
 import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 JUDGES = (
     *("_pytest.reports", "_pytest.runner", "_pytest.python", "_pytest.nodes", "_pytest.skipping", "_pytest.main"),
@@ -28,7 +37,16 @@ JUDGES = (
 )
 """Modules whose functions make a test's outcome."""
 TOOLS = (
-    *("builtins", "pytest", "unittest", "unittest.case", "unittest.suite", "unittest.result", "unittest.mock"),
+    *(
+        "pytest",
+        "pluggy",
+        "builtins",
+        "unittest",
+        "unittest.case",
+        "unittest.suite",
+        "unittest.result",
+        "unittest.mock",
+    ),
     *("unittest.util", "contextlib", "numpy.testing", "numpy.testing._private.utils"),
 )
 """Modules of what tests compare with. Tests may exchange parts of them for their own time."""
@@ -39,7 +57,7 @@ JUDGING_HOOKS = (
 ADDED_LATER = frozenset({"fspath", "startdir"})
 """Names that pytest's own plugin `legacypath` adds to its classes when it is configured."""
 ITEM_METHODS = ("runtest", "setup", "teardown", "reportinfo", "add_marker", "iter_markers")
-EVENTS = {
+EVENTS = {  # type: dict[object, str]
     **dict.fromkeys(("sys._getframe", "sys._current_frames", "sys.settrace", "sys.setprofile"), "frames_read"),
     **dict.fromkeys(("gc.get_objects", "gc.get_referrers", "gc.get_referents", "ctypes.dlopen"), "memory_searched"),
     **dict.fromkeys((("object.__getattr__", name) for name in ("tb_frame", "f_code", "gi_code")), "frames_read"),
@@ -67,7 +85,7 @@ class Guard:
         self.xfailed = []  # type: list[str]
         self._digests = {path: _digest(path) for path in list_python(files)}
         self._may_xfail = any(_mentions(path) for path in [*self._digests, *_list_conftests(self._digests)])
-        judges, tools = (_list_loaded(names if compare else ()) for names in (JUDGES, TOOLS))
+        judges, tools = (_list_loaded(names) for names in ((JUDGES, TOOLS) if compare else ((), TOOLS[2:])))
         self._kept = [*_list_parts(judges), *_list_parts([*own, Guard, Lookout])]
         self._classes = [(holder, holder.__mro__, _list_names(holder)) for holder in _list_classes(judges)]
         self._tools = list(_list_parts(tools))
@@ -75,39 +93,39 @@ class Guard:
         self._items = {}  # type: dict[object, tuple[object, object]]
         self._marked = set()  # type: set[str]
 
-    def pytest_sessionstart(self, session: object) -> None:
-        self._plugins = list(session.config.pluginmanager.get_plugins())  # type: ignore[attr-defined]
+    def pytest_sessionstart(self, session: "Any") -> None:
+        self._plugins = list(session.config.pluginmanager.get_plugins())
 
-    def pytest_itemcollected(self, item: object) -> None:
+    def pytest_itemcollected(self, item: "Any") -> None:
         raw = _find_test(item)
         self._items[item] = (raw, _find_code(raw))
-        if any(True for _ in item.iter_markers("xfail")):  # type: ignore[attr-defined]
-            self._marked.add(item.nodeid)  # type: ignore[attr-defined]
-        path = str(getattr(item, "fspath", ""))
+        if any(True for _ in item.iter_markers("xfail")):
+            self._marked.add(item.nodeid)
+        path = str(getattr(item, "path", None) or getattr(item, "fspath", ""))
         if path in self._digests and self._digests[path] != _digest(path):
             self._note(os.path.basename(path))
 
-    def pytest_collection_finish(self, session: object) -> None:
+    def pytest_collection_finish(self, session: "Any") -> None:
         self.look(session)
         self.look_at_tools()
 
-    def pytest_runtest_setup(self, item: object) -> None:
+    def pytest_runtest_setup(self, item: "Any") -> None:
         self.look_at_test(item)
 
-    def pytest_runtest_makereport(self, item: object, call: object) -> None:
-        if call.when == "call":  # type: ignore[attr-defined]
-            self.look(item.session)  # type: ignore[attr-defined]
+    def pytest_runtest_makereport(self, item: "Any", call: "Any") -> None:
+        if call.when == "call":
+            self.look(item.session)
             self.look_at_test(item)
-            if self._may_xfail and (item.nodeid in self._marked or _is_raised_by_test(call)):  # type: ignore[attr-defined]
-                self.xfailed.append(item.nodeid)  # type: ignore[attr-defined]
+            if self._may_xfail and (item.nodeid in self._marked or _is_raised_by_test(call)):
+                self.xfailed.append(item.nodeid)
 
     def pytest_runtest_logfinish(self) -> None:
         self.look_at_tools()  # what a test exchanged for its own time is back by now
 
-    def pytest_sessionfinish(self, session: object) -> None:
+    def pytest_sessionfinish(self, session: "Any") -> None:
         self.look(session)
 
-    def look(self, session: object) -> None:
+    def look(self, session: "Any") -> None:
         """Note the first part of pytest that was exchanged."""
         if self.patched is None:
             for name in self._find_patched(session):
@@ -122,18 +140,18 @@ class Guard:
                 self._note(holder.__name__ + "." + name)
                 return
 
-    def look_at_test(self, item: object) -> None:
+    def look_at_test(self, item: "Any") -> None:
         """Note a test whose function or methods are not those that were collected."""
         if item in self._items:
             raw, code = self._items[item]
             if _find_test(item) is not raw or _find_code(raw) is not code or not _runs(item, raw):
-                self._note(item.nodeid)  # type: ignore[attr-defined]
+                self._note(item.nodeid)
 
     def _note(self, name: str) -> None:
         if self.patched is None:
             self.patched = name
 
-    def _find_patched(self, session: object) -> "types.GeneratorType[str, None, None]":
+    def _find_patched(self, session: "Any") -> "Iterator[str]":
         for holder, name, value, code in self._kept:
             if vars(holder).get(name) is not value or _find_code(value) is not code:
                 yield holder.__name__ + "." + name
@@ -143,7 +161,7 @@ class Guard:
                 yield holder.__name__ + "." + ("__mro__" if holder.__mro__ is not bases else min(added))
         known = {id(plugin) for plugin in self._plugins or ()}
         for hook in JUDGING_HOOKS:
-            for found in getattr(session.config.hook, hook).get_hookimpls():  # type: ignore[attr-defined]
+            for found in getattr(session.config.hook, hook).get_hookimpls():
                 # conftest files come as their folders are collected; those that a tree should not have were dropped
                 is_conftest = os.path.basename(getattr(found.plugin, "__file__", None) or "") == "conftest.py"
                 if id(found.plugin) not in known and not is_conftest:
@@ -162,6 +180,7 @@ class Lookout:
 
     def __init__(self, root: str, files: "list[str]") -> None:
         self.seen = []  # type: list[tuple[str, list[str]]]
+        self._busy = set()  # type: set[int]
         self._known = set()  # type: set[tuple[str, tuple[str, ...]]]
         self._root = os.path.realpath(root) + os.sep
         self._files = frozenset(os.path.realpath(path) for path in list_python(files))
@@ -170,9 +189,17 @@ class Lookout:
 
     def _hear(self, event: str, args: "tuple[object, ...]") -> None:
         counter = EVENTS.get((event, args[1]) if event.startswith("object.") else event)
-        if counter is None or (event == "open" and not self._is_test(args[0])):
+        if counter is None or _thread.get_ident() in self._busy:
             return
-        lines = tuple(self._list_lines(sys._getframe(1), counter))
+        self._busy.add(_thread.get_ident())  # looking at frames is such an event too
+        try:
+            if event != "open" or self._is_test(args[0]):
+                self._keep(counter)
+        finally:
+            self._busy.discard(_thread.get_ident())
+
+    def _keep(self, counter: str) -> None:
+        lines = tuple(self._list_lines(sys._getframe(2), counter))
         if lines and (counter, lines) not in self._known and len(self.seen) < MAX_SEEN:
             self._known.add((counter, lines))
             self.seen.append((counter, list(lines)))
@@ -183,7 +210,7 @@ class Lookout:
         path = os.fsdecode(file)
         return path.endswith(".py") and os.path.realpath(path) in self._files
 
-    def _list_lines(self, frame: "types.FrameType | None", counter: str) -> "types.GeneratorType[str, None, None]":
+    def _list_lines(self, frame: "types.FrameType | None", counter: str) -> "Iterator[str]":
         """Yield lines of the tree that led to an event: the nearest one, and for a file all up to the calling test."""
         while frame is not None:
             file = frame.f_code.co_filename
@@ -211,22 +238,26 @@ class Witness:
         self._outcomes = {}  # type: dict[str, str]
         self._name = None  # type: object
 
-    def pytest_sessionstart(self, session: object) -> None:
-        self._name = getattr(session.config, "cwd_relative_nodeid", None)  # type: ignore[attr-defined]
+    def pytest_sessionstart(self, session: "Any") -> None:
+        self._name = getattr(session.config, "cwd_relative_nodeid", None)
 
-    def pytest_runtest_logreport(self, report: object) -> None:
-        name = self._name(report.nodeid) if callable(self._name) else report.nodeid  # type: ignore[attr-defined]
-        if report.failed:  # type: ignore[attr-defined]
-            self._outcomes[name] = "FAILED" if report.when == "call" else "ERROR"  # type: ignore[attr-defined]
-        elif report.skipped:  # type: ignore[attr-defined]
-            is_known = hasattr(report, "wasxfail") and report.nodeid in self._guard.xfailed  # type: ignore[attr-defined]
+    def pytest_runtest_logreport(self, report: "Any") -> None:
+        name = self._name(report.nodeid) if callable(self._name) else report.nodeid
+        if report.failed:
+            self._outcomes[name] = "FAILED" if report.when == "call" else "ERROR"
+        elif report.skipped:
+            is_known = hasattr(report, "wasxfail") and report.nodeid in self._guard.xfailed
             self._outcomes.setdefault(name, "XFAIL" if is_known else "SKIPPED")
-        elif report.when == "call":  # type: ignore[attr-defined]
+        elif report.when == "call":
             self._outcomes.setdefault(name, "PASSED")
 
     def pytest_unconfigure(self) -> None:
-        found = {"outcomes": self._outcomes, "patched": self._guard.patched, "seen": self._lookout.seen}
-        found["shadows"] = self._request["shadows"]
+        found = {
+            "outcomes": self._outcomes,
+            "patched": self._guard.patched,
+            "seen": self._lookout.seen,
+            "shadows": self._request["shadows"],
+        }  # type: dict[str, object]
         text = json.dumps(found)
         with open(str(self._request["report"]), "w", encoding="utf-8") as file:
             file.write(sign(str(self._request["key"]), text) + "\n" + text)
@@ -237,41 +268,54 @@ def sign(key: str, text: str) -> str:
     return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def pytest_load_initial_conftests(early_config: object) -> None:
+def pytest_load_initial_conftests(early_config: "Any") -> None:
     """Take note of everything before the tree is imported; pytest calls this where the file is a plugin by itself."""
-    path = os.path.splitext(os.path.abspath(__file__))[0] + ".json"
+    folder, name = os.path.split(os.path.abspath(__file__))
+    path = os.path.join(folder, os.path.splitext(name)[0] + ".json")
+    if not os.path.exists(path):
+        return  # in a process that the first one started
     with open(path, encoding="utf-8") as file:
         request = json.load(file)
     os.remove(path)
-    shadows = drop_shadows(os.getcwd(), request["folders"], request["own"])
+    root = os.getcwd()
+    request["report"] = os.path.join(folder, "report.json")
+    request["shadows"] = drop_shadows(root, request["candidates"])
+    import_tools(request["files"], request["own"])
     guard = Guard(request["files"], request["compare"], [Witness])
-    witness = Witness(dict(request, shadows=shadows), guard, Lookout(os.getcwd(), request["files"]))
-    for plugin in (guard, witness):
-        early_config.pluginmanager.register(plugin)  # type: ignore[attr-defined]
+    for plugin in (guard, Witness(request, guard, Lookout(root, request["files"]))):
+        early_config.pluginmanager.register(plugin)
 
 
-def drop_shadows(root: str, folders: "list[str]", own: "list[str]") -> "list[str]":
-    """Remove modules of a tree that would be found in place of the environment's own; return their paths.
+def import_tools(files: "list[str]", own: "list[str]") -> None:
+    """Import what tests compare with, where they name it, so that it is known before any tested code is."""
+    texts = [_read(path) for path in list_python(files)]
+    for word, name in (("unittest", "unittest"), ("mock", "unittest.mock"), ("numpy", "numpy.testing")):
+        if word not in own and any(word.encode() in text for text in texts):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def drop_shadows(root: str, candidates: "list[str]") -> "list[str]":
+    """Remove new modules of a tree that the environment has by the same name, and return their paths.
 
     Args:
-        folders: Of `root`, those that modules are imported from.
-        own: Names that are the tree's to have.
+        candidates: Paths below `root` of files and folders that may be modules.
     """
     root = os.path.realpath(root)
     ours = os.path.dirname(os.path.realpath(__file__))
     places = [os.path.realpath(place) for place in sys.path]
     path = [place for place in places if place != ours and not (place + os.sep).startswith(root + os.sep)]
     found = []  # type: list[str]
-    for folder in sorted({os.path.normpath(os.path.join(root, folder)) for folder in folders}):
-        for entry in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-            name, place = entry.partition(".")[0], os.path.join(folder, entry)
-            is_module = os.path.isdir(place) or entry.endswith((".py", ".pyc", ".so"))
-            if is_module and name.isidentifier() and name not in own and _is_elsewhere(name, path):
-                found.append(os.path.relpath(place, root))
-                if os.path.isdir(place) and not os.path.islink(place):
-                    shutil.rmtree(place)
-                else:
-                    os.remove(place)
+    for candidate in candidates:
+        place = os.path.join(root, candidate)
+        name = os.path.basename(place).partition(".")[0]
+        is_module = os.path.isdir(place) or place.endswith((".py", ".pyc", ".so"))
+        if is_module and name.isidentifier() and _is_elsewhere(name, path):
+            found.append(candidate)
+            if os.path.isdir(place) and not os.path.islink(place):
+                shutil.rmtree(place)
+            else:
+                os.remove(place)
     return found
 
 
@@ -293,19 +337,21 @@ def list_python(paths: "list[str]") -> "list[str]":
     return [path for path in found if path.endswith(".py") and os.path.isfile(path)]
 
 
-def _digest(path: str) -> str:
+def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
+            return file.read()
     except OSError:
-        return ""
+        return b""
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(_read(path)).hexdigest()
 
 
 def _mentions(path: str) -> bool:
     """Return whether a file of tests expects failures."""
-    with open(path, "rb") as file:
-        text = file.read()
-    return b"xfail" in text or b"expectedFailure" in text
+    return b"xfail" in _read(path) or b"expectedFailure" in _read(path)
 
 
 def _list_conftests(paths: "dict[str, str]") -> "list[str]":
@@ -319,11 +365,11 @@ def _list_conftests(paths: "dict[str, str]") -> "list[str]":
     return [file for file in files if os.path.isfile(file)]
 
 
-def _is_raised_by_test(call: object) -> bool:
+def _is_raised_by_test(call: "Any") -> bool:
     """Return whether a test itself raised what ended it, such as by `pytest.xfail`, and not the code that it tests."""
-    if call.excinfo is None:  # type: ignore[attr-defined]
+    if call.excinfo is None:
         return False
-    files = [str(entry.frame.code.raw.co_filename) for entry in call.excinfo.traceback]  # type: ignore[attr-defined]
+    files = [str(entry.frame.code.raw.co_filename) for entry in call.excinfo.traceback]
     own = os.path.dirname(os.path.abspath(sys.modules["_pytest.outcomes"].__file__ or ""))
     while files and os.path.abspath(files[-1]).startswith(own + os.sep):
         files.pop()
@@ -337,7 +383,7 @@ def _is_plugins(value: object) -> bool:
     return plugin is not None and getattr(_find_code(value), "co_filename", "") == plugin.__file__
 
 
-def _find_test(item: object) -> object:
+def _find_test(item: "Any") -> object:
     """Return the function that a collected test was made from, None for tests of another kind."""
     holder = getattr(item, "cls", None) or getattr(item, "module", None)
     name = getattr(item, "originalname", None) or getattr(item, "name", "").partition("[")[0]
@@ -345,7 +391,7 @@ def _find_test(item: object) -> object:
     return getattr(found, "__func__", found)
 
 
-def _runs(item: object, raw: object) -> bool:
+def _runs(item: "Any", raw: object) -> bool:
     """Return whether an item still runs what it was collected from, by the methods of its class."""
     own = vars(item)
     if any(name in own for name in ITEM_METHODS):
@@ -361,7 +407,7 @@ def _list_loaded(names: "tuple[str, ...]") -> "list[types.ModuleType]":
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def _list_parts(modules: "list[types.ModuleType]") -> "types.GeneratorType[tuple[object, str, object, object], None, None]":
+def _list_parts(modules: "list[Any]") -> "Iterator[tuple[Any, str, object, object]]":
     """Yield module or class, name, and the function or class that it has by this name, with the function's code."""
     kinds = (types.FunctionType, classmethod, staticmethod, property, type)
     for holder in modules + _list_classes(modules):  # type: ignore[operator]
@@ -371,10 +417,14 @@ def _list_parts(modules: "list[types.ModuleType]") -> "types.GeneratorType[tuple
                 yield holder, name, value, _find_code(value)
 
 
-def _list_classes(modules: "list[types.ModuleType]") -> "list[type]":
+def _list_classes(modules: "list[Any]") -> "list[type]":
     names = {module.__name__ for module in modules} - {"builtins"}
     found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    return [value for value in sorted(set(found), key=lambda value: (value.__module__, value.__qualname__)) if value.__module__ in names]
+    return [
+        value
+        for value in sorted(set(found), key=lambda value: (value.__module__, value.__qualname__))
+        if value.__module__ in names
+    ]
 
 
 def _list_names(holder: type) -> "set[str]":

@@ -3,12 +3,11 @@
     python run_tests.py --request REQUEST.json
     python run_tests.py --root TREE --spec SPEC.json [--report FILE] [--reward FILE]
 
-The report is {"outcomes": {node id: outcome}, "messages": {node id: text}, "patched": name or null, "seen": [[counter,
-lines]], "shadows": [paths]}, the last three as in guard.py; a run that dies leaves none. The first form is for a
-grader, in the tree: the request, {"paths", "import_roots", "own", "report", "key"}, is removed when it was read, and
-the report begins with a signature by the key. The second form is for a task folder: it removes the tests that the
-agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every test that
-decides passed, else 0.
+The report is {"outcomes": {node id: outcome}, "messages": {node id: text}, "patched", "seen", "shadows"}, the last
+three as in guard.py; a run that dies leaves none. The first form is for a grader, in the tree: the request, {"paths",
+"import_roots", "own", "candidates", "report", "key"}, is removed when it was read, and the report begins with a
+signature by the key. The second form is for a task folder: it removes the tests that the agent saw, lays the hidden
+ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every test that decides passed, else 0.
 
 Tests run in a process of their own, which tells each outcome as it comes, signed and counted, through a pipe; the
 report is written here, of what was told. A line that is not signed, or out of turn, ends it as a run that died. The
@@ -23,7 +22,6 @@ Tampering is noticed in the ways that guard.py knows; there is no lock against i
 
 import argparse
 import configparser
-import contextlib
 import ctypes
 import hmac
 import importlib.metadata
@@ -187,20 +185,16 @@ def list_own(root: Path, folders: Sequence[str]) -> list[str]:
     return sorted({name.partition(".")[0] for place in places if place.is_dir() for name in os.listdir(place)})
 
 
-def list_import_folders(paths: list[str], import_roots: Sequence[str]) -> list[str]:
-    """List folders of a tree that modules may be imported from: the roots, and those of test files and above them."""
-    above = {str(folder) for path in paths for folder in (Path(path), *Path(path).parents) if ".." not in folder.parts}
-    return sorted(above.union(import_roots, ["."]))
-
-
-def run_apart(root: Path, paths: list[str], import_roots: list[str], own: list[str]) -> dict[str, Any] | None:
+def run_apart(
+    root: Path, paths: list[str], import_roots: list[str], own: list[str], candidates: Sequence[str] = ()
+) -> dict[str, Any] | None:
     """Run pytest in a process of its own; return the report, None where it died.
 
     Args:
-        own: Names of the tested code. Where pytest needs one of them, the tree's is taken, else never; modules by
-            other names that the environment has too are removed from the tree.
+        own: Top-level names of the tested code. Where pytest needs one of them, the tree's is taken, else never.
+        candidates: New modules, which are removed where the environment has one by the same name.
     """
-    shadows = load_guard().drop_shadows(str(root), list_import_folders(paths, import_roots), own)
+    shadows = load_guard().drop_shadows(str(root), candidates)
     read_end, write_end = os.pipe()
     key = secrets.token_hex(32)
     child = subprocess.Popen(build_command(write_end), stdin=subprocess.PIPE, pass_fds=[write_end], cwd=root)
@@ -299,7 +293,7 @@ def import_pytest(request: dict[str, Any], pipe: int) -> "list[tuple[str, Any]]"
 
     plugins = [(entry.name, entry.load()) for entry in found]
     if not request["is_tree_first"]:
-        import_tools([root / path for path in request["paths"]], request["own"])
+        load_guard().import_tools([str(root / path) for path in request["paths"]], request["own"])
         if not {name.partition(".")[0] for name in sys.modules.keys() - before}.isdisjoint(request["own"]):
             with tempfile.TemporaryFile() as again:
                 again.write(json.dumps({**request, "is_tree_first": True}).encode())
@@ -308,14 +302,6 @@ def import_pytest(request: dict[str, Any], pipe: int) -> "list[tuple[str, Any]]"
                 os.execv(sys.executable, build_command(pipe))
         enter_tree(root, import_roots)
     return plugins
-
-
-def import_tools(paths: list[Path], own: list[str]) -> None:
-    """Import numpy's assertions where the tests name them, so that they are known before tested code is."""
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
-    if "numpy" not in own and any(b"numpy" in file.read_bytes() for file in files):
-        with contextlib.suppress(ImportError):
-            importlib.import_module("numpy.testing")
 
 
 def run_tests(
@@ -346,7 +332,7 @@ def run_request(file: Path) -> None:
     report = file.parent.resolve() / request["report"]
     # the tested code runs as the same user, and could read the key in this process's memory
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    found = run_apart(Path.cwd(), request["paths"], request["import_roots"], request["own"])
+    found = run_apart(Path.cwd(), *(request[name] for name in ("paths", "import_roots", "own", "candidates")))
     if found is not None:
         text = json.dumps(found)
         report.unlink(missing_ok=True)
@@ -379,8 +365,7 @@ def run_spec(root: Path, file: Path, report: Path | None, reward: Path | None) -
         if path is not None:
             path.unlink(missing_ok=True)
     lay_tests(root, spec, file.parent / "hidden")
-    own = list_own(root, list_import_folders(spec["paths"], spec["import_roots"]))
-    found = run_apart(root, spec["paths"], spec["import_roots"], own)
+    found = run_apart(root, spec["paths"], spec["import_roots"], list_own(root, spec["import_roots"]))
     outcomes = {} if found is None or found.get("patched") else found["outcomes"]
     decisive = (*spec["fail_to_pass"], *spec["pass_to_pass"])
     failed = [name for name in decisive if outcomes.get(name) != "passed"]
