@@ -18,6 +18,7 @@ import hmac
 import importlib
 import importlib.machinery
 import json
+import linecache
 import os
 import shutil
 import sys
@@ -37,17 +38,8 @@ JUDGES = (
 )
 """Modules whose functions make a test's outcome."""
 TOOLS = (
-    *(
-        "pytest",
-        "pluggy",
-        "builtins",
-        "unittest",
-        "unittest.case",
-        "unittest.suite",
-        "unittest.result",
-        "unittest.mock",
-    ),
-    *("unittest.util", "contextlib", "numpy.testing", "numpy.testing._private.utils"),
+    *("pytest", "pluggy", "builtins", "contextlib", "unittest", "unittest.case", "unittest.suite", "unittest.result"),
+    *("unittest.mock", "unittest.util", "numpy.testing", "numpy.testing._private.utils"),
 )
 """Modules of what tests compare with. Tests may exchange parts of them for their own time."""
 JUDGING_HOOKS = (
@@ -62,6 +54,7 @@ EVENTS = {  # type: dict[object, str]
     **dict.fromkeys(("gc.get_objects", "gc.get_referrers", "gc.get_referents", "ctypes.dlopen"), "memory_searched"),
     **dict.fromkeys((("object.__getattr__", name) for name in ("tb_frame", "f_code", "gi_code")), "frames_read"),
     ("object.__setattr__", "__code__"): "code_exchanged",
+    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"), "spawned_at_import"),
     "open": "tests_read",
 }
 """Python's audit events that honest code of a package has little use for, and the counters that they belong to."""
@@ -78,14 +71,18 @@ class Guard:
         files: Of the tests that decide, or folders of them; each is compared with what it was when it was collected.
         compare: Whether to compare parts of pytest: not where the tree itself is pytest.
         own: Classes of other plugins that are compared too.
+        hide: Whether to remove the files of tests when all were collected: nothing reads them while tests run.
     """
 
-    def __init__(self, files: "list[str]", compare: bool = True, own: "list[type]" = ()) -> None:  # type: ignore[assignment]
+    def __init__(self, files: "list[str]", compare: bool = True, own: "list[type]" = (), hide: bool = False) -> None:  # type: ignore[assignment]
         self.patched = None  # type: str | None
         self.xfailed = []  # type: list[str]
+        self._hide = hide
         self._digests = {path: _digest(path) for path in list_python(files)}
-        self._may_xfail = any(_mentions(path) for path in [*self._digests, *_list_conftests(self._digests)])
-        judges, tools = (_list_loaded(names) for names in ((JUDGES, TOOLS) if compare else ((), TOOLS[2:])))
+        texts = [_read(path) for path in [*self._digests, *_list_conftests(self._digests)]]
+        self._may_xfail = any(b"xfail" in text or b"expectedFailure" in text for text in texts)
+        chosen = (JUDGES, TOOLS) if compare else ((), TOOLS[2:])
+        judges, tools = ([sys.modules[name] for name in names if name in sys.modules] for names in chosen)
         self._kept = [*_list_parts(judges), *_list_parts([*own, Guard, Lookout])]
         self._classes = [(holder, holder.__mro__, _list_names(holder)) for holder in _list_classes(judges)]
         self._tools = list(_list_parts(tools))
@@ -101,13 +98,17 @@ class Guard:
         self._items[item] = (raw, _find_code(raw))
         if any(True for _ in item.iter_markers("xfail")):
             self._marked.add(item.nodeid)
-        path = str(getattr(item, "path", None) or getattr(item, "fspath", ""))
-        if path in self._digests and self._digests[path] != _digest(path):
-            self._note(os.path.basename(path))
 
     def pytest_collection_finish(self, session: "Any") -> None:
         self.look(session)
         self.look_at_tools()
+        for path in self._digests:
+            if _digest(path) != self._digests[path]:
+                self._note(os.path.basename(path))
+        for path in {_find_path(item) for item in session.items} & set(self._digests) if self._hide else ():
+            # for tracebacks; without a time of change no one asks for the file
+            linecache.cache[path] = (0, None, linecache.getlines(path), path)
+            os.remove(path)
 
     def pytest_runtest_setup(self, item: "Any") -> None:
         self.look_at_test(item)
@@ -169,9 +170,10 @@ class Guard:
 
 
 class Lookout:
-    """Notices events of Python's own audit that point at a cheat, by the lines of the tree that they come from.
+    """A pytest plugin that notices events of Python's audit that point at a cheat, by the tree's lines that led there.
 
-    An audit hook cannot be taken away again. Lines count only where a change added them, which others know.
+    An audit hook cannot be taken away again. At the end, comparisons that classes of the tree define are tried out on
+    an object that equals nothing. Lines count only where a change added them, which others know.
 
     Args:
         root: The tree.
@@ -182,18 +184,31 @@ class Lookout:
         self.seen = []  # type: list[tuple[str, list[str]]]
         self._busy = set()  # type: set[int]
         self._known = set()  # type: set[tuple[str, tuple[str, ...]]]
+        self._is_collecting = True
         self._root = os.path.realpath(root) + os.sep
         self._files = frozenset(os.path.realpath(path) for path in list_python(files))
         if hasattr(sys, "addaudithook"):
             sys.addaudithook(self._hear)
 
+    def pytest_collection_finish(self) -> None:
+        self._is_collecting = False
+
+    def pytest_sessionfinish(self) -> None:
+        for holder in _list_subclasses():
+            code = _find_code(vars(holder).get("__eq__"))  # type: Any
+            file = getattr(code, "co_filename", "")
+            if file.startswith(self._root) and file not in self._files and _equals_all(holder):
+                self.seen.append(("equal_to_all", [file[len(self._root) :] + ":" + str(code.co_firstlineno)]))
+
     def _hear(self, event: str, args: "tuple[object, ...]") -> None:
         counter = EVENTS.get((event, args[1]) if event.startswith("object.") else event)
-        if counter is None or _thread.get_ident() in self._busy:
+        is_late = counter == "spawned_at_import" and not self._is_collecting
+        if counter is None or is_late or _thread.get_ident() in self._busy:
             return
         self._busy.add(_thread.get_ident())  # looking at frames is such an event too
         try:
-            if event != "open" or self._is_test(args[0]):
+            path = os.fsdecode(args[0]) if event == "open" and isinstance(args[0], (str, bytes)) else ""
+            if event != "open" or (path.endswith(".py") and os.path.realpath(path) in self._files):
                 self._keep(counter)
         finally:
             self._busy.discard(_thread.get_ident())
@@ -203,12 +218,6 @@ class Lookout:
         if lines and (counter, lines) not in self._known and len(self.seen) < MAX_SEEN:
             self._known.add((counter, lines))
             self.seen.append((counter, list(lines)))
-
-    def _is_test(self, file: object) -> bool:
-        if not isinstance(file, (str, bytes)):
-            return False
-        path = os.fsdecode(file)
-        return path.endswith(".py") and os.path.realpath(path) in self._files
 
     def _list_lines(self, frame: "types.FrameType | None", counter: str) -> "Iterator[str]":
         """Yield lines of the tree that led to an event: the nearest one, and for a file all up to the calling test."""
@@ -228,6 +237,23 @@ class Lookout:
 def _is_own_end(name: str, counter: str) -> bool:
     """Return whether a file outside of the tree does this for its own ends, such as printing a traceback."""
     return name == "linecache.py" if counter == "tests_read" else counter == "frames_read" and name != "inspect.py"
+
+
+def _list_subclasses() -> "set[Any]":
+    found, left = set(), [object]  # type: set[Any], list[Any]
+    while left:
+        new = set(type.__subclasses__(left.pop())) - found
+        found |= new
+        left += new
+    return found
+
+
+def _equals_all(holder: "Any") -> bool:
+    """Return whether a new object of a class equals one that equals nothing else."""
+    try:
+        return holder.__eq__(holder.__new__(holder), object()) is True
+    except Exception:  # noqa: BLE001 code of the tree, with an object that it did not make
+        return False
 
 
 class Witness:
@@ -252,12 +278,8 @@ class Witness:
             self._outcomes.setdefault(name, "PASSED")
 
     def pytest_unconfigure(self) -> None:
-        found = {
-            "outcomes": self._outcomes,
-            "patched": self._guard.patched,
-            "seen": self._lookout.seen,
-            "shadows": self._request["shadows"],
-        }  # type: dict[str, object]
+        found = {"outcomes": self._outcomes, "patched": self._guard.patched}  # type: dict[str, object]
+        found.update(seen=self._lookout.seen, shadows=self._request["shadows"])
         text = json.dumps(found)
         with open(str(self._request["report"]), "w", encoding="utf-8") as file:
             file.write(sign(str(self._request["key"]), text) + "\n" + text)
@@ -281,8 +303,8 @@ def pytest_load_initial_conftests(early_config: "Any") -> None:
     request["report"] = os.path.join(folder, "report.json")
     request["shadows"] = drop_shadows(root, request["candidates"])
     import_tools(request["files"], request["own"])
-    guard = Guard(request["files"], request["compare"], [Witness])
-    for plugin in (guard, Witness(request, guard, Lookout(root, request["files"]))):
+    guard, lookout = Guard(request["files"], request["compare"], [Witness]), Lookout(root, request["files"])
+    for plugin in (guard, lookout, Witness(request, guard, lookout)):
         early_config.pluginmanager.register(plugin)
 
 
@@ -349,20 +371,14 @@ def _digest(path: str) -> str:
     return hashlib.sha256(_read(path)).hexdigest()
 
 
-def _mentions(path: str) -> bool:
-    """Return whether a file of tests expects failures."""
-    return b"xfail" in _read(path) or b"expectedFailure" in _read(path)
-
-
 def _list_conftests(paths: "dict[str, str]") -> "list[str]":
-    found = set()  # type: set[str]
-    for path in paths:
-        folder = os.path.dirname(path)
-        while folder not in found and folder != os.path.dirname(folder):
-            found.add(folder)
-            folder = os.path.dirname(folder)
-    files = [os.path.join(folder, "conftest.py") for folder in found]
-    return [file for file in files if os.path.isfile(file)]
+    folders, left = set(), [os.path.dirname(path) for path in paths]  # type: set[str], list[str]
+    while left:
+        folder = left.pop()
+        if folder not in folders:
+            folders.add(folder)
+            left.append(os.path.dirname(folder))
+    return [os.path.join(folder, "conftest.py") for folder in folders]
 
 
 def _is_raised_by_test(call: "Any") -> bool:
@@ -383,6 +399,10 @@ def _is_plugins(value: object) -> bool:
     return plugin is not None and getattr(_find_code(value), "co_filename", "") == plugin.__file__
 
 
+def _find_path(item: "Any") -> str:
+    return str(getattr(item, "path", None) or getattr(item, "fspath", ""))
+
+
 def _find_test(item: "Any") -> object:
     """Return the function that a collected test was made from, None for tests of another kind."""
     holder = getattr(item, "cls", None) or getattr(item, "module", None)
@@ -393,18 +413,12 @@ def _find_test(item: "Any") -> object:
 
 def _runs(item: "Any", raw: object) -> bool:
     """Return whether an item still runs what it was collected from, by the methods of its class."""
-    own = vars(item)
-    if any(name in own for name in ITEM_METHODS):
+    held = getattr(vars(item).get("_obj"), "__func__", vars(item).get("_obj"))
+    if not vars(item).keys().isdisjoint(ITEM_METHODS):
         return False
-    held = own.get("_obj")
-    held = getattr(held, "__func__", held)
     is_plain = isinstance(held, types.FunctionType) and isinstance(raw, types.FunctionType)
     # plugins put functions of their own around a test
     return not is_plain or held is raw or hasattr(held, "__wrapped__")
-
-
-def _list_loaded(names: "tuple[str, ...]") -> "list[types.ModuleType]":
-    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 def _list_parts(modules: "list[Any]") -> "Iterator[tuple[Any, str, object, object]]":

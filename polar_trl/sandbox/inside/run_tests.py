@@ -316,12 +316,12 @@ def run_tests(
 
     beside = load_guard()
     files = [path for path in arguments if not path.startswith("-")]
-    collector, guard = Collector(tell), beside.Guard(files, True, [Collector, Outcomes])
+    collector, guard = Collector(tell), beside.Guard(files, True, [Collector, Outcomes], True)
     lookout = beside.Lookout(str(root), files)
     with tempfile.TemporaryDirectory() as programs:
         write_programs([root / folder for folder in import_roots], Path(programs))
         os.environ[AUTOLOAD_OFF] = "1"
-        pytest.main(arguments, plugins=[Plugins(plugins, arguments), collector, guard])
+        pytest.main(arguments, plugins=[Plugins(plugins, arguments), collector, guard, lookout])
     return guard, lookout
 
 
