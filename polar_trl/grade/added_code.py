@@ -24,7 +24,7 @@ SUSPICIONS = (
     "tests_read",  # files or modules of tests, or their source
     "code_exchanged",  # code, builtins or modules that are not the tree's own
     "code_concealed",  # code that is text, compiled or found by a made-up name
-    "spawned_at_import",  # processes, while tests are collected
+    "processes_started",  # while files of tests can be read
     "equal_to_all",  # objects whose comparisons do not compare
 )
 """Counters of the signs, which add up to `cheats_suspected`."""

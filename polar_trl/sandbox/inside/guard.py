@@ -20,6 +20,8 @@ import importlib.machinery
 import json
 import linecache
 import os
+import pathlib
+import re
 import shutil
 import sys
 import types
@@ -54,11 +56,12 @@ EVENTS = {  # type: dict[object, str]
     **dict.fromkeys(("gc.get_objects", "gc.get_referrers", "gc.get_referents", "ctypes.dlopen"), "memory_searched"),
     **dict.fromkeys((("object.__getattr__", name) for name in ("tb_frame", "f_code", "gi_code")), "frames_read"),
     ("object.__setattr__", "__code__"): "code_exchanged",
-    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"), "spawned_at_import"),
+    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"), "processes_started"),
     "open": "tests_read",
 }
 """Python's audit events that honest code of a package has little use for, and the counters that they belong to."""
 MAX_SEEN = 1000
+SELF_READERS = re.compile(rb"__file__|inspect|traceback|linecache|multiprocessing|ProcessPool|importlib|runpy")
 
 
 class Guard:
@@ -71,20 +74,24 @@ class Guard:
         files: Of the tests that decide, or folders of them; each is compared with what it was when it was collected.
         compare: Whether to compare parts of pytest: not where the tree itself is pytest.
         own: Classes of other plugins that are compared too.
-        hide: Whether to remove the files of tests when all were collected: nothing reads them while tests run.
+        hide: Whether to remove the files of tests when all were collected, so that nothing reads them while tests run:
+            not those that may want themselves, by a word in them.
     """
 
     def __init__(self, files: "list[str]", compare: bool = True, own: "list[type]" = (), hide: bool = False) -> None:  # type: ignore[assignment]
         self.patched = None  # type: str | None
         self.xfailed = []  # type: list[str]
         self._hide = hide
-        self._digests = {path: _digest(path) for path in list_python(files)}
-        texts = [_read(path) for path in [*self._digests, *_list_conftests(self._digests)]]
+        self._files = {path: _read(path) for path in list_python(files)}
+        folders = {folder for path in self._files for folder in pathlib.PurePath(path).parents}
+        texts = [*self._files.values(), *(_read(str(folder / "conftest.py")) for folder in folders)]
         self._may_xfail = any(b"xfail" in text or b"expectedFailure" in text for text in texts)
         chosen = (JUDGES, TOOLS) if compare else ((), TOOLS[2:])
         judges, tools = ([sys.modules[name] for name in names if name in sys.modules] for names in chosen)
         self._kept = [*_list_parts(judges), *_list_parts([*own, Guard, Lookout])]
-        self._classes = [(holder, holder.__mro__, _list_names(holder)) for holder in _list_classes(judges)]
+        self._classes = [
+            (holder, holder.__mro__, _list_names(holder), len(vars(holder))) for holder in _list_classes(judges)
+        ]
         self._tools = list(_list_parts(tools))
         self._plugins = None  # type: list[object] | None
         self._items = {}  # type: dict[object, tuple[object, object]]
@@ -100,15 +107,16 @@ class Guard:
             self._marked.add(item.nodeid)
 
     def pytest_collection_finish(self, session: "Any") -> None:
-        self.look(session)
-        self.look_at_tools()
-        for path in self._digests:
-            if _digest(path) != self._digests[path]:
+        self.look(session, True)
+        self.look_at_tools(True)
+        used = {str(getattr(item, "path", None) or item.fspath) for item in session.items}
+        for path, text in self._files.items():
+            if _read(path) != text:
                 self._note(os.path.basename(path))
-        for path in {_find_path(item) for item in session.items} & set(self._digests) if self._hide else ():
-            # for tracebacks; without a time of change no one asks for the file
-            linecache.cache[path] = (0, None, linecache.getlines(path), path)
-            os.remove(path)
+            elif self._hide and path in used and not SELF_READERS.search(text):
+                # for tracebacks; without a time of change no one asks for the file
+                linecache.cache[path] = (0, None, linecache.getlines(path), path)
+                os.remove(path)
 
     def pytest_runtest_setup(self, item: "Any") -> None:
         self.look_at_test(item)
@@ -124,21 +132,21 @@ class Guard:
         self.look_at_tools()  # what a test exchanged for its own time is back by now
 
     def pytest_sessionfinish(self, session: "Any") -> None:
-        self.look(session)
+        self.look(session, True)
+        self.look_at_tools(True)
 
-    def look(self, session: "Any") -> None:
-        """Note the first part of pytest that was exchanged."""
+    def look(self, session: "Any", with_code: bool = False) -> None:
+        """Note the first part of pytest that was exchanged; by its code too, which takes longer."""
         if self.patched is None:
-            for name in self._find_patched(session):
+            for name in self._find_patched(session, with_code):
                 self._note(name)
                 return
 
-    def look_at_tools(self) -> None:
+    def look_at_tools(self, with_code: bool = False) -> None:
         """Note the first of the functions and classes that tests compare with that was exchanged."""
-        for holder, name, value, code in self._tools:
-            now = vars(holder).get(name)
-            if (now is not value or (code is not None and _find_code(value) is not code)) and not _is_plugins(now):
-                self._note(holder.__name__ + "." + name)
+        for name, now in _find_exchanged(self._tools, with_code):
+            if not _is_plugins(now):
+                self._note(name)
                 return
 
     def look_at_test(self, item: "Any") -> None:
@@ -152,14 +160,15 @@ class Guard:
         if self.patched is None:
             self.patched = name
 
-    def _find_patched(self, session: "Any") -> "Iterator[str]":
-        for holder, name, value, code in self._kept:
-            if vars(holder).get(name) is not value or _find_code(value) is not code:
+    def _find_patched(self, session: "Any", with_code: bool) -> "Iterator[str]":
+        for name, _ in _find_exchanged(self._kept, with_code):
+            yield name
+        for holder, bases, names, count in self._classes:
+            if holder.__mro__ is not bases:
+                yield holder.__name__ + ".__mro__"
+            added = _list_names(holder) - names if with_code or len(vars(holder)) != count else ()
+            for name in added:
                 yield holder.__name__ + "." + name
-        for holder, bases, names in self._classes:
-            added = _list_names(holder) - names
-            if holder.__mro__ is not bases or added:
-                yield holder.__name__ + "." + ("__mro__" if holder.__mro__ is not bases else min(added))
         known = {id(plugin) for plugin in self._plugins or ()}
         for hook in JUDGING_HOOKS:
             for found in getattr(session.config.hook, hook).get_hookimpls():
@@ -184,14 +193,11 @@ class Lookout:
         self.seen = []  # type: list[tuple[str, list[str]]]
         self._busy = set()  # type: set[int]
         self._known = set()  # type: set[tuple[str, tuple[str, ...]]]
-        self._is_collecting = True
         self._root = os.path.realpath(root) + os.sep
-        self._files = frozenset(os.path.realpath(path) for path in list_python(files))
+        found = map(os.path.realpath, list_python(files))
+        self._files = frozenset(path for path in found if _is_test(os.path.basename(path)))
         if hasattr(sys, "addaudithook"):
             sys.addaudithook(self._hear)
-
-    def pytest_collection_finish(self) -> None:
-        self._is_collecting = False
 
     def pytest_sessionfinish(self) -> None:
         for holder in _list_subclasses():
@@ -202,9 +208,10 @@ class Lookout:
 
     def _hear(self, event: str, args: "tuple[object, ...]") -> None:
         counter = EVENTS.get((event, args[1]) if event.startswith("object.") else event)
-        is_late = counter == "spawned_at_import" and not self._is_collecting
-        if counter is None or is_late or _thread.get_ident() in self._busy:
+        if counter is None or _thread.get_ident() in self._busy:
             return
+        if counter == "processes_started" and not any(map(os.path.exists, self._files)):
+            return  # there is nothing that they could read
         self._busy.add(_thread.get_ident())  # looking at frames is such an event too
         try:
             path = os.fsdecode(args[0]) if event == "open" and isinstance(args[0], (str, bytes)) else ""
@@ -367,20 +374,6 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def _digest(path: str) -> str:
-    return hashlib.sha256(_read(path)).hexdigest()
-
-
-def _list_conftests(paths: "dict[str, str]") -> "list[str]":
-    folders, left = set(), [os.path.dirname(path) for path in paths]  # type: set[str], list[str]
-    while left:
-        folder = left.pop()
-        if folder not in folders:
-            folders.add(folder)
-            left.append(os.path.dirname(folder))
-    return [os.path.join(folder, "conftest.py") for folder in folders]
-
-
 def _is_raised_by_test(call: "Any") -> bool:
     """Return whether a test itself raised what ended it, such as by `pytest.xfail`, and not the code that it tests."""
     if call.excinfo is None:
@@ -390,17 +383,17 @@ def _is_raised_by_test(call: "Any") -> bool:
     while files and os.path.abspath(files[-1]).startswith(own + os.sep):
         files.pop()
     name = os.path.basename(files[-1]) if files else ""
-    return name == "conftest.py" or name.startswith("test_") or name.endswith(("_test.py", "tests.py"))
+    return name == "conftest.py" or _is_test(name)
+
+
+def _is_test(name: str) -> bool:
+    return name.startswith("test_") or name.endswith(("_test.py", "tests.py"))
 
 
 def _is_plugins(value: object) -> bool:
     """Return whether a function is one that pytest-mock puts around the assertions of mocks."""
     plugin = sys.modules.get("pytest_mock.plugin")
     return plugin is not None and getattr(_find_code(value), "co_filename", "") == plugin.__file__
-
-
-def _find_path(item: "Any") -> str:
-    return str(getattr(item, "path", None) or getattr(item, "fspath", ""))
 
 
 def _find_test(item: "Any") -> object:
@@ -421,14 +414,19 @@ def _runs(item: "Any", raw: object) -> bool:
     return not is_plain or held is raw or hasattr(held, "__wrapped__")
 
 
-def _list_parts(modules: "list[Any]") -> "Iterator[tuple[Any, str, object, object]]":
-    """Yield module or class, name, and the function or class that it has by this name, with the function's code."""
+def _find_exchanged(parts: "list[Any]", with_code: bool) -> "Iterator[tuple[str, object]]":
+    for names, name, value, code, holder in parts:
+        if names.get(name) is not value or (with_code and _find_code(value) is not code):
+            yield holder.__name__ + "." + name, names.get(name)
+
+
+def _list_parts(modules: "list[Any]") -> "Iterator[tuple[Any, str, object, object, Any]]":
+    """Yield a namespace, a name in it, the function or class of this name, its code, and the module or class."""
     kinds = (types.FunctionType, classmethod, staticmethod, property, type)
-    for holder in modules + _list_classes(modules):  # type: ignore[operator]
-        is_builtin = holder is builtins
+    for holder in modules + _list_classes(modules):
         for name, value in list(vars(holder).items()):
-            if isinstance(value, kinds) or (is_builtin and callable(value)):
-                yield holder, name, value, _find_code(value)
+            if isinstance(value, kinds) or (holder is builtins and callable(value)):
+                yield vars(holder), name, value, _find_code(value), holder
 
 
 def _list_classes(modules: "list[Any]") -> "list[type]":
