@@ -4,9 +4,11 @@ The changes are laid over a fresh copy of the image's /testbed, none at paths th
 `eval_script` runs, or the script that `swebench` 4.1 has for its repository and version, and that package's parser
 reads the test command's output: 1 where all of FAIL_TO_PASS and PASS_TO_PASS passed. A skipped test has not passed.
 
-Two canary tests ride along with pytest (tox included) and Django's runner, as in `tests.py`. Elsewhere,
-which is SymPy, the output of the tested code is believed. Refuses rows that neither have a script nor are known to the
-package, unless their tests are plain pytest files (`TaskError`).
+Two canary tests ride along with pytest (tox included), Django's runner and SymPy's, as in `tests.py`. With pytest, a
+plugin compares its parts, and only outcomes that pytest's own hooks saw count: a log that the tested code printed has
+no witness. A test that failed as expected has passed, as in the package, but only where the tests say that it may: not
+where the tested code raised `pytest.xfail`. Refuses rows that neither have a script nor are known to the package,
+unless their tests are plain pytest files (`TaskError`).
 """
 
 import hmac
@@ -42,8 +44,10 @@ _END = re.compile(r"^.*>>>>> End Test Output.*$", re.MULTILINE)
 _STYLES: dict[Style, re.Pattern[str]] = {
     "pytest": re.compile(r"(?:^|[\s/])(?:pytest|py\.test)\s|^tox\s.*\s--(?:\s|$)"),
     "django": re.compile(r"(?:^|\s)\./tests/runtests\.py\s"),
+    "sympy": re.compile(r"(?:^|\s)bin/test\s"),
 }
 _PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR) (.*\S)\s*$", re.MULTILINE)
+_SYMPY_LINE = re.compile(r"^(test_\w+) (ok|F|E)$", re.MULTILINE)
 _UNITTEST_LINE = re.compile(r"^(\w+ \([\w.]+\)) \.\.\. (ok|FAIL|ERROR)$", re.MULTILINE)
 
 
@@ -59,7 +63,9 @@ class SwebenchGrader(HiddenTestsGrader):
             raise GradeError(f"task {task.id} has no tests")
         before, body, after = cut_script(build_script(task))
         style = find_style(body)
-        canary = None if style is None else Canary((*spec.fail_to_pass, *spec.pass_to_pass), style)
+        files = [path for path in spec.protected if path.endswith(".py")] if style == "sympy" else []
+        is_placed = style is not None and (style != "sympy" or bool(files))
+        canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass), style, files) if style and is_placed else None
         if canary is not None:
             body = f"{body.rstrip()} {shlex.join(canary.arguments)}\n"
         witness = Witness(body) if canary is not None and style == "pytest" and is_single(body) else None
@@ -261,7 +267,7 @@ def contradicts_itself(log: str) -> bool:
         else:
             parts = name.split(" - ")  # a message may follow, and a parameter may hold the same sign
             failed.update(" - ".join(parts[:count]) for count in range(1, len(parts) + 1))
-    for name, outcome in _UNITTEST_LINE.findall(log):
+    for name, outcome in (*_UNITTEST_LINE.findall(log), *_SYMPY_LINE.findall(log)):
         (passed if outcome == "ok" else failed).add(name)
     return not passed.isdisjoint(failed)
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Cheats on hidden tests and honest repairs, in bubblewrap: reward and counters of each."""
 
 import base64
