@@ -50,8 +50,6 @@ class Canary:
             is_sympy = style == "sympy"
             near = _find_place([paths[0]], (), module) if is_sympy else _find_place(ids, paths, module)
             place, is_found = near or (f"{folder}/test_{module}.py", False)
-            if is_sympy:  # whose runner ends the line of a file's last test with more, which hides its outcome
-                tests.append((f"{folder}_{module}", "True"))
             # pytest 9 drops a file that lies in a folder it was given too
             self.arguments = () if is_found else (place,)
             text = "\n\n".join(f"def test_{name}():\n    assert {claim}\n" for name, claim in tests)

@@ -4,9 +4,8 @@ The agent's own sandbox is never graded: only files come over, and none at paths
 tests are laid last. Two canary tests ride along, one that must fail and one that must pass: where they do not, the
 tested code has tampered with its grader, and the reward is 0.
 
-The tested code runs in the process that judges it, so this is no proof. Not seen, and worth 1: an object that equals
-everything; code that finds the collected tests in that process and sends a report of its own, with the right answer
-for the two as well; an exchanged part of pytest that nobody compares, or that is back in time. A fresh sandbox that
+The tested code runs in the process that judges it, so this is no proof. What sandbox/inside/guard.py notices is worth
+0; signs in the code of the change (`SUSPICIONS`) are counted. docs/tasks.md says what is neither. A fresh sandbox that
 cannot be made raises `SandboxError`, and is no failure of the agent.
 """
 

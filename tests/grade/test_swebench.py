@@ -20,6 +20,7 @@ from polar_trl.grade.swebench import (
     check_row,
     contradicts_itself,
     cut_script,
+    find_log_faults,
     find_style,
     has_passed,
     parse_log,
@@ -271,9 +272,10 @@ def test_the_canary_of_sympys_runner(tmp_path: Path) -> None:
     log = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True).stdout
     task = build_task("abc")
     task = replace(task, metadata={"swebench": {**task.metadata["swebench"], "repo": "sympy/sympy"}})
-    assert canary.find_fault(parse_log(task, log), passed="PASSED", failed="FAILED") is None, log
-    forged = log + "".join(f"{line.removesuffix(' F')} ok\n" for line in log.splitlines() if line.endswith(" F"))
-    assert contradicts_itself(forged) and not contradicts_itself(log)
+    assert find_log_faults(log, parse_log(task, log), canary) == [], log
+    forged = "".join(line.replace(" F ", " ok ") + "\n" for line in log.splitlines())
+    assert find_log_faults(log + forged, parse_log(task, log + forged), canary) != []
+    assert find_log_faults(forged, parse_log(task, forged), canary) == ["canaries_broken"]
 
 
 @pytest.fixture(scope="module")
