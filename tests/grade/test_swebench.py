@@ -1,5 +1,6 @@
 """Rows of SWE-bench, graded by the package's own script and parser: on a stand-in for a repository that it knows."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -273,7 +274,7 @@ def test_the_canary_of_sympys_runner(tmp_path: Path) -> None:
     task = build_task("abc")
     task = replace(task, metadata={"swebench": {**task.metadata["swebench"], "repo": "sympy/sympy"}})
     assert find_log_faults(log, parse_log(task, log), canary) == [], log
-    forged = "".join(line.replace(" F ", " ok ") + "\n" for line in log.splitlines())
+    forged = re.sub(r" F\b", " ok", log)
     assert find_log_faults(log + forged, parse_log(task, log + forged), canary) != []
     assert find_log_faults(forged, parse_log(task, forged), canary) == ["canaries_broken"]
 
