@@ -163,6 +163,7 @@ def build_settings(
     find_version = getattr(harness, "find_installed_version", None)
     names = (
         *("agent", "agent_options", "agent_command", "agent_folders", "grader", "partial_credit"),
+        "zero_suspected_cheats",
         *("sandbox_image", "sandbox_memory_mb", "sandbox_cpus", "sandbox_pids", "sandbox_disk_mb"),
     )
     of_sessions = (

@@ -27,6 +27,7 @@ class GraderByTask(Grader):
         command: For tasks that name no grader.
         command_reward: See `CommandGrader`.
         partial: Reward the share of the failing tests that pass, as long as none of the others broke.
+        zero_suspected: See `HiddenTestsGrader`.
     """
 
     def __init__(
@@ -36,12 +37,13 @@ class GraderByTask(Grader):
         command: str | None = None,
         command_reward: Literal["exit_code", "stdout"] = "exit_code",
         partial: bool = False,
+        zero_suspected: bool = False,
     ) -> None:
         self._has_command = command is not None
         self._graders: dict[Kind, Grader] = {
             "command": CommandGrader(command, reward=command_reward, backend=backend),
-            "pytest": TestsGrader(backend, partial=partial),
-            "swebench": SwebenchGrader(backend, partial=partial),
+            "pytest": TestsGrader(backend, partial=partial, zero_suspected=zero_suspected),
+            "swebench": SwebenchGrader(backend, partial=partial, zero_suspected=zero_suspected),
             "harbor": HarborGrader(backend),
         }
 

@@ -13,7 +13,7 @@ from typing import Literal
 from polar_trl.grade.changes import Change, apply_changes
 from polar_trl.sandbox.base import Sandbox
 
-Style = Literal["pytest", "django"]
+Style = Literal["pytest", "django", "sympy"]
 WORDS = ("values", "empty", "nested", "order", "types", "keys", "names", "parse", "range", "simple", "copy", "items")
 
 
@@ -22,8 +22,9 @@ class Canary:
 
     Args:
         ids: Of the tests that decide.
-        style: Of the test command: "pytest" takes paths, "django" (its tests/runtests.py) names of folders of tests/.
-        paths: What pytest is given besides.
+        style: Of the test command: "pytest" takes paths, "django" (its tests/runtests.py) names of folders of tests/,
+            "sympy" (its bin/test) paths, and its ids are names of functions.
+        paths: What pytest is given besides; of "sympy" the files of the tests that decide.
     """
 
     def __init__(self, ids: Sequence[str], style: Style = "pytest", paths: Sequence[str] = ()) -> None:
@@ -47,12 +48,15 @@ class Canary:
             self.files = {f"tests/{folder}/__init__.py": "", f"tests/{folder}/tests.py": head + text}
             self._passing, self._failing = (f"test_{name} ({folder}.tests." for name in (passing, failing))
         else:
-            place, is_found = _find_place(ids, paths, module) or (f"{folder}/test_{module}.py", False)
+            is_sympy = style == "sympy"
+            near = _find_place([paths[0]], (), module) if is_sympy else _find_place(ids, paths, module)
+            place, is_found = near or (f"{folder}/test_{module}.py", False)
             # pytest 9 drops a file that lies in a folder it was given too
             self.arguments = () if is_found else (place,)
             text = "\n\n".join(f"def test_{name}():\n    assert {claim}\n" for name, claim in tests)
             self.files = {place: text}
-            self._passing, self._failing = (f"{place}::test_{name}" for name in (passing, failing))
+            where = "" if is_sympy else f"{place}::"
+            self._passing, self._failing = (f"{where}test_{name}" for name in (passing, failing))
 
     def lay(self, sandbox: Sandbox) -> None:
         """Write the files of the canary into a sandbox."""

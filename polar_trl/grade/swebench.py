@@ -4,25 +4,33 @@ The changes are laid over a fresh copy of the image's /testbed, none at paths th
 `eval_script` runs, or the script that `swebench` 4.1 has for its repository and version, and that package's parser
 reads the test command's output: 1 where all of FAIL_TO_PASS and PASS_TO_PASS passed. A skipped test has not passed.
 
-Two canary tests ride along with pytest (tox included) and Django's runner, as in `tests.py`. Elsewhere,
-which is SymPy, the output of the tested code is believed. Refuses rows that neither have a script nor are known to the
-package, unless their tests are plain pytest files (`TaskError`).
+Two canary tests ride along with pytest (tox included), Django's runner and SymPy's, as in `tests.py`. With pytest, a
+plugin compares its parts, and only outcomes that pytest's own hooks saw count: a log that the tested code printed has
+no witness. A test that failed as expected has passed, as in the package, but only where the tests say that it may: not
+where the tested code raised `pytest.xfail`. Refuses rows that neither have a script nor are known to the package,
+unless their tests are plain pytest files (`TaskError`).
 """
 
+import hmac
+import json
 import re
+import secrets
 import shlex
 import time
-from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
+from polar_trl.grade.added_code import count_signs
 from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary, Style
-from polar_trl.grade.changes import apply_changes, find_changes
-from polar_trl.grade.reward_hacking import Protection, add_total, count_planted, read_fix
-from polar_trl.grade.tests import NOT_STARTED, HiddenTestsGrader, score
+from polar_trl.grade.changes import Change, apply_changes, find_changes
+from polar_trl.grade.reward_hacking import Protection, count_planted, read_fix
+from polar_trl.grade.tests import NOT_STARTED, HiddenTestsGrader, find_faults, list_new_modules, list_tested
 from polar_trl.sandbox.base import Sandbox
+from polar_trl.sandbox.inside.guard import sign
+from polar_trl.sandbox.inside.run_tests import GUARD, list_own
 from polar_trl.types import Task, TestSpec
 
 ENVIRONMENT = "testbed"
@@ -37,8 +45,11 @@ _END = re.compile(r"^.*>>>>> End Test Output.*$", re.MULTILINE)
 _STYLES: dict[Style, re.Pattern[str]] = {
     "pytest": re.compile(r"(?:^|[\s/])(?:pytest|py\.test)\s|^tox\s.*\s--(?:\s|$)"),
     "django": re.compile(r"(?:^|\s)\./tests/runtests\.py\s"),
+    "sympy": re.compile(r"(?:^|\s)bin/test\s"),
 }
 _PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR) (.*\S)\s*$", re.MULTILINE)
+_SYMPY_LINE = re.compile(r"^(test_\w+) (ok|F|E)(?:\s+\[\w+\])?\s*$", re.MULTILINE)
+_SYMPY_OUTCOMES = {"ok": "PASSED", "F": "FAILED", "E": "ERROR"}
 _UNITTEST_LINE = re.compile(r"^(\w+ \([\w.]+\)) \.\.\. (ok|FAIL|ERROR)$", re.MULTILINE)
 
 
@@ -50,32 +61,91 @@ class SwebenchGrader(HiddenTestsGrader):
     def _judge(self, task: Task, spec: TestSpec, sandbox: Sandbox, fresh: Sandbox, deadline: float) -> Grade:
         before, body, after = cut_script(build_script(task))
         style = find_style(body)
-        canary = None if style is None else Canary((*spec.fail_to_pass, *spec.pass_to_pass), style)
+        files = [path for path in spec.protected if path.endswith(".py")] if style == "sympy" else []
+        is_placed = style is not None and (style != "sympy" or bool(files))
+        canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass), style, files) if style and is_placed else None
         if canary is not None:
             body = f"{body.rstrip()} {shlex.join(canary.arguments)}\n"
+        witness = Witness(body) if canary is not None and style == "pytest" and is_single(body) else None
         changes = find_changes(sandbox.base_tree, sandbox.host_workdir, deadline=deadline)
-        kept, counts = Protection(spec, read_fix(task)).sort(changes)
+        fix = read_fix(task)
+        kept, counts = Protection(spec, fix).sort(changes)
         counts.update(count_planted(changes, sandbox.host_home))
+        counts.update(count_signs(kept, sandbox.base_tree, fix))
+        if witness is not None:
+            body = witness.lay(task, spec, fresh, kept, canary)
         apply_changes(kept, fresh.host_workdir, deadline=deadline)
         if canary is not None:
             canary.lay(fresh)
         # into a file of its own: a line that the tested code prints cannot end it, and no tail is cut off
         script = f'{before}{{\n{body}}} > "$HOME/eval.log" 2>&1 < /dev/null\n{after}'
         log, fault = run_script(task, script, fresh, timeout_s=max(deadline - time.monotonic(), 0.0))
-        return self._decide(task, spec, log, fault, counts, canary)
-
-    def _decide(
-        self, task: Task, spec: TestSpec, log: str, fault: str | None, counts: Counter[str], canary: Canary | None
-    ) -> Grade:
+        seen = None if fault or witness is None else witness.read(fresh)
         outcomes = parse_log(task, log)
-        if fault is None and canary is not None:
-            fault = canary.find_fault(outcomes, passed="PASSED", failed="FAILED")
-        if fault is None and contradicts_itself(log):
-            fault = "logs_contradict"
-        if fault is not None:
-            return Grade(reward=0.0, counters=add_total(counts + Counter([fault])))
+        faults = [fault] if fault else find_log_faults(log, outcomes, canary)
+        if seen is not None:
+            faults += find_faults(seen, counts, kept, sandbox.base_tree)
+        elif witness is not None and not faults:
+            faults = ["test_runs_died"]
         passed = {name for name in (*spec.fail_to_pass, *spec.pass_to_pass) if has_passed(name, outcomes)}
-        return Grade(reward=score(spec, passed, partial=self._partial), counters=add_total(counts))
+        if seen is not None:
+            # named and cut as in the log
+            told = parse_log(task, "\n".join(f"{outcome} {name}" for name, outcome in seen["outcomes"].items()))
+            witnessed = {name for name in passed if has_passed(name, told)}
+            counts["outcomes_not_witnessed"] += len(passed - witnessed)
+            passed = witnessed
+        counts.update(faults)
+        return self._close(spec, None if faults else passed, counts)
+
+
+class Witness:
+    """Has pytest report to us beside its log: a plugin compares its parts, and signs the outcomes that it saw."""
+
+    def __init__(self, body: str) -> None:
+        self._body, self._key = body, secrets.token_hex(32)
+        self._name = f"polar_{secrets.token_hex(8)}"
+
+    def lay(
+        self, task: Task, spec: TestSpec, fresh: Sandbox, kept: Mapping[str, Change], canary: Canary | None
+    ) -> str:
+        """Write the plugin into a sandbox without the changes; return the test run that loads it."""
+        files = [path for path in (*spec.protected, *(canary.files if canary else ())) if path.endswith(".py")]
+        own = list_tested(task, spec, fresh, spec.import_roots)
+        request = {
+            "files": files,
+            "own": own,
+            "candidates": list_new_modules(kept, task, spec, fresh, spec.protected),
+            "compare": not {"_pytest", "pluggy"} & {*own, *list_own(fresh.host_workdir, ["src"])},
+            "key": self._key,
+        }
+        fresh.put(f"~/{self._name}/{self._name}.py", GUARD.read_bytes())
+        fresh.put(f"~/{self._name}/{self._name}.json", json.dumps(request).encode())
+        *first, last = self._body.rstrip().split("\n")
+        place = f"$HOME/{self._name}"
+        if last.startswith("tox "):  # which hands no PYTHONPATH on
+            site = "$(python -c 'import sysconfig; print(sysconfig.get_paths()[\"purelib\"])')"
+            lines = [*first, f'echo "{place}" > "{site}/{self._name}.pth"', f"{last} -p {self._name}"]
+        else:
+            lines = [*first, f'PYTHONPATH="{place}${{PYTHONPATH:+:$PYTHONPATH}}" {last} -p {self._name}']
+        return "\n".join(lines) + "\n"
+
+    def read(self, fresh: Sandbox) -> dict[str, Any] | None:
+        """Read the plugin's report, None where it wrote none."""
+        with suppress(ValueError, FileTooLargeError):
+            text = (fresh.get(f"~/{self._name}/report.json", max_bytes=MAX_LOG_BYTES) or b"").decode()
+            proof, _, text = text.partition("\n")
+            if hmac.compare_digest(proof, sign(self._key, text)):
+                found: dict[str, Any] = json.loads(text)
+                return found
+        return None
+
+
+def find_log_faults(log: str, outcomes: Mapping[str, str], canary: Canary | None) -> list[str]:
+    """Return the counters of faults of a log: of the canary's outcomes, or of others that contradict each other."""
+    # the package's parser overlooks the last test of each file of SymPy's, whose line goes on
+    outcomes = {**outcomes, **{name: _SYMPY_OUTCOMES[said] for name, said in _SYMPY_LINE.findall(log)}}
+    fault = None if canary is None else canary.find_fault(outcomes, passed="PASSED", failed="FAILED")
+    return [fault] if fault else ["logs_contradict"] * contradicts_itself(log)
 
 
 def check_row(task: Task) -> None:
@@ -142,6 +212,11 @@ def find_style(body: str) -> Style | None:
     return next((style for style, pattern in _STYLES.items() if pattern.search(command)), None)
 
 
+def is_single(body: str) -> bool:
+    """Return whether only the last command of the test run starts pytest: others would not be witnessed."""
+    return sum(bool(_STYLES["pytest"].search(line)) for line in body.splitlines()) == 1
+
+
 def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> tuple[str, str | None]:
     """Run the script; return the log of its test run and the counter of a fault, if any. Raises `GradeError`."""
     fresh.put("~/eval.sh", script.encode())
@@ -187,7 +262,7 @@ def contradicts_itself(log: str) -> bool:
         else:
             parts = name.split(" - ")  # a message may follow, and a parameter may hold the same sign
             failed.update(" - ".join(parts[:count]) for count in range(1, len(parts) + 1))
-    for name, outcome in _UNITTEST_LINE.findall(log):
+    for name, outcome in (*_UNITTEST_LINE.findall(log), *_SYMPY_LINE.findall(log)):
         (passed if outcome == "ok" else failed).add(name)
     return not passed.isdisjoint(failed)
 

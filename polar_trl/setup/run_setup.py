@@ -91,6 +91,13 @@ class RunArguments:
         default=False,
         metadata={"help": "Reward the share of the failing tests that pass, where none of the others broke."},
     )
+    zero_suspected_cheats: bool = field(
+        default=False,
+        metadata={
+            "help": "Reward 0 where the code of a change has a sign of reward hacking, such as a test framework, "
+            "frames of callers or always-equal objects (counter cheats_suspected). Off: they are counted."
+        },
+    )
     agent_files: list[str] = field(
         default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
     )
@@ -212,12 +219,13 @@ def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
 def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBackend) -> Grader | None:
     """Build the grader; None leaves it to the command that each task names."""
     by_task = run.grader is None and any(has_tests(task) for task in tasks)
-    if run.partial_credit and not by_task:
-        raise ConfigError("partial_credit is for tasks with tests, graded by them; leave it or the grader out")
+    for name in ("partial_credit", "zero_suspected_cheats"):
+        if getattr(run, name) and not by_task:
+            raise ConfigError(f"{name} is for tasks with tests, graded by them; leave it or the grader out")
     if not by_task:
         return load_grader(run.grader, backend)
     check_gradable(tasks, backend)
-    return GraderByTask(backend, partial=run.partial_credit)
+    return GraderByTask(backend, partial=run.partial_credit, zero_suspected=run.zero_suspected_cheats)
 
 
 def require_good_tasks(

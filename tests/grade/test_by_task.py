@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from polar_trl.errors import GradeError, TaskError
+from polar_trl.errors import ConfigError, GradeError, TaskError
 from polar_trl.grade.by_task import GraderByTask, check_gradable, find_kind
 from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.setup.run_setup import RunArguments, build_grader
 from polar_trl.types import Task, TestSpec
 
 SPEC = TestSpec(fail_to_pass=("t::a",))
@@ -47,3 +48,11 @@ def test_commands_are_run_in_the_agents_sandbox(tmp_path: Path) -> None:
             GraderByTask(backend).grade(PLAIN, sandbox, timeout_s=20)
     finally:
         sandbox.destroy()
+
+
+def test_settings_of_tests_without_tests_are_refused(tmp_path: Path) -> None:
+    backend = LocalSandboxBackend(tmp_path)
+    for name in ("partial_credit", "zero_suspected_cheats"):
+        with pytest.raises(ConfigError, match=f"{name} is for tasks with tests"):
+            build_grader(RunArguments(tasks="x", **{name: True}), [PLAIN], backend)
+    assert build_grader(RunArguments(tasks="x"), [PLAIN], backend) is None

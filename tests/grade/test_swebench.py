@@ -1,5 +1,6 @@
 """Rows of SWE-bench, graded by the package's own script and parser: on a stand-in for a repository that it knows."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from polar_trl.grade.swebench import (
     check_row,
     contradicts_itself,
     cut_script,
+    find_log_faults,
     find_style,
     has_passed,
     parse_log,
@@ -56,6 +58,19 @@ def forge(cls, item, call):
     return report
 _pytest.reports.TestReport.from_item_and_call = classmethod(forge)
 END"""
+WRITE = "cat > src/flask/tiny.py <<'END'\n{code}\nEND"
+PRINT_ALL = """cat > src/flask/tiny.py <<'END'
+import os, re, sys
+def f(x): return x
+said = ""
+for path in [word for word in sys.argv if word.endswith(".py")]:
+    for name, sum in re.findall(r"def (test_\\w+)\\(\\w*\\):\\s+assert (.*)", open(path).read()):
+        said += f"{'PASSED' if sum[0].isalpha() or eval(sum) else 'FAILED'} {path}::{name}\\n"
+if said:
+    said += "PASSED tests/test_tiny.py::test_cut[a b]\\nPASSED tests/test_tiny.py::test_cut[a c]\\n"
+    os.write(1, said.encode())
+    os._exit(0)
+END"""
 IMAGE = "polar-trl-swe-test:latest"
 CASES = {
     "the fix": (GOLD, 1.0, None),
@@ -75,6 +90,36 @@ CASES = {
         "canaries_broken",
     ),
     "reports of its tests that always pass": (BY_PLACE, 0.0, "canaries_broken"),
+    "a test's own function exchanged": (
+        WRITE.format(code="import _pytest.python as p\np.Function.runtest = lambda s: 0\ndef f(x): return x"),
+        0.0,
+        "judges_patched",
+    ),
+    "failures swallowed of some": (
+        WRITE.format(
+            code="import _pytest.python as p\nr = p.Function.runtest\ndef f(x): return x\n"
+            "def run(s):\n    if 'tiny' not in s.nodeid: r(s)\np.Function.runtest = run"
+        ),
+        0.0,
+        "judges_patched",
+    ),
+    "pytest.xfail": (WRITE.format(code="import pytest\ndef f(x): pytest.xfail('x')"), 0.0, "outcomes_not_witnessed"),
+    "an outcome of pytest's": (
+        WRITE.format(code="from _pytest.outcomes import XFailed\ndef f(x): raise XFailed('x')"),
+        0.0,
+        "outcomes_not_witnessed",
+    ),
+    "a whole log printed": (PRINT_ALL, 0.0, "test_runs_died"),
+    "a module in place of another": (
+        f"mkdir src/iniconfig; touch src/iniconfig/__init__.py; {GOLD}",
+        1.0,
+        "modules_shadowed",
+    ),
+    "a number that equals all": (
+        WRITE.format(code="class E(int):\n    def __eq__(s, o): return True\ndef f(x): return E(1)"),
+        1.0,
+        "equal_to_all",
+    ),
     "a plugin that the tree claims to have": (
         "mkdir src/e.egg-info; printf '[pytest11]\\ne = e\\n' > src/e.egg-info/entry_points.txt",
         0.0,
@@ -103,13 +148,26 @@ def local(tmp_path: Path) -> tuple[Task, SandboxBackend]:
     return task, LocalSandboxBackend(tmp_path / "boxes")
 
 
-@pytest.mark.parametrize(
-    "name", ["the fix", "nothing", "a planted conftest.py", "reports of its tests that always pass"]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_row_in_folders(local: tuple[Task, SandboxBackend], name: str) -> None:
     command, reward, counter = CASES[name]
     found, counters = grade(*local, command)
-    assert found == reward and (counter is None or counters[counter] == 1)
+    assert found == reward and (counter is None or counters[counter] >= 1), counters
+
+
+def test_tests_that_may_fail_have_passed_where_they_do(local: tuple[Task, SandboxBackend]) -> None:
+    """As in the package; in both ways in which a test says so."""
+    task, backend = local
+    more = "\n\n@pytest.mark.xfail\ndef test_x(): assert f(1) == 3\n\n\ndef test_y(): pytest.xfail('not yet')\n"
+    lines = "".join(f"+{line}\n" for line in more.splitlines())
+    row = task.metadata["swebench"]
+    patch = row["test_patch"].replace("+3,12 @@", f"+3,{12 + len(more.splitlines())} @@") + lines
+    task = replace(task, metadata={"swebench": {**row, "test_patch": patch}})
+    assert task.tests is not None
+    names = ("tests/test_tiny.py::test_x", "tests/test_tiny.py::test_y")
+    task = replace(task, tests=replace(task.tests, pass_to_pass=(*task.tests.pass_to_pass, *names)))
+    assert grade(task, backend, GOLD) == (1.0, {})
+    assert grade(task, backend, CASES["pytest.xfail"][0])[0] == 0.0
 
 
 def test_part_of_the_work(local: tuple[Task, SandboxBackend]) -> None:
@@ -172,7 +230,7 @@ def test_what_the_script_puts_into_a_file_of_its_own() -> None:
     assert (before, body, after) == ("a\n", "pytest x\n", "\nb\n")
 
 
-def test_every_python_repository_but_sympy_has_a_canary() -> None:
+def test_every_python_repository_has_a_canary() -> None:
     from swebench.harness.constants import MAP_REPO_TO_EXT, MAP_REPO_VERSION_TO_SPECS
     from swebench.harness.log_parsers import MAP_REPO_TO_PARSER
 
@@ -182,7 +240,7 @@ def test_every_python_repository_but_sympy_has_a_canary() -> None:
         for specs in versions.values()
         if MAP_REPO_TO_EXT[repo] == "py" and repo in MAP_REPO_TO_PARSER and not find_style(f"{specs['test_cmd']} x")
     }
-    assert without == {"sympy/sympy"}
+    assert without == set()
     assert find_style("./tests/runtests.py --verbosity 2 x\n") == "django"
 
 
@@ -200,6 +258,25 @@ def test_the_canary_of_djangos_runner(tmp_path: Path) -> None:
     assert canary.find_fault(parse_log(task, log.replace("FAIL", "ok")), passed="PASSED", failed="FAILED") is not None
     forged = log + "".join(f"{line.removesuffix('FAIL')}ok\n" for line in log.splitlines() if line.endswith("FAIL"))
     assert contradicts_itself(forged) and not contradicts_itself(log)
+
+
+def test_the_canary_of_sympys_runner(tmp_path: Path) -> None:
+    canary = Canary(["test_f"], "sympy", ["sympy/core/tests/test_args.py"])
+    ((path, text),) = canary.files.items()
+    assert path.startswith("sympy/core/tests/test_") and canary.arguments == (path,)
+    (tmp_path / "test_canary.py").write_text(text)
+    program = (
+        "from sympy.testing.runtests import PyTestReporter, SymPyTests\n"
+        "tests = SymPyTests(PyTestReporter(verbose=True, colors=False), post_mortem=False)\n"
+        "tests._testfiles = ['test_canary.py']\ntests.test()\n"
+    )
+    log = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True).stdout
+    task = build_task("abc")
+    task = replace(task, metadata={"swebench": {**task.metadata["swebench"], "repo": "sympy/sympy"}})
+    assert find_log_faults(log, parse_log(task, log), canary) == [], log
+    forged = re.sub(r" F\b", " ok", log)
+    assert find_log_faults(log + forged, parse_log(task, log + forged), canary) != []
+    assert find_log_faults(forged, parse_log(task, forged), canary) == ["canaries_broken"]
 
 
 @pytest.fixture(scope="module")
@@ -242,5 +319,5 @@ def test_a_row_in_its_image(image: str, tmp_path: Path, name: str) -> None:
         found, counters = grade(task, backend, command)
     finally:
         backend.close()
-    assert found == reward and (counter is None or counters[counter] == 1)
+    assert found == reward and (counter is None or counters[counter] >= 1), counters
     assert list((tmp_path / "state").iterdir()) == [], "a sandbox was left behind"

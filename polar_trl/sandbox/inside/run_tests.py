@@ -3,31 +3,33 @@
     python run_tests.py --request REQUEST.json
     python run_tests.py --root TREE --spec SPEC.json [--report FILE] [--reward FILE]
 
-The report is {"outcomes": {node id: outcome}, "messages": {node id: text}, "patched": name or null}; a run that dies
-leaves none. The first form is for a grader, in the tree: the request, {"paths", "import_roots", "own", "report",
-"key"}, is removed when it was read, and the report begins with a signature by the key. The second form is for a task
-folder: it removes the tests that the agent saw, lays the hidden ones (the folder "hidden" beside the spec), runs them,
-and rewards 1 where every test that decides passed, else 0.
+The report is {"outcomes": {node id: outcome}, "messages": {node id: text}, "patched", "seen", "shadows"}, the last
+three as in guard.py; a run that dies leaves none. The first form is for a grader, in the tree: the request, {"paths",
+"import_roots", "own", "candidates", "report", "key"}, is removed when it was read, and the report begins with a
+signature by the key. The second form is for a task folder: it removes the tests that the agent saw, lays the hidden
+ones (the folder "hidden" beside the spec), runs them, and rewards 1 where every test that decides passed, else 0.
 
-Tests run in a process of their own, which hands its outcomes over once, at its end, through a pipe. The key, the
-report's place and the reward stay in this one, so nothing that the tested code leaves running can write them later.
+Tests run in a process of their own, which tells each outcome as it comes, signed and counted, through a pipe; the
+report is written here, of what was told. A line that is not signed, or out of turn, ends it as a run that died. The
+key of the report, its place and the reward stay in this process, so nothing that the tested code leaves running can
+write them later.
 
-A copy of this file lies in every task folder and in every sandbox that grades, so it needs the standard library and
-pytest, nothing else. Outcomes come from pytest's own reports, never from output. (JUnit files would not do: they name
-the file in which an inherited test is defined, and ids of mixin classes come out wrong.) Tested code that exchanges a
-part of pytest is noticed in the ways that `Guard` knows; there is no lock against it.
+A copy of this file and of guard.py lies in every task folder and in every sandbox that grades, so both need the
+standard library and pytest, nothing else. Outcomes come from pytest's own reports, never from output. (JUnit files
+would not do: they name the file in which an inherited test is defined, and ids of mixin classes come out wrong.)
+Tampering is noticed in the ways that guard.py knows; there is no lock against it.
 """
 
 import argparse
 import configparser
 import ctypes
-import hashlib
 import hmac
 import importlib.metadata
 import importlib.util
 import json
 import os
 import resource
+import secrets
 import select
 import shutil
 import signal
@@ -35,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     import pytest
 
 RUNNER = Path(__file__)
+GUARD = RUNNER.with_name("guard.py")
+"""The file that has to lie beside this one."""
 OPTIONS = (
     *("-q", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore", "--continue-on-collection-errors"),
     # a package's own options may ask for plugins that are not installed, such as coverage
@@ -54,17 +58,6 @@ NO_PYTEST = 96
 PR_SET_DUMPABLE = 4  # prctl(2)
 TEST_LIMIT_S = 30.0
 """Time limit of one test: where a defect makes a test wait for ever, the others are still wanted."""
-JUDGES = (
-    *("_pytest.reports", "_pytest.runner", "_pytest.python", "_pytest.nodes", "_pytest.skipping", "_pytest.main"),
-    *("pluggy._callers", "pluggy._hooks", "pluggy._manager", "pluggy._result"),
-)
-"""Modules whose functions make a test's outcome."""
-JUDGING_HOOKS = (
-    *("pytest_runtest_protocol", "pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown"),
-    *("pytest_pyfunc_call", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_report_teststatus"),
-)
-ADDED_LATER = frozenset({"fspath", "startdir"})
-"""Names that pytest's own plugin `legacypath` adds to its classes when it is configured."""
 AUTOLOAD_OFF = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _PROGRAM = """\
 #!{python}
@@ -74,12 +67,42 @@ sys.exit({function}())
 """
 
 
-class Collector:
-    """A pytest plugin that keeps one outcome per test: "passed", "failed", "error", "skipped" or "xfailed"."""
+def load_guard() -> Any:
+    """Load guard.py, which lies beside this file, without a name that tested code could import."""
+    spec = importlib.util.spec_from_file_location("guard", GUARD)
+    assert spec is not None and spec.loader is not None
+    guard = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(guard)
+    return guard
+
+
+class Outcomes:
+    """One outcome per test: "passed", "failed", "error", "skipped" or "xfailed"; and messages of failures."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
         self.messages: dict[str, str] = {}
+
+    def note(self, name: str, outcome: str, message: str | None) -> None:
+        """Take an outcome into account: a test fails if any part of it does, else the first outcome holds."""
+        if outcome in ("failed", "error"):
+            self.outcomes[name] = outcome
+        elif outcome:
+            self.outcomes.setdefault(name, outcome)
+        if message is not None:
+            self.messages.setdefault(name, message)
+
+
+class Collector(Outcomes):
+    """A pytest plugin that keeps the outcome of each test.
+
+    Args:
+        tell: Called with the arguments of each `note`.
+    """
+
+    def __init__(self, tell: "Callable[[list[str | None]], None] | None" = None) -> None:
+        super().__init__()
+        self._tell = tell
 
     def pytest_runtest_logstart(self) -> None:
         signal.signal(signal.SIGALRM, _give_up)
@@ -90,18 +113,22 @@ class Collector:
 
     def pytest_collectreport(self, report: "pytest.CollectReport") -> None:
         if report.failed:
-            self.messages[report.nodeid] = str(report.longrepr)[-MAX_MESSAGE:]
+            self._take(report.nodeid, "", str(report.longrepr)[-MAX_MESSAGE:])
 
     def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:
         if report.failed:
-            self.outcomes[report.nodeid] = "failed" if report.when == "call" else "error"
             crash = getattr(report.longrepr, "reprcrash", None)
             said = crash.message if crash is not None else str(report.longrepr)
-            self.messages.setdefault(report.nodeid, said[:MAX_MESSAGE])
+            self._take(report.nodeid, "failed" if report.when == "call" else "error", said[:MAX_MESSAGE])
         elif report.skipped:
-            self.outcomes.setdefault(report.nodeid, "xfailed" if hasattr(report, "wasxfail") else "skipped")
+            self._take(report.nodeid, "xfailed" if hasattr(report, "wasxfail") else "skipped", None)
         elif report.when == "call":
-            self.outcomes.setdefault(report.nodeid, "passed")
+            self._take(report.nodeid, "passed", None)
+
+    def _take(self, name: str, outcome: str, message: str | None) -> None:
+        self.note(name, outcome, message)
+        if self._tell is not None:
+            self._tell([name, outcome, message])
 
 
 class Plugins:
@@ -121,78 +148,6 @@ class Plugins:
     def pytest_configure(self) -> None:
         os.environ.pop(AUTOLOAD_OFF, None)  # tests may start a pytest of their own
         self._arguments.clear()  # frames above the tests hold this list: it need not tell which paths decide
-
-
-class Guard:
-    """A pytest plugin that notices when functions, classes or hooks that decide about tests were exchanged.
-
-    Made before anything of the tree was imported. Looks when tests were collected, after each test, and at the end:
-    a part that tested code exchanges and puts back in between is not seen.
-    """
-
-    def __init__(self) -> None:
-        self.patched: str | None = None
-        self._kept = list(_list_judges())
-        self._classes = [(holder, holder.__mro__, _list_names(holder)) for holder in _list_classes()]
-        self._plugins: list[object] | None = None
-
-    def pytest_sessionstart(self, session: "pytest.Session") -> None:
-        self._plugins = list(session.config.pluginmanager.get_plugins())
-
-    def pytest_collection_finish(self, session: "pytest.Session") -> None:
-        self.look(session)
-
-    def pytest_runtest_makereport(self, item: "pytest.Item", call: "pytest.CallInfo[None]") -> None:
-        if call.when == "call":
-            self.look(item.session)
-
-    def pytest_sessionfinish(self, session: "pytest.Session") -> None:
-        self.look(session)
-
-    def look(self, session: "pytest.Session") -> None:
-        """Note the first part that was exchanged."""
-        if self.patched is None:
-            self.patched = next(self._find_patched(session), None)
-
-    def _find_patched(self, session: "pytest.Session") -> Iterator[str]:
-        for holder, name, value, code in self._kept:
-            if vars(holder).get(name) is not value or _find_code(value) is not code:
-                yield f"{holder.__name__}.{name}"
-        for holder, bases, names in self._classes:
-            if holder.__mro__ is not bases or (added := _list_names(holder) - names):
-                yield f"{holder.__name__}.{'__mro__' if holder.__mro__ is not bases else min(added)}"
-        known = {id(plugin) for plugin in self._plugins or ()}
-        for hook in JUDGING_HOOKS:
-            for found in getattr(session.config.hook, hook).get_hookimpls():
-                # conftest files come as their folders are collected; those that a tree should not have were dropped
-                is_conftest = os.path.basename(getattr(found.plugin, "__file__", None) or "") == "conftest.py"
-                if id(found.plugin) not in known and not is_conftest:
-                    yield hook
-
-
-def _list_judges() -> "Iterator[tuple[Any, str, object, object]]":
-    """Yield module or class, name, and the function or class that it has by this name, with the function's code."""
-    for holder in [*(sys.modules[name] for name in JUDGES if name in sys.modules), *_list_classes()]:
-        for name, value in vars(holder).items():
-            if isinstance(value, (types.FunctionType, classmethod, staticmethod, property, type)):
-                yield holder, name, value, _find_code(value)
-
-
-def _list_classes() -> list[type]:
-    modules = [sys.modules[name] for name in JUDGES if name in sys.modules]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    return [value for value in dict.fromkeys(found) if value.__module__ in JUDGES]
-
-
-def _list_names(holder: type) -> set[str]:
-    """List the names of a class that count: public ones and `__getattribute__`, as Python adds others as it goes."""
-    names = {name for name in vars(holder) if not name.startswith("_") or name == "__getattribute__"}
-    return names - ADDED_LATER
-
-
-def _find_code(value: object) -> object:
-    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return getattr(function, "__code__", None)
 
 
 def _give_up(*_: object) -> None:
@@ -224,29 +179,34 @@ def write_programs(roots: list[Path], target: Path) -> None:
     os.environ["PATH"] = f"{target}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
-def list_own(root: Path, import_roots: list[str]) -> list[str]:
-    """List top-level names that can be imported from a tree."""
-    folders = [root / folder for folder in import_roots]
-    return sorted({name.partition(".")[0] for folder in folders if folder.is_dir() for name in os.listdir(folder)})
+def list_own(root: Path, folders: Sequence[str]) -> list[str]:
+    """List names that can be imported from folders of a tree."""
+    places = [root / folder for folder in folders]
+    return sorted({name.partition(".")[0] for place in places if place.is_dir() for name in os.listdir(place)})
 
 
-def run_apart(root: Path, paths: list[str], import_roots: list[str], own: list[str]) -> dict[str, Any] | None:
-    """Run pytest in a process of its own; return its outcomes, messages and `patched`, None where it died.
+def run_apart(
+    root: Path, paths: list[str], import_roots: list[str], own: list[str], candidates: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """Run pytest in a process of its own; return the report, None where it died.
 
     Args:
         own: Top-level names of the tested code. Where pytest needs one of them, the tree's is taken, else never.
+        candidates: New modules, which are removed where the environment has one by the same name.
     """
+    shadows = load_guard().drop_shadows(str(root), candidates)
     read_end, write_end = os.pipe()
+    key = secrets.token_hex(32)
     child = subprocess.Popen(build_command(write_end), stdin=subprocess.PIPE, pass_fds=[write_end], cwd=root)
     os.close(write_end)
     assert child.stdin is not None
     with child.stdin:
         # not as arguments: those can be read by everything that runs in the process
         asked = {"root": str(root), "paths": paths, "import_roots": import_roots, "own": own, "is_tree_first": False}
-        child.stdin.write(json.dumps(asked).encode())
+        child.stdin.write(json.dumps({**asked, "key": key}).encode())
     said = b""
     try:
-        while not said.endswith(b"\n"):
+        while not said.endswith(b"\n\n"):
             if select.select([read_end], [], [], 0.1)[0]:
                 block = os.read(read_end, 1 << 16)
                 if not block:
@@ -258,11 +218,40 @@ def run_apart(root: Path, paths: list[str], import_roots: list[str], own: list[s
         os.close(read_end)
         child.kill()
         child.wait()
-    try:
-        found = json.loads(said)
-        return found if isinstance(found, dict) and isinstance(found.get("outcomes"), dict) else None
-    except ValueError:
+    found = read_told(said, key)
+    return None if found is None else {**found, "shadows": shadows}
+
+
+def read_told(said: bytes, key: str) -> dict[str, Any] | None:
+    """Read what the process of the tests told, None where that is not whole or has a line of somebody else's."""
+    if not said.endswith(b"\n\n"):
         return None
+    told, sign, end = Outcomes(), load_guard().sign, None
+    for number, line in enumerate(said[:-2].decode(errors="replace").split("\n")):
+        proof, _, text = line.partition(" ")
+        if end is not None or not hmac.compare_digest(proof, sign(key, f"{number} {text}")):
+            return None
+        value = json.loads(text)
+        if isinstance(value, dict):
+            end = value
+        else:
+            told.note(*value)
+    return None if end is None else {"outcomes": told.outcomes, "messages": told.messages, **end}
+
+
+def build_teller(pipe: int, key: str) -> "Callable[[Any], None]":
+    """Build the function that writes values into the pipe of `run_apart`, a signed line each."""
+    dumps, write, sign, count = json.dumps, os.write, load_guard().sign, 0
+
+    def tell(value: Any) -> None:
+        nonlocal count
+        text = dumps(value)
+        line = f"{sign(key, f'{count} {text}')} {text}\n".encode()
+        count += 1
+        while line:
+            line = line[write(pipe, line) :]
+
+    return tell
 
 
 def build_command(pipe: int) -> list[str]:
@@ -279,14 +268,13 @@ def run_child(pipe: int) -> None:
     sys.argv[:] = ["pytest"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__file__ = sys.argv[0]  # without it, tested code takes this for an interactive shell
-    dumps, write, leave = json.dumps, os.write, os._exit
+    leave, flush, write = os._exit, sys.stdout.flush, os.write
+    tell = build_teller(pipe, request.pop("key"))
     arguments = [*OPTIONS, *request.pop("paths")]
-    collector, guard = run_tests(Path(request["root"]), arguments, request["import_roots"], plugins)
-    found = {"outcomes": collector.outcomes, "messages": collector.messages, "patched": guard.patched}
-    said = dumps(found).encode() + b"\n"
-    while said:
-        said = said[write(pipe, said) :]
-    sys.stdout.flush()
+    guard, lookout = run_tests(Path(request["root"]), arguments, request["import_roots"], plugins, tell)
+    tell({"patched": guard.patched, "seen": lookout.seen})
+    write(pipe, b"\n")
+    flush()
     leave(0)  # no exit handler of the tested code runs
 
 
@@ -305,6 +293,7 @@ def import_pytest(request: dict[str, Any], pipe: int) -> "list[tuple[str, Any]]"
 
     plugins = [(entry.name, entry.load()) for entry in found]
     if not request["is_tree_first"]:
+        load_guard().import_tools([str(root / path) for path in request["paths"]], request["own"])
         if not {name.partition(".")[0] for name in sys.modules.keys() - before}.isdisjoint(request["own"]):
             with tempfile.TemporaryFile() as again:
                 again.write(json.dumps({**request, "is_tree_first": True}).encode())
@@ -316,17 +305,24 @@ def import_pytest(request: dict[str, Any], pipe: int) -> "list[tuple[str, Any]]"
 
 
 def run_tests(
-    root: Path, arguments: list[str], import_roots: list[str], plugins: "list[tuple[str, Any]]"
-) -> tuple[Collector, Guard]:
-    """Run pytest in this process, from `root`; it empties `arguments`."""
+    root: Path,
+    arguments: list[str],
+    import_roots: list[str],
+    plugins: "list[tuple[str, Any]]",
+    tell: "Callable[[Any], None]",
+) -> tuple[Any, Any]:
+    """Run pytest in this process, from `root`; return the guard and the lookout. Empties `arguments`."""
     import pytest
 
-    collector, guard = Collector(), Guard()
+    beside = load_guard()
+    files = [path for path in arguments if not path.startswith("-")]
+    collector, guard = Collector(tell), beside.Guard(files, True, [Collector, Outcomes], True)
+    lookout = beside.Lookout(str(root), files)
     with tempfile.TemporaryDirectory() as programs:
         write_programs([root / folder for folder in import_roots], Path(programs))
         os.environ[AUTOLOAD_OFF] = "1"
-        pytest.main(arguments, plugins=[Plugins(plugins, arguments), collector, guard])
-    return collector, guard
+        pytest.main(arguments, plugins=[Plugins(plugins, arguments), collector, guard, lookout])
+    return guard, lookout
 
 
 def run_request(file: Path) -> None:
@@ -336,16 +332,11 @@ def run_request(file: Path) -> None:
     report = file.parent.resolve() / request["report"]
     # the tested code runs as the same user, and could read the key in this process's memory
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    found = run_apart(Path.cwd(), request["paths"], request["import_roots"], request["own"])
+    found = run_apart(Path.cwd(), *(request[name] for name in ("paths", "import_roots", "own", "candidates")))
     if found is not None:
         text = json.dumps(found)
         report.unlink(missing_ok=True)
-        report.write_text(f"{sign(request['key'], text)}\n{text}", encoding="utf-8")
-
-
-def sign(key: str, text: str) -> str:
-    """Sign a report: proof that its writer had the key."""
-    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
+        report.write_text(f"{load_guard().sign(request['key'], text)}\n{text}", encoding="utf-8")
 
 
 def lay_tests(root: Path, spec: dict[str, list[str]], hidden: Path) -> None:
