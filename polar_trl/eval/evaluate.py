@@ -41,6 +41,7 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
+from polar_trl.run_folder import write_whole
 from polar_trl.setup.run_setup import RunParts
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
@@ -71,8 +72,7 @@ def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str,
             summary = summarize_results(setup, tasks)
     finally:
         parts.backend.close()
-    path = setup.folder / SUMMARY_FILE
-    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_whole(setup.folder / SUMMARY_FILE, (json.dumps(summary, indent=1) + "\n").encode())
     return summary
 
 
