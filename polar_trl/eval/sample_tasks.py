@@ -10,6 +10,7 @@ a record of its own, up to a number of attempts. Results of another setting, and
 added to (`ConfigError`). Where session after session fails, the machine has to be looked at: that ends the evaluation.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -33,6 +34,7 @@ from polar_trl.run_folder import (
     SETTINGS_FILE,
     TRAINED_FILE,
     FolderLock,
+    disk_errors,
     make_output_dir,
     write_whole,
 )
@@ -279,9 +281,13 @@ def _append(path: Path, result: SampleResult) -> None:
         if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
             start = path.read_bytes().rfind(b"\n") + 1
             file.truncate(start)
-        if file.write(line) != len(line):  # a full disk: half a line in the middle would make all of it unreadable
-            file.truncate(start)
-            raise RecordError(f"{path} cannot be written to: the disk is full")
+        with disk_errors(path):
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            except OSError:  # half a line in the middle would make all of it unreadable
+                file.truncate(start)
+                raise
 
 
 def _parse_settings(path: Path, text: str) -> dict[str, Any]:
