@@ -141,12 +141,17 @@ def _describe_process() -> bytes:
 
 
 def _describe_owner(file: int) -> str:
-    """Describe whoever has the lock, in parentheses; "" where it has not said it yet, or a full disk kept it."""
+    """Describe whoever has the lock, in parentheses; "" where something has kept it from saying so."""
+    text = b""
+    for _ in range(10):
+        if text := os.pread(file, 1 << 16, 0):
+            break
+        time.sleep(0.1)  # it has the lock, and is about to say who it is
     try:
-        about = json.loads(os.pread(file, 1 << 16, 0))
+        about = json.loads(text)
         pid, host, command = int(about["pid"]), str(about["host"]), str(about["command"])
         what = f"process {pid} on {host}, since {about['since']}: {command[:200]}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return ""
     try:
         is_stopped = host == socket.gethostname() and f"\nState:\tT" in Path(f"/proc/{pid}/status").read_text()

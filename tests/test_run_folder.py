@@ -110,7 +110,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=True)
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def fill(disk: Path) -> None:
