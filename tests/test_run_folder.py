@@ -77,12 +77,13 @@ def test_an_owner_whose_file_says_nothing(tmp_path: Path, junk: bytes) -> None:
 
 def test_a_child_does_not_keep_the_folder_of_its_parent(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    reader, writer = os.pipe()
+    (reader, writer), (is_there, there) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        os.close(writer)
+        os.write(there, b"x")
         os.read(reader, 1)  # until the parent lets it go
         os._exit(0)
+    os.read(is_there, 1)
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
         lock.release()

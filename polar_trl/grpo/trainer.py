@@ -34,6 +34,7 @@ from polar_trl.grpo.preflight import (
     require_a_step,
     require_bases,
 )
+from polar_trl.grpo.resume.hub import model_files_only, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.rewards import Rewards, list_reward_functions
 from polar_trl.grpo.rollouts.source import RolloutSource
@@ -103,6 +104,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         require_bases(backend, grader)
         functions = list_reward_functions(grader, reward_funcs)
         require_a_step(len(tasks["train"]), args)
+        refuse_uploads(args)
         own_output_dir(args)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
@@ -278,6 +280,15 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers', without sessions, rows and logs."""
+        with model_files_only():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with model_files_only():
+            super()._push_from_checkpoint(checkpoint_folder)
 
 
 def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:
