@@ -154,7 +154,7 @@ def _describe_owner(file: int) -> str:
     except (ValueError, KeyError, TypeError, OverflowError):
         return ""
     try:
-        is_stopped = host == socket.gethostname() and f"\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+        is_stopped = host == socket.gethostname() and "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         is_stopped = False
     return f" ({what}{f'; it is stopped, and kill -CONT {pid} lets it go on' if is_stopped else ''})"

@@ -48,7 +48,9 @@ def test_another_process_is_named(tmp_path: Path, owner: "subprocess.Popen[str]"
         with pytest.raises(ConfigError) as refused:
             FolderLock(tmp_path / "run")
         said = str(refused.value)
-        assert said.startswith(f"output_dir {tmp_path / 'run'} is being written by another process (process {owner.pid} on ")
+        assert said.startswith(
+            f"output_dir {tmp_path / 'run'} is being written by another process (process {owner.pid} on "
+        )
         assert f": {Path(sys.executable).name} -c {tmp_path / 'run'})" in said
     assert (tmp_path / "run" / LOCK_FILE).read_bytes() == before
 

@@ -185,7 +185,7 @@ def resize(disk: Path, size: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "whole"),
-    [("300k", None), ("75m", "checkpoint-1")],
+    [("300k", None), ("26m", "checkpoint-1")],
     ids=["in the records", "in the second checkpoint"],
 )
 def test_a_full_output_dir_ends_the_run_in_a_sentence_and_auto_goes_on(
@@ -213,7 +213,7 @@ def test_a_full_output_dir_ends_the_run_in_a_sentence_and_auto_goes_on(
 
 
 def test_a_full_tmpdir_ends_the_run_in_a_sentence(tiny_model: Path, tmp_path: Path, disk: Path) -> None:
-    resize(disk, "64m")
+    resize(disk, "400m")
     config = write_config(tmp_path, tiny_model, save_strategy="no")
     run = start(config, tmp=disk)
     wait_for(tmp_path / "run" / "trained.jsonl", run, config)

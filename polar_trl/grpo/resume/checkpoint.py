@@ -122,8 +122,11 @@ def finish_checkpoint(folder: Path, state: RunState, *, is_resumable: bool = Tru
             _flush(path)
     part = folder / PART_FILE
     content = {
-        **{"version": VERSION, "is_resumable": is_resumable, **asdict(state)},
-        **{"files": sizes, "digests": digests},
+        "version": VERSION,
+        "is_resumable": is_resumable,
+        **asdict(state),
+        "files": sizes,
+        "digests": digests,
     }
     part.write_text(json.dumps(content, indent=1) + "\n")
     _flush(part)

@@ -19,7 +19,9 @@ _PIP_SETTINGS = ("~/.config/pip", "~/.pip", "~/.netrc", "~/.config/uv")
 """Of the user, which name the package index; nothing else of a HOME is seen."""
 
 
-def confine(command: Sequence[str], *, writable: Sequence[Path], visible: Sequence[Path] = (), network: bool) -> list[str]:
+def confine(
+    command: Sequence[str], *, writable: Sequence[Path], visible: Sequence[Path] = (), network: bool
+) -> list[str]:
     """Return the command inside of bubblewrap, or as it is where that does not work.
 
     Args:
@@ -28,7 +30,9 @@ def confine(command: Sequence[str], *, writable: Sequence[Path], visible: Sequen
     """
     if not _works():
         return list(command)
-    hidden = [path.resolve() for path in (Path.home(), Path("/tmp"), Path("/var/tmp"), Path("/run")) if path != Path("/")]
+    hidden = [
+        path.resolve() for path in (Path.home(), Path("/tmp"), Path("/var/tmp"), Path("/run")) if path != Path("/")
+    ]
     options = ["--die-with-parent", "--unshare-all", *(["--share-net"] if network else []), "--cap-drop", "ALL"]
     options += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     for path in hidden:

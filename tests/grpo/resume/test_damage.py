@@ -20,7 +20,6 @@ from polar_trl.grpo.resume.checkpoint import (
     choose_start,
     find_problem,
     finish_checkpoint,
-    list_checkpoints,
     load_state,
     save_rank_state,
 )
@@ -139,7 +138,10 @@ def test_where_none_is_whole_the_run_begins_and_says_so(tmp_path: Path, caplog: 
     for step in (2, 4):
         flip_a_bit(write_checkpoint(tmp_path, step) / "optimizer.pt")
     assert choose_start(tmp_path, "auto") is None
-    assert [f"checkpoint-{step} has optimizer.pt" in record.getMessage() for step, record in zip((4, 2), caplog.records, strict=True)]
+    assert [
+        f"checkpoint-{step} has optimizer.pt" in record.getMessage()
+        for step, record in zip((4, 2), caplog.records, strict=True)
+    ]
     with pytest.raises(ConfigError, match="holds a run already"):
         choose_start(tmp_path, None)
 
@@ -180,7 +182,18 @@ def write_trained(run: Path, steps: int = 4) -> list[bytes]:
     return lines
 
 
-JUNK = (b"\0" * 50, b"\xff\xfe", b"[]", b"null", b"{}", b'{"step": NaN}', b'{"step": "2"}', b"[" * 100_000, b"{", b"\r")
+JUNK = (
+    b"\0" * 50,
+    b"\xff\xfe",
+    b"[]",
+    b"null",
+    b"{}",
+    b'{"step": NaN}',
+    b'{"step": "2"}',
+    b"[" * 100_000,
+    b"{",
+    b"\r",
+)
 
 
 @pytest.mark.parametrize("junk", JUNK)
@@ -192,7 +205,9 @@ def test_a_damaged_line_of_trained_moves_to_lost(
     (tmp_path / "trained.jsonl").write_bytes(b"".join([*lines[:place], junk + b"\n", *lines[place:]]))
     rewind_trained(tmp_path, source=tmp_path, step=2)
     assert (tmp_path / "trained.jsonl").read_bytes() == b"".join(lines[:2])
-    assert sorted((tmp_path / "lost.jsonl").read_bytes().splitlines(keepends=True)) == sorted([junk + b"\n", *lines[2:]])
+    assert sorted((tmp_path / "lost.jsonl").read_bytes().splitlines(keepends=True)) == sorted(
+        [junk + b"\n", *lines[2:]]
+    )
     (said,) = caplog.records
     assert f"{tmp_path / 'trained.jsonl'}: no line of a step" in said.getMessage()
 
@@ -201,7 +216,9 @@ def test_a_damaged_line_of_trained_moves_to_lost(
 def test_lines_that_are_missing_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     lines = write_trained(tmp_path)
     path = tmp_path / "trained.jsonl"
-    path.unlink() if damage == "gone" else path.write_bytes(lines[0] + (b"\0" if damage == "replaced" else lines[1][:-5]))
+    path.unlink() if damage == "gone" else path.write_bytes(
+        lines[0] + (b"\0" if damage == "replaced" else lines[1][:-5])
+    )
     rewind_trained(tmp_path, source=tmp_path, step=2)
     assert f"trained.jsonl lacks {2 if damage == 'gone' else 1} of the 2 steps" in caplog.records[-1].getMessage()
 

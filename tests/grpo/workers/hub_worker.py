@@ -12,8 +12,8 @@ from typing import Any
 
 os.environ["HF_HUB_DISABLE_XET"] = "1"  # else uploads begin before there is a commit
 
-from huggingface_hub import HfApi  # noqa: E402
-from worker_common import build_trainer  # noqa: E402
+from huggingface_hub import HfApi
+from worker_common import build_trainer
 
 commits: list[list[str]] = []
 
@@ -32,8 +32,15 @@ HfApi.create_repo = lambda api, name, **_: SimpleNamespace(repo_id="me/policy") 
 model, out = sys.argv[1], Path(sys.argv[2])
 trainer = build_trainer(
     *(model, out, ["ok", "ok"]),
-    **{"push_to_hub": True, "hub_model_id": "me/policy", "hub_token": "hf_secret", "hub_strategy": "every_save"},
-    **{"hub_always_push": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 2, "log_completions": True},
+    push_to_hub=True,
+    hub_model_id="me/policy",
+    hub_token="hf_secret",
+    hub_strategy="every_save",
+    hub_always_push=True,
+    save_strategy="steps",
+    save_steps=1,
+    max_steps=2,
+    log_completions=True,
 )
 trainer.train()
 trainer.save_model()
