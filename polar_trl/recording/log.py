@@ -355,13 +355,16 @@ def _build_record(header: Mapping[str, str], calls: tuple[Call, ...], end: dict[
 
 def _checked(value: _T) -> _T:
     """Return a value of ours whose fields have the types that its class declares. Raises `ValueError`."""
-    for name, hint in _read_hints(type(value)).items():
+    kind: Any = type(value)
+    for name, hint in _read_hints(kind).items():
         if not _fits(getattr(value, name), hint):
             raise ValueError(f"{name} is {getattr(value, name)!r:.60}")
     return value
 
 
-_read_hints = cache(get_type_hints)
+@cache
+def _read_hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
 
 
 def _fits(value: Any, hint: Any) -> bool:

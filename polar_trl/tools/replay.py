@@ -234,6 +234,7 @@ def _compare_steps(folder: Path, rows: set[_Row], report: ReplayReport, tell: Ca
     by_step = defaultdict(list)
     for row in rows:
         by_step[row.step].append(row)
+    expected = 1
     for place, line in _read_lines(folder / TRAINED_FILE, report, tell):
         try:
             step, rollouts, num_tokens = int(line["step"]), set(line["rollouts"]), int(line["tokens"])
@@ -241,6 +242,10 @@ def _compare_steps(folder: Path, rows: set[_Row], report: ReplayReport, tell: Ca
             report.unreadable += 1
             tell(f"{place}: no step: {error!r}")
             continue
+        if step != expected:  # a line that is lost, or one that another process wrote
+            report.step_mismatches += 1
+            tell(f"{place}: step {step} where step {expected} comes next")
+        expected = step + 1
         found = [row for row in by_step[step] if row.rollout in rollouts]
         if rollouts and not found:
             continue

@@ -213,10 +213,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise ValueError("it has no version")
     if content["version"] != VERSION:
         return content
-    kinds = {"is_resumable": bool, "files": dict, "seconds": (int, float), "settings": dict}
+    kinds: dict[str, Any] = {"is_resumable": bool, "files": dict, "seconds": (int, float), "settings": dict}
     for name in ("is_resumable", "files", *(spec.name for spec in fields(RunState))):
         value = content.get(name)
-        if not isinstance(value, kinds.get(name, int)) or (name == "seconds" and not math.isfinite(value)):
+        if not isinstance(value, kinds.get(name, int)) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{name} is {value!r}")
     return content
 
