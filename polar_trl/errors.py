@@ -14,6 +14,7 @@ PolarError
 ├── GradeError       a grader could not decide; the rollout has no reward
 │   └── NotFiniteRewardError   it gave NaN, infinity, or what float32 cannot hold
 ├── StepError        optimizer steps cannot be made, or have spoiled the weights; ends the run before a checkpoint
+├── DiskError        a disk is full or read-only; ends the run, which goes on from its newest checkpoint afterwards
 ├── RecordError      a session's file cannot be read back
 └── LawError         a law of the design is broken; names the rollout and stops the run
 """
@@ -117,6 +118,10 @@ class GradeError(PolarError):
 
 class NotFiniteRewardError(GradeError):
     """A grader gave NaN, infinity, or a number that float32 cannot hold."""
+
+
+class DiskError(PolarError):
+    """A disk that the run writes on is full, over its quota, read-only or broken."""
 
 
 class RecordError(PolarError):

@@ -30,6 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PolarError as error:
         print(f"polar-trl: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.filename is None:  # not a file's
+            raise
+        print(f"polar-trl: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("polar-trl: stopped", file=sys.stderr)
         return 130

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from polar_trl.collect.data_set import Report, Selection, build_data_set, refuse_foreign
 from polar_trl.eval.evaluate import run_evaluation
 from polar_trl.eval.setup import EvalSetup, parse_eval
+from polar_trl.run_folder import FolderLock, disk_errors
 
 DATA_SET_FOLDER = "dataset"
 
@@ -57,7 +58,11 @@ def run_collection(collection: Collection, *, show_progress: bool = True) -> Rep
     if Path(model).is_absolute() or Path(model).is_dir():  # a path of a machine does not belong in a data set
         model = Path(model).name
     disable = None if show_progress else True  # on a terminal alone, where the line is wiped away at the end
-    with tqdm(desc="accepted sessions", unit="session", disable=disable, leave=False) as bar:
+    with (
+        tqdm(desc="accepted sessions", unit="session", disable=disable, leave=False) as bar,
+        FolderLock(setup.folder),
+        disk_errors(setup.folder),
+    ):
 
         def show(done: int, total: int) -> None:
             bar.total = total

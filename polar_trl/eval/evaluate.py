@@ -41,6 +41,7 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
+from polar_trl.run_folder import disk_errors, write_whole
 from polar_trl.setup.run_setup import RunParts
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
@@ -60,7 +61,8 @@ def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str,
     tasks = load_eval_tasks(setup)
     parts = build_eval_parts(setup, tasks)
     try:
-        with open_folder(setup.folder, build_settings(setup, tasks, checkpoint, parts.harness)) as before:
+        settings = build_settings(setup, tasks, checkpoint, parts.harness)
+        with disk_errors(setup.folder), open_folder(setup.folder, settings) as before:
             samples = _list_left(setup, tasks, before)
             _say_what_is_left(setup, len(tasks), before, samples)
             if samples and setup.evaluation.num_engines > 1:
@@ -69,10 +71,9 @@ def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str,
             elif samples:
                 _sample(setup, parts, checkpoint, samples, show_progress=show_progress)
             summary = summarize_results(setup, tasks)
+            write_whole(setup.folder / SUMMARY_FILE, (json.dumps(summary, indent=1) + "\n").encode())
     finally:
         parts.backend.close()
-    path = setup.folder / SUMMARY_FILE
-    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
 
 

@@ -11,6 +11,7 @@ added to (`ConfigError`). Where session after session fails, the machine has to 
 Attempts that a busy server turned away are no fault of ours: a later start does not count them.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -27,7 +28,17 @@ from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
 from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
-from polar_trl.run_folder import LOG_FILE, ROWS_FOLDER, SETTINGS_FILE, TRAINED_FILE, make_output_dir
+from polar_trl.run_folder import (
+    LOCK_FILE,
+    LOG_FILE,
+    ROWS_FOLDER,
+    SETTINGS_FILE,
+    TRAINED_FILE,
+    FolderLock,
+    disk_errors,
+    make_output_dir,
+    write_whole,
+)
 from polar_trl.types import ErrorKind, Task
 
 RESULTS_FILE = "results.jsonl"
@@ -88,30 +99,22 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Samp
     """
     path = folder / SETTINGS_FILE
     make_output_dir(folder)
-    there = sorted(entry.name for entry in folder.iterdir())
+    there = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK_FILE)
     if found := [name for name in there if name in _FOREIGN or SETTINGS_FILE not in there]:
         raise ConfigError(
             f"output_dir {folder} holds {found[0]}: it is the folder of something else, and must be new, empty or "
             "what an earlier start left; name another output_dir"
         )
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"output_dir {folder} is being written by another process; wait for it") from error
-        file.seek(0)
-        text, results = file.read(), read_results(folder, mend=True)
-        before = _parse_settings(path, text)
+    with FolderLock(folder) as lock:
+        before, results = read_settings(folder), read_results(folder, mend=True)
         if results:
             _require_same(folder, before, settings)
             settings = before | {name: value for name, value in settings.items() if value is not None}
         elif before and set(before) != set(settings):
             raise ConfigError(f"{path} is of something else; name another output_dir")
         if before != json.loads(json.dumps(settings)):  # a start that failed early decides nothing
-            file.truncate(0)
-            file.write(json.dumps(settings, indent=1, sort_keys=True) + "\n")
-            file.flush()
-        fcntl.flock(file, fcntl.LOCK_SH)  # which keeps others out as well, and which engines of this evaluation share
+            write_whole(path, (json.dumps(settings, indent=1, sort_keys=True) + "\n").encode())
+        lock.share()  # which keeps others out as well, and which engines of this evaluation share
         yield results
 
 
@@ -121,18 +124,14 @@ def share_folder(folder: Path) -> Iterator[None]:
 
     Raises `ConfigError` if another command has it already.
     """
-    with (folder / SETTINGS_FILE).open(encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"output_dir {folder} is being written by another process") from error
+    with FolderLock(folder, shared=True):
         yield
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read the settings of the folder's sessions; none where no start has written any. Raises `ConfigError`."""
     path = folder / SETTINGS_FILE
-    return _parse_settings(path, path.read_text(encoding="utf-8") if path.exists() else "")
+    return _parse_settings(path, path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
 
 
 def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
@@ -284,9 +283,13 @@ def _append(path: Path, result: SampleResult) -> None:
         if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
             start = path.read_bytes().rfind(b"\n") + 1
             file.truncate(start)
-        if file.write(line) != len(line):  # a full disk: half a line in the middle would make all of it unreadable
-            file.truncate(start)
-            raise RecordError(f"{path} cannot be written to: the disk is full")
+        with disk_errors(path):
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            except OSError:  # half a line in the middle would make all of it unreadable
+                file.truncate(start)
+                raise
 
 
 def _parse_settings(path: Path, text: str) -> dict[str, Any]:

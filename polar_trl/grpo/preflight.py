@@ -1,9 +1,11 @@
 """Check what a trainer is given before anything is loaded: the model, the number of tasks, and how they are graded."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import transformers
+from accelerate.utils import broadcast_object_list
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
@@ -11,6 +13,7 @@ from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.harness.base import Harness
+from polar_trl.run_folder import own_folder
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.pool import WarmPool
@@ -18,6 +21,22 @@ from polar_trl.tasks.environment import list_environments
 from polar_trl.types import Task
 
 DEFAULT_WARM = 4
+
+
+def own_output_dir(args: PolarGRPOConfig) -> None:
+    """Lock the run's folder until this process ends: rank 0 has it for all (a collective).
+
+    Raises `ConfigError` on all ranks if another process has it.
+    """
+    problem: list[str | None] = [None]
+    if args.process_index == 0:
+        try:
+            own_folder(Path(args.output_dir))
+        except ConfigError as error:
+            problem = [str(error)]
+    broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise ConfigError(problem[0])
 
 
 def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> Any:

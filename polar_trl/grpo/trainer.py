@@ -30,10 +30,12 @@ from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
     build_default_backend,
     build_default_grader,
+    own_output_dir,
     read_model_config,
     require_a_step,
     require_bases,
 )
+from polar_trl.grpo.resume.hub import model_files_only, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.rewards import Rewards, list_reward_functions
 from polar_trl.grpo.rollouts.source import RolloutSource
@@ -43,6 +45,7 @@ from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
+from polar_trl.run_folder import disk_errors
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
@@ -103,6 +106,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         require_bases(backend, grader)
         functions = list_reward_functions(grader, reward_funcs)
         require_a_step(len(tasks["train"]), args)
+        refuse_uploads(args)
+        own_output_dir(args)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
         with _colocated(args):
@@ -243,9 +248,11 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
 
         Raises:
             ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
+            DiskError: a disk is full. What was written stays readable, and "auto" goes on once there is room.
         """
-        folder = self.resume.begin(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+        with disk_errors(Path(self.args.output_dir)):
+            folder = self.resume.begin(resume_from_checkpoint)
+            return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         return self.session_rows.collect(inputs, mode)
@@ -275,6 +282,15 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers', without sessions, rows and logs."""
+        with model_files_only():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with model_files_only():
+            super()._push_from_checkpoint(checkpoint_folder)
 
 
 def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:

@@ -58,7 +58,9 @@ class ClaudeCodeHarness(PackagedAgent):
             raise ConfigError(f"claude_code: max_turns must be at least 1, not {max_turns}")
         self._short_prompt = short_prompt
         self._max_turns = max_turns
-        self._package = NpmPackage(name="@anthropic-ai/claude-code", version=version, binary="claude")
+        self._package = NpmPackage(
+            name="@anthropic-ai/claude-code", version=version, binary="claude", needs_script=True
+        )
         super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:

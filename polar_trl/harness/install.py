@@ -1,7 +1,9 @@
 """Install agents from npm and PyPI, at exact versions, into a cache that sandboxes only read.
 
 Refuses another version than the one asked for (`ConfigError`): npm installs an older release without a word where a
-package's `engines` do not match, so the version is read back from the installed metadata.
+package's `engines` do not match, so the version is read back from the installed metadata. The npm packages of our own
+versions come with a lock (`locks/`, a package-lock.json each): everything that they pull in is held against its hash.
+Install scripts do not run, but for that of a package which does not work without.
 
     <cache>/<name>-<version>/             one package with all that it needs
     <cache>/<name>-<version>/.installed   written last: a folder without it is an interrupted installation
@@ -29,6 +31,8 @@ from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.errors import ConfigError
 
 INSTALL_TIMEOUT_S = 1200
+LOCKS = Path(__file__).with_name("locks")
+"""A package-lock.json for each version that is ours, without the registry that it came from."""
 _MARK = ".installed"
 _WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
@@ -72,7 +76,13 @@ class Package(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NpmPackage(Package):
-    """A package of the npm registry; its programs are in node_modules/.bin."""
+    """A package of the npm registry; its programs are in node_modules/.bin.
+
+    Args:
+        needs_script: It puts its program in place in an install script of its own, which is then run after all.
+    """
+
+    needs_script: bool = False
 
     @property
     def program(self) -> Path:
@@ -91,8 +101,19 @@ class NpmPackage(Package):
                 npm = shutil.which("npm")
                 if npm is None:
                     raise ConfigError(f"{self.name} needs npm to be installed; install Node.js 20 or newer")
-                command = [npm, "install", "--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
-                _run([*command, "--prefix", str(folder), f"{self.name}@{self.version}"], self)
+                quiet = ["--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
+                here = ["--prefix", str(folder)]
+                lock = LOCKS / f"{folder.name}.json"
+                if lock.exists():
+                    root = json.loads(lock.read_text(encoding="utf-8"))["packages"][""]
+                    (folder / "package.json").write_text(json.dumps(root), encoding="utf-8")
+                    shutil.copy(lock, folder / "package-lock.json")
+                    _run([npm, "ci", "--ignore-scripts", *quiet, *here], self)
+                else:
+                    wanted = f"{self.name}@{self.version}"
+                    _run([npm, "install", "--ignore-scripts", *quiet, *here, wanted], self)
+                if self.needs_script:
+                    _run([npm, "rebuild", *quiet, *here, self.name], self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +160,7 @@ class PyPIPackage(Package):
                 _run([*install, requirement], self)
 
 
-NODE = NpmPackage(name="node", version="22.23.3", binary="node")
+NODE = NpmPackage(name="node", version="22.23.3", binary="node", needs_script=True)
 """Node.js for the agents that need 22 where the machine's own is older."""
 UV = PyPIPackage(name="uv", version="0.13.9", binary="uv", installer="pip")
 

@@ -56,7 +56,7 @@ class OpenCodeHarness(PackagedAgent):
             raise ConfigError(f"opencode: api must be one of {', '.join(_APIS)}, not {api!r}")
         self._api = api
         self._short_prompt = short_prompt
-        self._package = NpmPackage(name="opencode-ai", version=version, binary="opencode")
+        self._package = NpmPackage(name="opencode-ai", version=version, binary="opencode", needs_script=True)
         super().__init__(self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:

@@ -10,13 +10,16 @@ also keeps integers of any size and non-finite floats, which orjson turns into s
 """
 
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from polar_trl.errors import RecordError
 from polar_trl.types import (
@@ -30,6 +33,8 @@ from polar_trl.types import (
     Tool,
     ToolCall,
 )
+
+_T = TypeVar("_T")
 
 VERSION = 1
 _FAILURE_LENGTH = 300
@@ -181,9 +186,10 @@ def read_record(path: Path) -> SessionRecord:
             elif line["type"] == "end":
                 end = {name: line[name] for name in ("stop_reason", "reward", "error", "seconds", "counters", "extra")}
                 end["error_kind"] = line.get("error_kind")  # older records lack it
+                _build_record(header, tuple(calls), dict(end))
             else:
                 raise ValueError(f"unknown type {line['type']!r}")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise RecordError(f"{path}, line {number}: {reason}") from error
     return _build_record(header, tuple(calls), end)
@@ -239,7 +245,7 @@ def _is_whole(last: bytes) -> bool:
     """Tell whether the bytes after the last newline are a line: a torn one lacks its brace and does not parse."""
     try:
         _parse_line(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -256,13 +262,16 @@ def _check_header(line: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"expected the session line, got type {line['type']!r}")
     if line["version"] != VERSION:
         raise ValueError(f"version {line['version']!r} of the format; this package reads version {VERSION}")
-    return {name: line[name] for name in ("session_id", "task_id", "group_id")}
+    header = {name: line[name] for name in ("session_id", "task_id", "group_id")}
+    if wrong := [name for name, value in header.items() if not isinstance(value, str)]:
+        raise ValueError(f"{wrong[0]} is {header[wrong[0]]!r}")
+    return header
 
 
 def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) -> Call:
-    if line["index"] != len(earlier):
+    if type(line["index"]) is not int or line["index"] != len(earlier):
         raise ValueError(f"call index {line['index']}, expected {len(earlier)}")
-    if line["parent"] is not None and not 0 <= line["parent"] < len(earlier):
+    if line["parent"] is not None and not (type(line["parent"]) is int and 0 <= line["parent"] < len(earlier)):
         raise ValueError(f"parent {line['parent']} is not an earlier call")
     known_ids, known_messages, known_tools = _get_known(line["parent"], earlier)
     if "prompt_ids" in line:
@@ -273,38 +282,43 @@ def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) 
         messages = tuple(map(_parse_message, line["messages"]))
     else:
         messages = (*known_messages, *map(_parse_message, line["new_messages"]))
-    tools = tuple(Tool(**tool) for tool in line["tools"]) if "tools" in line else known_tools
+    tools = tuple(_checked(Tool(**tool)) for tool in line["tools"]) if "tools" in line else known_tools
     request, sampling, completion = line["request"], line["request"]["sampling"], line["completion"]
     scalars = {name: line[name] for name in ("index", "parent", "dialect", "purpose", "started_s", "duration_s")}
-    return Call(
+    call = Call(
         session_id=session_id,
         prompt_ids=prompt_ids,
-        request=ChatRequest(
-            **request
-            | {
-                "messages": messages,
-                "tools": tools,
-                "sampling": RequestedSampling(**sampling | {"stop": tuple(sampling["stop"])}),
-                "unread": tuple(request["unread"]),
-            }
+        request=_checked(
+            ChatRequest(
+                **request
+                | {
+                    "messages": messages,
+                    "tools": tools,
+                    "sampling": _checked(RequestedSampling(**sampling | {"stop": tuple(sampling["stop"])})),
+                    "unread": tuple(request["unread"]),
+                }
+            )
         ),
-        completion=Completion(
-            **completion
-            | {
-                "token_ids": _parse_ids(completion["token_ids"]),
-                "logprobs": _parse_logprobs(completion["logprobs"]),
-            }
+        completion=_checked(
+            Completion(
+                **completion
+                | {
+                    "token_ids": _parse_ids(completion["token_ids"]),
+                    "logprobs": _parse_logprobs(completion["logprobs"]),
+                }
+            )
         ),
         message=_parse_message(line["message"]),
         stop_text=line.get("stop_text"),  # records of the first format lack it
         text_only=line.get("text_only", False),
         **scalars,
     )
+    return _checked(call)
 
 
 def _parse_ids(ids: list[int]) -> TokenIds:
-    if not set(map(type, ids)) <= {int}:
-        raise ValueError("token ids that are not integers")
+    if not set(map(type, ids)) <= {int} or (ids and not 0 <= min(ids) <= max(ids) < 1 << 32):
+        raise ValueError("token ids that are not integers, or too large to be any")
     return tuple(ids)
 
 
@@ -312,23 +326,55 @@ def _parse_logprobs(logprobs: list[float]) -> tuple[float, ...]:
     """Any numbers: which of them can be log-probabilities is law 1's to say."""
     if not set(map(type, logprobs)) <= {int, float}:
         raise ValueError("log-probabilities that are not numbers")
-    return tuple(logprobs)
+    return tuple(map(float, logprobs))
 
 
 def _parse_message(line: dict[str, Any]) -> Message:
-    return Message(
+    message = Message(
         **line
         | {
-            "tool_calls": tuple(ToolCall(**tool_call) for tool_call in line["tool_calls"]),
+            "tool_calls": tuple(_checked(ToolCall(**tool_call)) for tool_call in line["tool_calls"]),
             "images": tuple(line["images"]),
         }
     )
+    return _checked(message)
 
 
 def _build_record(header: Mapping[str, str], calls: tuple[Call, ...], end: dict[str, Any] | None) -> SessionRecord:
     error = f"the record has no end: the session was killed after {len(calls)} recorded calls"
     ending = end or {"stop_reason": "cancelled", "error": error, "error_kind": "cancelled", "extra": {}}
     extra = ending.pop("extra")
+    if not isinstance(extra, dict):
+        raise ValueError(f"extra is {extra!r:.60}")
     session_id, task_id, group_id = header["session_id"], header["task_id"], header["group_id"]
-    rollout = Rollout(id=session_id, task_id=task_id, group_id=group_id, calls=calls, **ending)
+    rollout = _checked(Rollout(id=session_id, task_id=task_id, group_id=group_id, calls=calls, **ending))
+    if rollout.reward is not None and not math.isfinite(rollout.reward):
+        raise ValueError(f"reward is {rollout.reward}")
     return SessionRecord(rollout=rollout, extra=extra, finished=end is not None)
+
+
+def _checked(value: _T) -> _T:
+    """Return a value of ours whose fields have the types that its class declares. Raises `ValueError`."""
+    kind: Any = type(value)
+    for name, hint in _read_hints(kind).items():
+        if not _fits(getattr(value, name), hint):
+            raise ValueError(f"{name} is {getattr(value, name)!r:.60}")
+    return value
+
+
+@cache
+def _read_hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return isinstance(value, str)
+    if origin is tuple:  # of numbers, all are looked at where they are parsed
+        return isinstance(value, tuple) and (parts[0] in (int, float) or all(_fits(item, parts[0]) for item in value))
+    if origin is not None:
+        return isinstance(value, dict) and (parts[1] is Any or all(_fits(item, parts[1]) for item in value.values()))
+    return type(value) in ((int, float) if hint is float else (hint,))

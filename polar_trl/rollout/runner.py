@@ -98,7 +98,7 @@ class RolloutRunner:
             cut_stragglers: False where `straggler_quantile` is not to apply.
 
         Raises:
-            LawError: a law is broken; every other session is stopped first.
+            LawError, DiskError: a law is broken, or a disk is full; every other session is stopped first.
             KeyboardInterrupt: every session is stopped and its sandbox removed first.
         """
         groups, members = self._start(jobs, self.config.straggler_quantile if cut_stragglers else None)

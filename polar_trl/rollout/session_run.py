@@ -9,6 +9,7 @@ A failure of the infrastructure is no reward of 0: the rollout then has none, an
 """
 
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.heartbeat import Heartbeat
 from polar_trl.rollout.progress import StageProgress
 from polar_trl.rollout.stragglers import StragglerCut
+from polar_trl.run_folder import require_room
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.sandbox.owner import build_owner_tag
 from polar_trl.types import ErrorKind, Rollout, StopReason, Task
@@ -111,7 +113,8 @@ class SessionRun:
     def run(self) -> RolloutResult:
         """Prepare, run the agent, grade, and rebuild trajectories.
 
-        Failures of the infrastructure end up in the rollout. Raises `LawError` where a law of the design is broken.
+        Failures of the infrastructure end up in the rollout. Raises `LawError` where a law of the design is broken,
+        and `DiskError` where a disk of this machine is full: every other session would fail the same way.
         """
         stop_reason: StopReason = "prepare_failed"
         reward: float | None = None
@@ -153,6 +156,9 @@ class SessionRun:
         )
         if failure is not None:
             logger.warning("rollout %s has no reward: %s", rollout.id, failure.error)
+            if failure.kind != "cancelled":
+                record = self.job.record_path
+                require_room(Path(tempfile.gettempdir()), *(() if record is None else (record.parent,)))
         return RolloutResult(
             rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
         )

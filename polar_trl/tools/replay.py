@@ -160,7 +160,7 @@ def _replay_session(
     if stored is not None:
         # The digest is of what was trained, whichever builder this replay was asked to show.
         trained_with = record.extra.get("builder", "prefix_merging")
-        if trained_with not in BUILDERS:
+        if not isinstance(trained_with, str) or trained_with not in BUILDERS:
             raise RecordError(
                 f"{path}: trained with an unknown builder {trained_with!r}, known are {sorted(BUILDERS)}"
             )
@@ -186,7 +186,7 @@ def _compare_rows(
                 continue
             try:
                 row = _Row.of(line)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 report.unreadable += 1
                 tell(f"{place}: no row: {error!r}")
                 continue
@@ -234,13 +234,18 @@ def _compare_steps(folder: Path, rows: set[_Row], report: ReplayReport, tell: Ca
     by_step = defaultdict(list)
     for row in rows:
         by_step[row.step].append(row)
+    expected = 1
     for place, line in _read_lines(folder / TRAINED_FILE, report, tell):
         try:
             step, rollouts, num_tokens = int(line["step"]), set(line["rollouts"]), int(line["tokens"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             report.unreadable += 1
             tell(f"{place}: no step: {error!r}")
             continue
+        if step != expected:  # a line that is lost, or one that another process wrote
+            report.step_mismatches += 1
+            tell(f"{place}: step {step} where step {expected} comes next")
+        expected = step + 1
         found = [row for row in by_step[step] if row.rollout in rollouts]
         if rollouts and not found:
             continue

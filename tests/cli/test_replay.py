@@ -156,7 +156,7 @@ def test_trained_rows_are_held_against_their_sessions(tmp_path: Path, capsys: py
     (tmp_path / "rows" / "three" / rows.name).write_text(rows.read_text())
     # and it began from a checkpoint of another folder
     with (tmp_path / "trained.jsonl").open("a") as file:
-        file.write('{"step": 0, "rollouts": ["b"], "rows": 1, "tokens": 9}\n')
+        file.write('{"step": 3, "rollouts": ["b"], "rows": 1, "tokens": 9}\n')
     status, report, err = replay(capsys, tmp_path)
     assert (status, report["unreadable"]) == (1, 1) and err.startswith(
         f"polar-trl: {tmp_path}/rows/two/{rows.name}, line 4"
@@ -300,3 +300,16 @@ def test_a_log_probability_that_is_none_is_named(
     status, report, err = replay(capsys, path)
     assert status == 1 and report[kind] == 1
     assert said in err
+
+
+@pytest.mark.parametrize("steps", [(1, 3), (2,), (1, 1), (1, 2, 1, 2)])
+def test_a_step_that_is_missing_or_there_twice_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: tuple[int, ...]
+) -> None:
+    """A line was lost, or two processes wrote into one folder."""
+    write_trained_run(tmp_path)
+    lines = [json.dumps({"step": step, "rollouts": [], "rows": 0, "tokens": 0}) + "\n" for step in steps]
+    (tmp_path / "trained.jsonl").write_text("".join(lines))
+    status, report, err = replay(capsys, tmp_path)
+    assert status == 1 and report["step_mismatches"] == 1
+    assert " where step " in err

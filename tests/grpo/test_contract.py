@@ -117,6 +117,8 @@ SIGNATURES = [
     (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
     (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
     (GRPOTrainer, "_save_checkpoint", ["self", "model", "trial"]),
+    (GRPOTrainer, "_push_from_checkpoint", ["self", "checkpoint_folder"]),
+    (Trainer, "push_to_hub", ["self", "commit_message", "blocking", "token", "revision", "kwargs"]),
     (GRPOTrainer, "_get_output_dir", ["self", "trial"]),
     (GRPOTrainer, "_get_train_sampler", ["self", "dataset"]),
     (
@@ -157,6 +159,9 @@ def test_the_names_that_we_replace_are_looked_up_in_these_modules() -> None:
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
     assert "VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
     assert "LLM(" in inspect.getsource(VLLMGeneration._init_vllm)
+    for method in (Trainer.push_to_hub, Trainer._push_from_checkpoint):
+        source = inspect.getsource(method)
+        assert source.count("upload_folder(") == source.count(" hf_api().upload_folder(") > 0
 
 
 def test_a_step_is_judged_before_it_is_made_and_a_skipped_one_keeps_the_learning_rate() -> None:

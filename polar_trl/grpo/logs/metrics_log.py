@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
+from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE, append_lines, write_whole
 
 
 class MetricsLog(TrainerCallback):
@@ -31,11 +31,10 @@ class MetricsLog(TrainerCallback):
         if state.is_world_process_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
             settings = {**self._settings, "max_steps": state.max_steps}
-            (self._folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            write_whole(self._folder / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write a line."""
         if state.is_world_process_zero and logs:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            append_lines(self._path, json.dumps({"step": state.global_step, **logs}).encode() + b"\n")

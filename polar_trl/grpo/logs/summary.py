@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError
+from polar_trl.run_folder import write_whole
 
 
 def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json` and `rewards.png` into the run's folder."""
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
     rewards = summary["rewards"]
     last_five = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]
     curves = {"of the step": rewards, "of the last five steps": [sum(w) / len(w) for w in last_five]}

@@ -1,11 +1,11 @@
 """Keep `trained.jsonl`: exactly the rollouts that the present weights were trained on, step by step.
 
 A line about an update that a kill has undone does not stay: when a run is resumed from a checkpoint, the lines after
-it are moved to `lost.jsonl`.
+it are moved to `lost.jsonl`, and so are lines that something has damaged.
 """
 
 import json
-import os
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from polar_trl.run_folder import TRAINED_FILE
+from polar_trl.run_folder import TRAINED_FILE, append_lines, write_whole
+
+logger = logging.getLogger(__name__)
 
 LOST_FILE = "lost.jsonl"
 
@@ -58,10 +60,8 @@ class TrainedLog(TrainerCallback):
         self._rollouts, self._num_rows, self._num_tokens = set(), 0, 0
         self._skipped = {}
         if state.is_world_process_zero:
-            with (self._folder / TRAINED_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())  # a checkpoint that is on the disk must not know more than this
+            # a checkpoint that is on the disk must not know more than this
+            append_lines(self._folder / TRAINED_FILE, json.dumps(line).encode() + b"\n", sync=True)
 
 
 def rewind_trained(folder: Path, *, source: Path, step: int) -> None:
@@ -71,22 +71,39 @@ def rewind_trained(folder: Path, *, source: Path, step: int) -> None:
         source: Folder of the run that the weights come from.
         step: Optimizer steps behind the weights; 0 where the run begins.
     """
-    kept = [line for line in _read_lines(source / TRAINED_FILE) if json.loads(line)["step"] <= step]
-    lost = [line for line in _read_lines(folder / TRAINED_FILE) if line not in set(kept)]
+    path, kept, steps = folder / TRAINED_FILE, list[bytes](), set[int]()
+    for line in _read_lines(source / TRAINED_FILE):
+        number = _read_step(line)
+        if number is None:
+            logger.warning("%s: no line of a step: %.80r", source / TRAINED_FILE, line)
+        elif number <= step and number not in steps:
+            kept.append(line)
+            steps.add(number)
+    if missing := sorted(set(range(1, step + 1)) - steps):
+        logger.warning(
+            "%s lacks %d of the %d steps behind the weights (the first is step %d): which rollouts they were trained "
+            "on is not known any more",
+            *(source / TRAINED_FILE, len(missing), step, missing[0]),
+        )
+    lost = [line for line in _read_lines(path) if line not in set(kept)]
     if lost:
         # a kill between the two writes must not have them there twice
         known = set(_read_lines(folder / LOST_FILE))
-        with (folder / LOST_FILE).open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lost if line not in known)
+        append_lines(folder / LOST_FILE, b"".join(line + b"\n" for line in lost if line not in known))
     if kept or lost:
-        part = folder / (TRAINED_FILE + ".part")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(part, folder / TRAINED_FILE)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, b"".join(line + b"\n" for line in kept))
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_step(line: bytes) -> int | None:
+    """Read the step of a line; None where something has damaged it."""
+    try:
+        number = json.loads(line)["step"]
+        return number if type(number) is int and number > 0 else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _read_lines(path: Path) -> list[bytes]:
     """Read whole lines; a kill may have torn the last."""
-    if not path.exists():
-        return []
-    return [line.rstrip("\n") for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.exists() else []

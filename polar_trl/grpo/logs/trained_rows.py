@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polar_trl.grpo.rows import Row
-from polar_trl.run_folder import ROWS_FOLDER
+from polar_trl.run_folder import ROWS_FOLDER, append_lines
 from polar_trl.types import Rollout
 
 
@@ -71,8 +71,8 @@ class TrainedRows:
         if not lines:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        append_lines(self._folder / name, text.encode())
 
 
 def describe_rollout(

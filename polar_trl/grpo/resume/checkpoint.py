@@ -1,19 +1,21 @@
 """Write and read checkpoint folders from which a run goes on exactly, and find the newest such folder of a run.
 
 The trainer of transformers writes a checkpoint file by file, and a kill can come between any two. What this module
-adds is written last: `polar_state.json`, by a rename, with the size of every other file. A file
+adds is written last: `polar_state.json`, by a rename, with size and digest of every other file. A file
 `polar_state.json.part` lies there from the first moment on, so that a folder that was begun and not finished is told
-apart from one that somebody else made. A folder is never used unless all of its files are there, and nothing is
-removed that was not begun here.
+apart from one that somebody else made. A folder is never used unless all of its files are there as they were written,
+and nothing is removed that was not begun here.
 """
 
+import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,9 @@ RANK_FILE = "polar_rank{}.pt"
 MASTERS_FILE = "polar_masters{}.safetensors"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _REMOVED = "removed-"
+_SAMPLE_BYTES = 1 << 20
+_NUM_SAMPLES = 64
+"""Of a file that is larger than all of them; hashing tens of gigabytes would double the time of a checkpoint."""
 _SAVED_TYPES = [PackedRows, Layout, Segment, type(np.dtype(np.int64))]
 """Types that windows are made of, beside tensors. No other is read back: unpickling may run what it is given."""
 
@@ -74,10 +79,14 @@ class RankState:
 
 
 def begin_checkpoint(folder: Path) -> None:
-    """Mark the folder as one that is being written. One rank calls it, before any other writes."""
+    """Mark the folder as one that is being written. One rank calls it, before any other writes.
+
+    A damaged checkpoint of an earlier process, which went on from an older one, makes room.
+    """
+    if (folder / STATE_FILE).exists() or (folder / PART_FILE).exists():
+        _remove(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PART_FILE).touch()
-    (folder / STATE_FILE).unlink(missing_ok=True)
 
 
 def save_rank_state(folder: Path, rank: int, state: RankState) -> None:
@@ -105,13 +114,20 @@ def finish_checkpoint(folder: Path, state: RunState, *, is_resumable: bool = Tru
     Args:
         is_resumable: False where only the model was saved.
     """
-    sizes = {}
+    sizes, digests = {}, {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != PART_FILE:
-            sizes[str(path.relative_to(folder))] = path.stat().st_size
+            name = str(path.relative_to(folder))
+            sizes[name], digests[name] = path.stat().st_size, _digest(path)
             _flush(path)
     part = folder / PART_FILE
-    content = {"version": VERSION, "is_resumable": is_resumable, **asdict(state), "files": sizes}
+    content = {
+        "version": VERSION,
+        "is_resumable": is_resumable,
+        **asdict(state),
+        "files": sizes,
+        "digests": digests,
+    }
     part.write_text(json.dumps(content, indent=1) + "\n")
     _flush(part)
     part.replace(folder / STATE_FILE)
@@ -124,14 +140,19 @@ def load_state(folder: Path, rank: int, device: torch.device) -> tuple[RunState,
     """Read a complete checkpoint, tensors to `device`. Raises `ConfigError` if the run cannot go on from it."""
     if problem := find_problem(folder):
         raise ConfigError(f"resume_from_checkpoint: {folder} {problem}")
-    content = json.loads((folder / STATE_FILE).read_text())
-    for name in ("version", "is_resumable", "files"):
-        del content[name]
+    content = _read_state(folder)
+    state = RunState(**{spec.name: content[spec.name] for spec in fields(RunState)})
     path = folder / RANK_FILE.format(rank)
     if not path.is_file():
         raise ConfigError(f"resume_from_checkpoint: {folder} was written by fewer processes: {path.name} is missing")
-    with safe_globals(), torch.serialization.safe_globals(_SAVED_TYPES):
-        return RunState(**content), RankState(**torch.load(path, map_location=device, weights_only=True))
+    try:
+        with safe_globals(), torch.serialization.safe_globals(_SAVED_TYPES):
+            return state, RankState(**torch.load(path, map_location=device, weights_only=True))
+    except Exception as error:
+        # torch's own text is of several lines, and advises to run what the file holds
+        found = re.search(r"WeightsUnpickler error: ([^\n]*)", str(error))
+        reason = found[1] if found else type(error).__name__
+        raise ConfigError(f"resume_from_checkpoint: {path} holds no state of a rank ({reason})") from error
 
 
 def know_cpu_devices() -> None:
@@ -157,23 +178,73 @@ def find_problem(folder: Path) -> str | None:
     if not (folder / STATE_FILE).is_file():
         begun = (folder / PART_FILE).exists()
         return "was not written to its end" if begun else f"holds no {STATE_FILE}: it was not made by this trainer"
-    content = json.loads((folder / STATE_FILE).read_text())
-    if _is_of_other_version(folder):
+    try:
+        content = _read_state(folder)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"has a damaged {STATE_FILE} ({error})"
+    if content["version"] != VERSION:
         return f"has version {content['version']!r} of the format; this package reads version {VERSION}"
     if not content["is_resumable"]:
         return "was saved with save_only_model: it holds no optimizer"
-    for name, size in content["files"].items():
+    if (match := _FOLDER.fullmatch(folder.name)) and int(match[1]) != content["step"]:
+        return f"is named so and holds step {content['step']}"
+    return _find_damage(folder, content["files"], content.get("digests", {}))
+
+
+def _find_damage(folder: Path, sizes: Mapping[str, int], digests: Mapping[str, str]) -> str | None:
+    for name, size in sizes.items():
         path = folder / name
         if not path.is_file():
             return f"lacks {name}"
         if path.stat().st_size != size:
             return f"has {name} with {path.stat().st_size} bytes, and it was written with {size}"
+        try:
+            if name in digests and digests[name] != _digest(path):  # earlier versions wrote none
+                return f"has {name} with another content than was written"
+        except OSError as error:
+            return f"has {name}, which cannot be read ({error.strerror})"
     return None
 
 
+def _read_state(folder: Path) -> dict[str, Any]:
+    """Read `polar_state.json`, of any version. Raises `ValueError` for one that was not written so."""
+    content = json.loads((folder / STATE_FILE).read_bytes())
+    if not isinstance(content, dict) or type(content.get("version")) is not int:
+        raise ValueError("it has no version")
+    if content["version"] != VERSION:
+        return content
+    kinds: dict[str, Any] = {"is_resumable": bool, "files": dict, "seconds": (int, float), "settings": dict}
+    for name in ("is_resumable", "files", *(spec.name for spec in fields(RunState))):
+        value = content.get(name)
+        if not isinstance(value, kinds.get(name, int)) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}")
+    return content
+
+
 def _is_of_other_version(folder: Path) -> bool:
-    path = folder / STATE_FILE
-    return path.is_file() and json.loads(path.read_text())["version"] != VERSION
+    try:
+        return bool(_read_state(folder)["version"] != VERSION)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    for sample in read_samples(path, number=_NUM_SAMPLES, num_bytes=_SAMPLE_BYTES):
+        state.update(sample)
+    return state.hexdigest()
+
+
+def read_samples(path: Path, *, number: int, num_bytes: int) -> Iterator[bytes]:
+    """Read so many pieces that are spread evenly over a file, both ends among them; a smaller file whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= number * num_bytes:
+            yield file.read()
+            return
+        for index in range(number):
+            file.seek((size - num_bytes) * index // (number - 1))
+            yield file.read(num_bytes)
 
 
 # The folders of a run.
@@ -231,6 +302,9 @@ def find_checkpoint(output_dir: Path) -> Path | None:
 
 def choose_start(output_dir: Path, wanted: str | bool | None) -> Path | None:
     """Choose as `choose_checkpoint`, and refuse (`ConfigError`) to begin a run in the folder of another."""
+    for path in output_dir.glob("checkpoint-*"):
+        if _FOLDER.fullmatch(path.name) and not path.is_dir():
+            raise ConfigError(f"{path} is no folder, and a checkpoint would have to be one: move it away")
     folder = choose_checkpoint(output_dir, wanted)
     is_own = folder is not None and folder.resolve().parent == output_dir.resolve()
     held = [path.name for _, path in list_checkpoints(output_dir)]
@@ -274,7 +348,7 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 def read_step(folder: Path) -> int:
     """Read the number of optimizer steps behind a complete checkpoint."""
-    return int(json.loads((folder / STATE_FILE).read_text())["step"])
+    return int(_read_state(folder)["step"])
 
 
 def require_same_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from polar_trl.errors import TaskError
 from polar_trl.sandbox.inside.run_tests import RUNNER
+from polar_trl.tasks.build.confined import confine, list_python_folders
 from polar_trl.tasks.build.folders import Draft, Tools, write_task
 from polar_trl.tasks.build.mutate import Edit, list_edits
 from polar_trl.tasks.build.releases import (
@@ -123,8 +124,9 @@ def _judge(
     }
     for script in (JUDGE, RUNNER):
         shutil.copy2(script, scratch / script.name)
+    command = [str(python), "-B", str(scratch / JUDGE.name)]
     process = subprocess.Popen(
-        [str(python), "-B", str(scratch / JUDGE.name)],
+        confine(command, writable=[scratch], visible=list_python_folders(python), network=False),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=build_env(python, str(scratch), 0),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import TaskError
+from polar_trl.tasks.build.confined import confine, list_python_folders
 
 DOWNLOAD_TIMEOUT_S = 300.0
 
@@ -173,9 +174,10 @@ def _download(release: Release, folder: Path, pip: Path) -> None:
         else:
             wanted = [requirement]
         command = [str(pip), "-m", "pip", "download", "--quiet", *options, "--dest", scratch, *wanted]
+        confined = confine(command, writable=[Path(scratch)], visible=list_python_folders(pip), network=True)
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S
+                confined, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
             raise TaskError(f"{requirement}: not downloaded within {DOWNLOAD_TIMEOUT_S:g} s") from None

@@ -1,7 +1,8 @@
 """Run a source tree's tests in an environment of pinned packages.
 
-A run has a deadline, a limit of memory and a process group of its own that is killed at its end. This is no sandbox:
-only releases of known packages and single edits of them run here, never the work of an agent.
+A run has a deadline, a limit of memory and a process group of its own that is killed at its end, and is confined by
+bubblewrap where that works (`confined.py`). Only releases of known packages and single edits of them run here, never
+the work of an agent.
 """
 
 import fcntl
@@ -21,6 +22,7 @@ from pathlib import Path
 from polar_trl.cache import Part, find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.sandbox.inside.run_tests import RUNNER
+from polar_trl.tasks.build.confined import confine, list_python_folders
 
 INSTALL_TIMEOUT_S = 900.0
 MEMORY_MB = 3072
@@ -88,8 +90,14 @@ def run_suite(python: Path, tree: Path, spec: Path, *, timeout_s: float, hash_se
         command = [str(python), "-B", str(RUNNER), "--root", str(tree), "--spec", str(spec), "--report", str(report)]
         with open(Path(scratch) / "log", "w+b") as log:
             before = os.times()
-            exit_code = run_group(
+            confined = confine(
                 [*command, f"--memory-mb={MEMORY_MB}"],
+                writable=[tree, Path(scratch)],
+                visible=[*list_python_folders(python), RUNNER.parent, spec.parent],
+                network=False,
+            )
+            exit_code = run_group(
+                confined,
                 build_env(python, scratch, hash_seed),
                 log.fileno(),
                 timeout_s=timeout_s,

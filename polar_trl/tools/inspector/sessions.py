@@ -191,7 +191,7 @@ class SessionIndex:
 
 def reconstruct(record: SessionRecord) -> Reconstruction:
     """Rebuild the trajectories of a session with the builder that its run used."""
-    builder = BUILDERS.get(record.extra.get("builder", ""), BUILDERS["prefix_merging"])
+    builder = BUILDERS.get(str(record.extra.get("builder")), BUILDERS["prefix_merging"])
     return builder(count_as_policy(record.rollout) if record.extra.get("train_auxiliary") else record.rollout)
 
 

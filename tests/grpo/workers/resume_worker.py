@@ -1,7 +1,9 @@
 """Train until a given moment, and wait to be killed: `resume_worker.py MODEL OUT MOMENT STEP [JSON settings]`.
 
 MOMENT is "rollout" (agents wait in mid-session), "training" (after the backward pass), "checkpoint" (the model is
-written, the optimizer is not) or "never". It comes when STEP optimizer steps are done; OUT/now says that it is there.
+written, the optimizer is not), "push" (the engine has the first of the new weights), "ranks" (rank 0 has written its
+part of a checkpoint and rank 1 not) or "never". It comes when STEP optimizer steps are done; OUT/now says that it is
+there.
 """
 
 import json
@@ -15,6 +17,7 @@ from worker_common import AGENT, CPU_SETTINGS, build_tasks, grade
 
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.resume import checkpoint
 from polar_trl.grpo.trainer import PolarGRPOTrainer
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
@@ -42,6 +45,12 @@ class Doomed(PolarGRPOTrainer):
         if self.is_time("training"):
             self.stand_still()
         return loss
+
+    def stand_still_in_push(self, iterate: Any) -> Any:
+        for number, item in enumerate(iterate()):
+            if number == 1 and self.is_time("push"):
+                self.stand_still()
+            yield item
 
     def _collect_rows(self, *args: Any) -> Any:
         if self.is_time("rollout"):
@@ -80,6 +89,18 @@ trainer = Doomed(
     sandbox=WarmPool(LocalSandboxBackend(), depth=2),
     grader=FunctionGrader(grade),
 )
+params = trainer.vllm_generation._iter_named_params
+trainer.vllm_generation._iter_named_params = lambda: trainer.stand_still_in_push(params)
+save_rank_state = checkpoint.save_rank_state
+
+
+def save_unless_it_is_time(folder: Path, rank: int, state: Any) -> None:
+    if rank == 1 and trainer.is_time("ranks"):
+        trainer.stand_still()
+    save_rank_state(folder, rank, state)
+
+
+checkpoint.save_rank_state = save_unless_it_is_time
 trainer.train(resume_from_checkpoint="auto")
 trainer.close()
 weights = sum(p.double().sum().item() for p in trainer.model.parameters())

@@ -1,0 +1,58 @@
+"""Nothing leaves by accident: what a push to the hub would upload, read where huggingface_hub would send it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launch import run_worker
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.resume.hub import refuse_uploads
+
+MODEL_FILES = {
+    *("README.md", "config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+}
+
+
+def test_a_push_has_the_model_its_tokenizer_card_and_figures_and_nothing_else(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    run_worker("hub_worker.py", str(tiny_model), str(tmp_path / "run"))
+    commits = json.loads((tmp_path / "run.json").read_text())
+    assert len(commits) >= 4  # two checkpoints, the model that was saved, and the one that was pushed
+    assert set(commits[-1]) == {*MODEL_FILES, "rewards.png"}
+    for commit in commits[:-1]:
+        assert set(commit) <= MODEL_FILES and "model.safetensors" in commit
+    # all of this was there to be taken along
+    there = {path.name for path in (tmp_path / "run").iterdir()}
+    left = {"sessions", "rows", "completions", "trained.jsonl", "log.jsonl", "settings.json", "training_args.bin"}
+    assert left <= there and {"checkpoint-2", "owner.lock"} <= there
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_checkpoints_are_not_pushed(strategy: str) -> None:
+    args = SimpleNamespace(push_to_hub=True, hub_strategy=strategy, report_to=[])
+    with pytest.raises(ConfigError, match=r"hub_strategy must be 'end' or 'every_save' .*tokens of sessions"):
+        refuse_uploads(args)
+    refuse_uploads(SimpleNamespace(push_to_hub=False, hub_strategy=strategy, report_to=[]))
+
+
+@pytest.mark.parametrize(
+    ("tracker", "variable", "bad", "good"),
+    [
+        ("wandb", "WANDB_LOG_MODEL", "checkpoint", "end"),
+        ("mlflow", "HF_MLFLOW_LOG_ARTIFACTS", "TRUE", "0"),
+        ("dagshub", "HF_DAGSHUB_LOG_ARTIFACTS", "1", ""),
+    ],
+)
+def test_trackers_get_no_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tracker: str, variable: str, bad: str, good: str
+) -> None:
+    args = SimpleNamespace(push_to_hub=False, hub_strategy="every_save", report_to=[tracker])
+    monkeypatch.setenv(variable, bad)
+    with pytest.raises(ConfigError, match=f"{variable}={bad} would upload checkpoints"):
+        refuse_uploads(args)
+    monkeypatch.setenv(variable, good)
+    refuse_uploads(args)
