@@ -142,6 +142,21 @@ def _end_largest(amounts: Counter[Session], limit: str) -> None:
         max(running, key=amounts.__getitem__).exceed(limit)
 
 
+class _Transport:
+    """Drops what is written after the end, as asyncio's transports do: uvloop's raise, and a reply to a client that
+    has just gone would be a fault of ours."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
 class Connection(HttpToolsProtocol):
     """One connection of an agent.
 
@@ -164,7 +179,7 @@ class Connection(HttpToolsProtocol):
         """Of the head or the body that is being read."""
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(_Transport(transport))  # type: ignore[arg-type]
         self._connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:

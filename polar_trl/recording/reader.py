@@ -8,7 +8,7 @@ from hashlib import sha256
 
 import orjson
 
-from polar_trl.errors import WireError
+from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.types import ChatRequest, Message, Tool
 from polar_trl.wire.base import (
     MAX_BODY_BYTES,
@@ -17,10 +17,12 @@ from polar_trl.wire.base import (
     ItemMemo,
     ParsedRequest,
     check_labels,
-    count_values,
+    has_more_values,
 )
 from polar_trl.wire.compression import decode_body
 
+MAX_CHARACTERS_PER_TOKEN = 32
+"""Text has three or four, on the average of a whole conversation. A megabyte takes half a second to encode."""
 MAX_REMEMBERED_VALUES = 250_000
 """The last request is kept if its body has no more JSON values."""
 
@@ -43,9 +45,14 @@ def count_bytes(incoming: Incoming) -> int:
 
 
 class RequestReader:
-    """Reads the requests of one session, one at a time."""
+    """Reads the requests of one session, one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        max_model_len: Tokens of a prompt and its answer: what cannot fit is refused without being encoded.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
         self._memo = ItemMemo()
         self._tools: tuple[bytes, tuple[Tool, ...]] = (b"", ())
         """The tools of the last request, as JSON and parsed: calls with the same tools share them in memory."""
@@ -69,9 +76,10 @@ class RequestReader:
         if encoding := incoming.headers.get("content-encoding"):
             incoming = replace(incoming, body=decode_body(incoming.body, encoding, MAX_BODY_BYTES))
         parsed = dialect.parse(incoming, self._memo)
-        if len(incoming.body) > MAX_REMEMBERED_VALUES and count_values(incoming.body) > MAX_REMEMBERED_VALUES:
-            self._memo.forget()
         request = check_labels(parsed.request)
+        self._check_size(request)
+        if has_more_values(incoming.body, MAX_REMEMBERED_VALUES):
+            self._memo.forget()
         try:
             tools = orjson.dumps(request.tools)
         except orjson.JSONEncodeError as error:
@@ -81,6 +89,12 @@ class RequestReader:
         self._tools = (tools, request.tools)
         question = self._digest(dialect.name, request, tools)
         return ReadRequest(parsed=replace(parsed, request=request), question=question, num_bytes=len(incoming.body))
+
+    def _check_size(self, request: ChatRequest) -> None:
+        num_characters = sum(len(message.text) for message in request.messages)
+        num_tokens = len(request.messages) + num_characters // MAX_CHARACTERS_PER_TOKEN
+        if num_tokens >= self._max_model_len:
+            raise ContextOverflowError(num_tokens, self._max_model_len)
 
     def _digest(self, dialect_name: str, request: ChatRequest, tools: bytes) -> bytes:
         known, self._walked = self._walked, []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from polar_trl.engine.base import Engine, GenerationParams, TextReply
 from polar_trl.engine.gate import Gate, GateStats
@@ -41,8 +41,6 @@ ENCODING_WEIGHT = 8
 """A byte that is new to the session is encoded (about 3 MB/s): this many times the work of one that is only read."""
 BYTES_PER_TOKEN = 4
 """Rough bytes of a request per token, where its tokens are another server's."""
-MAX_CHARACTERS_PER_TOKEN = 256
-"""More than the longest token of any tokenizer has: longer conversations are refused before they are encoded."""
 MAX_BUDGET_MESSAGES = 20
 """A session out of budget is told so this often, and on record; later requests are refused without being read."""
 MAX_BUDGET_REQUEST_CHARACTERS = 1000
@@ -126,7 +124,7 @@ class Session:
         self._classify = classify
         self._log = log
         self.limits = limits
-        self._reader = RequestReader()
+        self._reader = RequestReader(backend.engine.max_model_len)
         self._continuations = Continuations(backend.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
         self._lock = asyncio.Lock()
@@ -167,7 +165,6 @@ class Session:
                 turn = self._start(answer, question, 0)
                 self._forget(turn)  # it needs no recognition: the next one hears the same
             else:
-                self._check_size(parsed.request)
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 self._check_length(prompt)
@@ -183,6 +180,8 @@ class Session:
                 answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
             turn.num_waiting += 1
+        if self.has_ended:
+            self._abort(turn)
         return turn, parsed
 
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
@@ -190,7 +189,6 @@ class Session:
         async with self._lock:
             self.check_open()
             read = await self._read(dialect, incoming)
-            self._check_size(read.parsed.request)
             prompt = await self._work_out_prompt(read.parsed.request, read.num_bytes)
         return _count_tokens(prompt, read.num_bytes)
 
@@ -202,9 +200,8 @@ class Session:
 
     async def close(self) -> None:
         """Abort what is in flight and wait until all of it has ended."""
-        self._closed = True
-        async with self._lock:  # what waits for it in front of us ends at once
-            running = list(self._running)
+        self._closed = True  # a prompt that is being built is aborted when it is there
+        running = list(self._running)
         for turn in running:
             self._abort(turn)
         await asyncio.gather(*(turn.task for turn in running), return_exceptions=True)
@@ -285,19 +282,11 @@ class Session:
             del self._turns[turn.question]
 
     async def _read(self, dialect: Dialect, incoming: Incoming) -> ReadRequest:
-        return await self._backend.work(count_bytes(incoming), partial(self._reader.read, dialect, incoming))
-
-    def _check_size(self, request: ChatRequest) -> None:
-        """Refuse what cannot fit without encoding it."""
-        num_characters = sum(len(message.text) for message in request.messages)
-        num_tokens = len(request.messages) + num_characters // MAX_CHARACTERS_PER_TOKEN
-        if num_tokens >= self._backend.engine.max_model_len:
-            self._reader.forget()
-            self._overflow(num_tokens)
-
-    def _overflow(self, num_tokens: int) -> NoReturn:
-        self._log.count("context_overflows")
-        raise ContextOverflowError(num_tokens, self._backend.engine.max_model_len)
+        try:
+            return await self._backend.work(count_bytes(incoming), partial(self._reader.read, dialect, incoming))
+        except ContextOverflowError:
+            self._log.count("context_overflows")
+            raise
 
     def _is_over_budget(self) -> bool:
         limit = self.limits.max_sampled_tokens
@@ -319,7 +308,8 @@ class Session:
 
     def _check_length(self, prompt: Prompt) -> None:
         if len(prompt.ids) >= self._backend.engine.max_model_len:
-            self._overflow(len(prompt.ids))
+            self._log.count("context_overflows")
+            raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
 
     def _build_params(self, prompt: Prompt) -> GenerationParams:
         params, limit = self._backend.params, self.limits.max_sampled_tokens
