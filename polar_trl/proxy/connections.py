@@ -73,7 +73,7 @@ class Connections:
         if self._strangers and (is_full or len(self._strangers) > self._max_strangers):
             next(iter(self._strangers)).abort()
         elif is_full:
-            _end_largest(self._num_open, "connections")
+            self._end_largest(self._num_open, "connections")
 
     def adopt(self, connection: "Connection", session: Session) -> None:
         """Make a connection, whose request had the session's key, the session's own."""
@@ -108,15 +108,19 @@ class Connections:
         if self._num_bytes[session] > session.limits.max_body_bytes_held:
             session.exceed("memory")
         elif self._num_bytes.total() > MAX_BODY_BYTES_HELD:
-            _end_largest(self._num_bytes, "memory")
+            self._end_largest(self._num_bytes, "memory")
         session.check_open()
 
     async def sweep(self) -> None:
         """Close slow connections and those of sessions that have ended. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            for connection in list(self._open):
-                connection.sweep()
+            self._sweep_once()
+
+    def _sweep_once(self) -> None:
+        # not in `sweep`, whose variables would keep the last connection and its session alive
+        for connection in list(self._open):
+            connection.sweep()
 
     def _count(self, connection: "Connection", session: Session) -> None:
         self._num_open[session] += 1
@@ -126,6 +130,15 @@ class Connections:
         elif self._num_open[session] > session.limits.max_connections:
             session.exceed("connections")
 
+    def _end_largest(self, amounts: Counter[Session], limit: str) -> None:
+        """End the session that has the most, and its connections with it. One that has ended already may still be it:
+        no other pays before that one has paid."""
+        ((session, _),) = amounts.most_common(1)
+        session.exceed(limit)
+        for connection in list(self._open):
+            if connection.session is session:
+                connection.abort()
+
     def _forget(self, connection: "Connection") -> None:
         if connection.session is None:
             self._strangers.pop(connection, None)
@@ -133,13 +146,6 @@ class Connections:
         self._num_open[connection.session] -= 1
         if not self._num_open[connection.session]:
             del self._num_open[connection.session]
-
-
-def _end_largest(amounts: Counter[Session], limit: str) -> None:
-    """End the session that has the most, of those that have not ended."""
-    running = [session for session in amounts if not session.has_ended]
-    if running:
-        max(running, key=amounts.__getitem__).exceed(limit)
 
 
 class _Transport:

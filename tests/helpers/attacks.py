@@ -123,11 +123,11 @@ def send_bombs_without_a_key(target: Target) -> None:
 
 
 def send_many_bodies_at_once(target: Target) -> None:
-    """60 bodies of 30 MB at once, each without its last byte."""
+    """60 bodies of 15 MB at once, each without its last byte."""
     with ExitStack() as stack, suppress(OSError):
         for _ in range(60):
             connection = stack.enter_context(target.connect())
-            connection.sendall(target.head(30 * MB) + b"a" * (30 * MB - 1))
+            connection.sendall(target.head(15 * MB) + b"a" * (15 * MB - 1))
 
 
 def send_a_body_without_end(target: Target) -> None:
