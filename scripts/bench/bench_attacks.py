@@ -8,6 +8,7 @@ attacking session went past, if it did; where it stayed within them, it was refu
 """
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ WORDS = "the value of the next line is computed from the one before it, and so i
 
 
 def serve(tokenizer: str) -> None:
-    """Answer "open NUM_CALLS", "close", "state" and "peak" with a line of JSON each."""
+    """Answer "open NUM_CALLS", "close" (of the last one) and "collect" with a line of JSON each."""
     renderer, reply_ids, _ = load_policy(tokenizer)
     engine = ScriptedEngine(lambda _: reply_ids, max_model_len=32768)
     with (
@@ -59,7 +60,9 @@ def serve(tokenizer: str) -> None:
                 proxy.close_session(key)
                 answer = {"close_s": time.monotonic() - started, "ended": log.exceeded, "calls": len(log.calls)}
                 answer |= {"record_mb": path.stat().st_size / 1e6, "counters": log.counters}
+                answer |= {"failure": log.last_failure}
                 log = None
+            gc.collect()  # what is measured is kept, and does not wait for the collector
             print(json.dumps(answer), flush=True)
 
 
@@ -110,13 +113,18 @@ class Child:
         self._process.wait(30)
 
 
+def clear_peak(server: Child) -> None:
+    """Have VmHWM, the largest resident size, count from here."""
+    Path(f"/proc/{server.pid}/clear_refs").write_text("5")
+
+
 def measure(server: Child, name: str) -> dict[str, Any]:
     """One row: an attack, or none for a while, beside another session."""
     other = server.tell("open 1000000")
     watcher = Child("--watch", json.dumps(other))
     time.sleep(2)  # it has started and is answered
     target = server.tell("open 8")
-    Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # the peak counts from here
+    clear_peak(server)
     before_mb, started = server.read_mb("VmRSS"), time.monotonic()
     if name == "none":
         time.sleep(CALM_S)

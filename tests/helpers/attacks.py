@@ -111,10 +111,10 @@ def build_bombs() -> list[tuple[str, bytes]]:
 
 
 def send_bombs(target: Target, key: str | None = None) -> None:
-    """64 bodies, 16 at once, that are small or cheap and unpack to much."""
-    jobs = [*build_bombs()] * 13
+    """40 bodies, 16 at once, that are small or cheap and unpack to much."""
+    jobs = [*build_bombs()] * 8
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda job: target.post(job[1], f"Content-Encoding: {job[0]}", key=key), jobs[:64]))
+        list(threads.map(lambda job: target.post(job[1], f"Content-Encoding: {job[0]}", key=key), jobs[:40]))
 
 
 def send_bombs_without_a_key(target: Target) -> None:
@@ -174,10 +174,13 @@ def read_nothing(target: Target) -> None:
 
 def open_connections(target: Target) -> None:
     """2,000 connections that say nothing."""
+    deadline = time.monotonic() + MAX_S
     with ExitStack() as stack, suppress(OSError):
         for _ in range(2000):
             stack.enter_context(target.connect())
-        time.sleep(2)
+            if time.monotonic() > deadline:
+                return
+        time.sleep(1)
 
 
 def send_half_requests(target: Target) -> None:
