@@ -4,7 +4,7 @@ HTTP is uvicorn's on httptools, whose own limits know no sessions. A connection 
 where the session has a listener of its own, elsewhere from its first valid key on. Time is counted in sweeps of the
 event loop, about a second each: after a while in which the process stood still, no connection has become too slow.
 
-A session past its bounds ends (`Session.exceed`). Where all together are past theirs, the largest ends.
+A session past its bounds ends (`SessionBounds.exceed`). Where all together are past theirs, the largest ends.
 """
 
 import asyncio
@@ -106,10 +106,10 @@ class Connections:
     def _hold_bytes(self, session: Session, num_bytes: int) -> None:
         self._num_bytes[session] += num_bytes
         if self._num_bytes[session] > session.limits.max_body_bytes_held:
-            session.exceed("memory")
+            session.bounds.exceed("memory")
         elif self._num_bytes.total() > MAX_BODY_BYTES_HELD:
             self._end_largest(self._num_bytes, "memory")
-        session.check_open()
+        session.bounds.check_open()
 
     async def sweep(self) -> None:
         """Close slow connections and those of sessions that have ended. Runs until it is cancelled."""
@@ -124,17 +124,17 @@ class Connections:
 
     def _count(self, connection: "Connection", session: Session) -> None:
         self._num_open[session] += 1
-        session.count_request()  # one that opens a connection for each of a million requests is as busy
-        if session.has_ended:
+        session.bounds.count_request()  # one that opens a connection for each of a million requests is as busy
+        if session.bounds.has_ended:
             connection.abort()
         elif self._num_open[session] > session.limits.max_connections:
-            session.exceed("connections")
+            session.bounds.exceed("connections")
 
     def _end_largest(self, amounts: Counter[Session], limit: str) -> None:
         """End the session that has the most, and its connections with it. One that has ended already may still be it:
         no other pays before that one has paid."""
         ((session, _),) = amounts.most_common(1)
-        session.exceed(limit)
+        session.bounds.exceed(limit)
         for connection in list(self._open):
             if connection.session is session:
                 connection.abort()
@@ -215,7 +215,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many pipelined requests")
         self._sweeps_left, self._in_head, self._num_bytes = BODY_SWEEPS, False, 0
         if self.session is not None:
-            self.session.count_request()
+            self.session.bounds.count_request()
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
@@ -245,7 +245,7 @@ class Connection(HttpToolsProtocol):
 
     def sweep(self) -> None:
         """Close the connection if its session has ended, or if its client took too long."""
-        if not self._is_ending and self.session is not None and self.session.has_ended:
+        if not self._is_ending and self.session is not None and self.session.bounds.has_ended:
             self._is_ending = True
             self._sweeps_left = CLOSING_SWEEPS
             self.shutdown()  # once the reply that is under way was sent

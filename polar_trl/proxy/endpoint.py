@@ -88,7 +88,7 @@ class _DialectEndpoint:
             request = Request(scope, receive)
             # one that is refused here is not read: uvicorn drops the body while the client sends it
             session = self._identify(request)
-            session.check_open()
+            session.bounds.check_open()
             with self._connections.holding_bytes(session) as hold:
                 incoming = _describe(request, await _read_body(request, hold))
                 if self._kind == "count":

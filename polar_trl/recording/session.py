@@ -22,9 +22,10 @@ from polar_trl.errors import (
     RenderError,
     WireError,
 )
+from polar_trl.recording.bounds import BUDGET_TEXT, SessionBounds
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
-from polar_trl.recording.turn import Turn, session_ended
+from polar_trl.recording.turn import Turn
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
@@ -41,11 +42,8 @@ ENCODING_WEIGHT = 8
 """A byte that is new to the session is encoded (about 3 MB/s): this many times the work of one that is only read."""
 BYTES_PER_TOKEN = 4
 """Rough bytes of a request per token, where its tokens are another server's."""
-MAX_BUDGET_MESSAGES = 20
-"""A session out of budget is told so this often, and on record; later requests are refused without being read."""
 MAX_BUDGET_REQUEST_CHARACTERS = 1000
 NO_TOKENS = Completion(token_ids=(), logprobs=(), finish_reason="stop")
-BUDGET_TEXT = "The budget of this session is used up. Stop here: no further work will be counted."
 
 
 def always_policy(request: ChatRequest) -> Purpose:
@@ -70,6 +68,11 @@ class SessionLimits:
     def max_requests(self) -> int:
         """Requests and connections in all: retries, counts of tokens, and what comes after the last call."""
         return 200 + 20 * self.max_calls
+
+    def are_used_up(self, num_calls: int, num_sampled_tokens: int) -> bool:
+        """Tell whether the budget is."""
+        limit = self.max_sampled_tokens
+        return num_calls >= self.max_calls or (limit is not None and num_sampled_tokens >= limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +127,7 @@ class Session:
         self._classify = classify
         self._log = log
         self.limits = limits
+        self.bounds = SessionBounds(log, self._stop, max_requests=limits.max_requests)
         self._reader = RequestReader(backend.engine.max_model_len)
         self._continuations = Continuations(backend.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
@@ -132,12 +136,9 @@ class Session:
         """The turn that answers or answered a question."""
         self._running: set[Turn] = set()
         self._num_turns = 0
-        self._num_requests = 0
-        self._num_budget_messages = 0
         self._num_known_bytes = 0
         """Of the longest body so far: what it holds need not be encoded again."""
         self._num_sampled = 0
-        self._closed = False
         self.broken_law: LawError | None = None
 
     async def begin_turn(self, dialect: Dialect, incoming: Incoming) -> tuple[Turn, ParsedRequest]:
@@ -146,28 +147,25 @@ class Session:
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
         async with self._lock:
-            self.check_open()
-            if self._num_budget_messages >= MAX_BUDGET_MESSAGES:
-                self._log.count("budget_messages")
-                raise WireError(BUDGET_TEXT, status=403, kind="authentication")
             if self._log.num_bytes > self.limits.max_record_bytes:
-                self.exceed("record")
-                self.check_open()
+                self.bounds.exceed("record")
+            self.bounds.check_open()
             read = await self._read(dialect, incoming)
             parsed, question, num_bytes = read.parsed, read.question, read.num_bytes
             turn = self._turns.get(question)
             if turn is not None:
                 self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
-            elif self._is_over_budget():
-                self._num_budget_messages += 1
-                self._log.count("budget_messages")
+            elif self.limits.are_used_up(len(self._log.calls) + len(self._running), self._num_sampled):
+                self.bounds.count_budget_message()
                 answer = partial(self._answer_over_budget, dialect.name, parsed.request)
                 turn = self._start(answer, question, 0)
                 self._forget(turn)  # it needs no recognition: the next one hears the same
             else:
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
-                self._check_length(prompt)
+                if len(prompt.ids) >= self._backend.engine.max_model_len:
+                    self._log.count("context_overflows")
+                    raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
                 if prompt.forked:
                     self._log.count("prompts_forked")
                 purpose = self._classify(parsed.request) if parsed.purpose == "policy" else parsed.purpose
@@ -180,14 +178,14 @@ class Session:
                 answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
             turn.num_waiting += 1
-        if self.has_ended:
+        if self.bounds.has_ended:
             self._abort(turn)
         return turn, parsed
 
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
         """Count the tokens that this request's prompt would have. Samples nothing and records nothing."""
         async with self._lock:
-            self.check_open()
+            self.bounds.check_open()
             read = await self._read(dialect, incoming)
             prompt = await self._work_out_prompt(read.parsed.request, read.num_bytes)
         return _count_tokens(prompt, read.num_bytes)
@@ -200,39 +198,15 @@ class Session:
 
     async def close(self) -> None:
         """Abort what is in flight and wait until all of it has ended."""
-        self._closed = True  # a prompt that is being built is aborted when it is there
+        self.bounds.is_closed = True  # a prompt that is being built is aborted when it is there
         running = list(self._running)
-        for turn in running:
-            self._abort(turn)
+        self._stop()
         await asyncio.gather(*(turn.task for turn in running), return_exceptions=True)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether no further request is answered."""
-        return self._closed or bool(self._log.exceeded)
-
-    def check_open(self) -> None:
-        """Raise the `WireError` for a request of a session that has ended."""
-        if self._closed:
-            raise session_ended()
-        if self._log.exceeded:
-            message = f"this session went past its limit of {self._log.exceeded} and has ended"
-            raise WireError(message, status=403, kind="authentication")
-
-    def count_request(self) -> None:
-        """Count a request or a new connection, whatever becomes of it."""
-        self._num_requests += 1
-        if self._num_requests > self.limits.max_requests:
-            self.exceed("requests")
-
-    def exceed(self, limit: str) -> None:
-        """End the session because it went past a limit. What was sampled is still recorded."""
-        if self.has_ended:
-            return
-        self._log.note_exceeded(limit)
+    def _stop(self) -> None:
+        self._reader.forget()
         for turn in list(self._running):
             self._abort(turn)
-        self._reader.forget()
 
     def note_fault(self, error: BaseException) -> None:
         """Put a fault of ours into the log and on the session's record; a broken law is kept for whoever closes it."""
@@ -288,11 +262,6 @@ class Session:
             self._log.count("context_overflows")
             raise
 
-    def _is_over_budget(self) -> bool:
-        limit = self.limits.max_sampled_tokens
-        num_calls = len(self._log.calls) + len(self._running)
-        return num_calls >= self.limits.max_calls or (limit is not None and self._num_sampled >= limit)
-
     async def _work_out_prompt(self, request: ChatRequest, num_bytes: int) -> Prompt:
         weight = max(num_bytes, ENCODING_WEIGHT * (num_bytes - self._num_known_bytes))
         return await self._backend.work(weight, partial(self._build_prompt, request))
@@ -305,11 +274,6 @@ class Session:
             return self._continuations.build_prompt(request)
         except RenderError as error:
             raise WireError(str(error)) from error
-
-    def _check_length(self, prompt: Prompt) -> None:
-        if len(prompt.ids) >= self._backend.engine.max_model_len:
-            self._log.count("context_overflows")
-            raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
 
     def _build_params(self, prompt: Prompt) -> GenerationParams:
         params, limit = self._backend.params, self.limits.max_sampled_tokens

@@ -201,7 +201,7 @@ def test_nothing_of_a_session_is_kept_after_its_end(quick_sweeps: None, proxy: P
         proxy.close_session(endpoint.api_key)
         for connection in (unread, half, idle):
             read_to_end(connection)
-        wait_until(lambda: not proxy._connections._open)
+        wait_until(lambda: not proxy._connections._open and not proxy._server.server_state.tasks)
         gc.collect()
         assert kept() is None
 

@@ -346,7 +346,7 @@ def test_a_session_ends_before_its_record_grows_without_end(workers: ThreadPoolE
             await bench.answer(ask({"role": "user", "content": f"{number}" * 100_000}))
         with pytest.raises(WireError, match="went past its limit of record and has ended") as caught:
             await bench.begin(ask())
-        assert caught.value.status == 403 and bench.session.has_ended
+        assert caught.value.status == 403 and bench.session.bounds.has_ended
 
     engine = ScriptedEngine(lambda _: (1,), max_model_len=1 << 20)
     bench = Bench(engine, workers, limits=SessionLimits(max_record_bytes=1_000_000))
@@ -359,7 +359,7 @@ def test_what_was_sampled_is_recorded_though_the_session_went_past_a_limit(worke
     async def run(bench: Bench) -> None:
         sampled, aborted = [await bench.begin(ask(max_tokens=number)) for number in (1, 2)]
         sampled.sampled = True  # as if the engine had answered just before
-        bench.session.exceed("connections")
+        bench.session.bounds.exceed("connections")
         await asyncio.wait({sampled.task, aborted.task})
         assert sampled.result().index == 0 and aborted.task.cancelled()
 
