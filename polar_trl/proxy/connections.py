@@ -22,7 +22,7 @@ from polar_trl.wire.base import MAX_BODY_BYTES
 SWEEP_INTERVAL_S = 1.0
 HEAD_SWEEPS = 10
 """For the head of a request, and for the first valid key on a connection."""
-BODY_SWEEPS = 60
+BODY_SWEEPS = 30
 CLOSING_SWEEPS = 2
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256

@@ -4,7 +4,8 @@
 One process serves, as a trainer does: a real tokenizer, a scripted engine, records on disk. A second one is another
 session's agent, which asks all the time (1 KB and 30 KB in turns) and times its answers. This one attacks, each time
 from a new session with a listener of its own, as agents in bubblewrap and Docker have. "ended" is the limit that the
-attacking session went past, if it did; where it stayed within them, it was refused or simply served.
+attacking session went past, if it did; where it stayed within them, it was refused or simply served. The decoy is one
+more process that serves: the same attack on it costs the machine as much, and the other session nothing else.
 """
 
 import argparse
@@ -118,25 +119,31 @@ def clear_peak(server: Child) -> None:
     Path(f"/proc/{server.pid}/clear_refs").write_text("5")
 
 
-def measure(server: Child, name: str) -> dict[str, Any]:
-    """One row: an attack, or none for a while, beside another session."""
-    other = server.tell("open 1000000")
-    watcher = Child("--watch", json.dumps(other))
+def measure(server: Child, decoy: Child, name: str) -> dict[str, Any]:
+    """One row: an attack beside another session, then the same attack on another process."""
+    watcher = Child("--watch", json.dumps(server.tell("open 1000000")))
     time.sleep(2)  # it has started and is answered
-    target = server.tell("open 8")
     clear_peak(server)
-    before_mb, started = server.read_mb("VmRSS"), time.monotonic()
-    if name == "none":
-        time.sleep(CALM_S)
-    else:
-        ATTACKS[name](Target(address=tuple(target["address"]), key=target["key"]))
-    ended = time.monotonic()
-    row = server.tell("close")
-    times = [seconds for start, seconds in watcher.tell("stop") if started - 0.5 <= start <= ended]
-    row |= {"attack": name, "seconds": ended - started, "n": len(times), "before_mb": before_mb}
-    row |= {"peak_mb": server.read_mb("VmHWM"), "after_mb": server.read_mb("VmRSS")}
-    row |= {"p50_ms": percentile_ms(times, 0.5), "p95_ms": percentile_ms(times, 0.95)}
-    return row | {"max_ms": percentile_ms(times, 1.0)}
+    row = {"attack": name, "before_mb": server.read_mb("VmRSS")}
+    spans = []
+    for attacked in (server, decoy):
+        opened, started = attacked.tell("open 8"), time.monotonic()
+        if name == "none":
+            time.sleep(CALM_S)
+        else:
+            ATTACKS[name](Target(address=tuple(opened["address"]), key=opened["key"]))
+        spans.append((started - 0.5, max(time.monotonic(), started + 1.5)))  # short ones have a wake
+        time.sleep(max(0.0, spans[-1][1] - time.monotonic()))
+        closed = attacked.tell("close")
+        if attacked is server:
+            row |= closed | {"seconds": spans[0][1] - started}
+            row |= {"peak_mb": server.read_mb("VmHWM"), "after_mb": server.read_mb("VmRSS")}
+    answers = watcher.tell("stop")
+    for who, (start, end) in zip(("attacked", "decoy"), spans, strict=True):
+        times = [seconds for asked, seconds in answers if start <= asked <= end]
+        row |= {f"{who}_n": len(times), f"{who}_p50_ms": percentile_ms(times, 0.5)}
+        row |= {f"{who}_p95_ms": percentile_ms(times, 0.95), f"{who}_max_ms": percentile_ms(times, 1.0)}
+    return row
 
 
 def main() -> None:
@@ -155,23 +162,29 @@ def main() -> None:
         return watch(**options.watch)
     build_bombs()
     server = Child("--serve", "--tokenizer", options.tokenizer)
-    print("| attack | seconds | ended | other's p50 / p95 / max | n | RSS before / peak / after | record | close |")
-    print("|---|---|---|---|---|---|---|---|")
+    decoy = Child("--serve", "--tokenizer", options.tokenizer)
+    print(
+        "| attack | ended | other's p50 / p95 / max | the same, decoy attacked | RSS before / peak / after | record |"
+    )
+    print("|---|---|---|---|---|---|")
     rows = []
     for name in ("none", *options.attacks):
-        row = measure(server, name)
+        row = measure(server, decoy, name)
         rows.append(row)
+        latencies = [
+            f"{row[f'{who}_p50_ms']:.0f} / {row[f'{who}_p95_ms']:.0f} / {row[f'{who}_max_ms']:.0f} ms"
+            for who in ("attacked", "decoy")
+        ]
         print(
-            f"| {name.replace('_', ' ')} | {row['seconds']:.1f} | {row['ended'] or '–'} "
-            f"| {row['p50_ms']:.1f} / {row['p95_ms']:.1f} / {row['max_ms']:.0f} ms | {row['n']} "
-            f"| {row['before_mb']} / {row['peak_mb']} / {row['after_mb']} MB | {row['record_mb']:.2f} MB "
-            f"| {row['close_s']:.2f} s |",
+            f"| {name.replace('_', ' ')} | {row['ended'] or '–'} | {latencies[0]} | {latencies[1]} "
+            f"| {row['before_mb']} / {row['peak_mb']} / {row['after_mb']} MB | {row['record_mb']:.2f} MB |",
             flush=True,
         )
         print(row["counters"], file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     server.end()
+    decoy.end()
     print(f"\n{os.cpu_count()} cores", file=sys.stderr)
 
 
