@@ -29,7 +29,6 @@ MAX_STOP_LENGTH = 1024
 MAX_UNREAD = 200
 """Fields that nobody reads are on record up to this number, each with so much of its path."""
 _LARGE_BODY_BYTES = 1 << 20
-_MAX_REPAIRED_BYTES = 4 << 20
 UNPARSED_ARGUMENTS = "unparsed_arguments"
 RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
 
@@ -267,8 +266,6 @@ _COLLECTOR_PAUSE = _CollectorPause()
 def _parse_with_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> Any:
     # JavaScript agents cut long tool output between the halves of an emoji and send the lone half as an escape;
     # it has no UTF-8 form, so it becomes "?"
-    if len(body) > _MAX_REPAIRED_BYTES:
-        raise WireError(f"the body is not valid JSON: {error}") from error
     try:
         text = json.dumps(json.loads(body), ensure_ascii=False)
         return orjson.loads(text.encode("utf-8", "replace"))
