@@ -38,31 +38,31 @@ WORDS = "the value of the next line is computed from the one before it, and so i
 
 
 def serve(tokenizer: str) -> None:
-    """Answer "open NUM_CALLS", "close" (of the last one) and "collect" with a line of JSON each."""
+    """Answer "open NUM_CALLS", "close" (the last one that is open) and "collect" with a line of JSON each."""
     renderer, reply_ids, _ = load_policy(tokenizer)
     engine = ScriptedEngine(lambda _: reply_ids, max_model_len=32768)
     with (
         tempfile.TemporaryDirectory() as folder,
         Proxy(engine, renderer, params=GenerationParams(max_tokens=512)) as proxy,
     ):
-        log, key, number = None, "", 0
-        for line in sys.stdin:
+        sessions: list[tuple[SessionLog, str, Path]] = []
+        for number, line in enumerate(sys.stdin):
             words, answer = line.split(), {}
             if words[0] == "open":
-                number += 1
                 path = Path(folder) / f"{number}.jsonl"
                 log = SessionLog(session_id=f"s{number}", task_id="t", group_id="g", path=path)
                 listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-                address = listener.getsockname()
-                key = proxy.open_session(log, SessionLimits(max_calls=int(words[1])), listener=listener).api_key
-                answer = {"address": address, "key": key}
+                answer["address"] = listener.getsockname()
+                answer["key"] = proxy.open_session(
+                    log, SessionLimits(max_calls=int(words[1])), listener=listener
+                ).api_key
+                sessions.append((log, answer["key"], path))
             elif words[0] == "close":
-                started = time.monotonic()
+                log, key, path = sessions.pop()
                 proxy.close_session(key)
-                answer = {"close_s": time.monotonic() - started, "ended": log.exceeded, "calls": len(log.calls)}
-                answer |= {"record_mb": path.stat().st_size / 1e6, "counters": log.counters}
-                answer |= {"failure": log.last_failure}
-                log = None
+                answer |= {"ended": log.exceeded, "calls": len(log.calls), "record_mb": path.stat().st_size / 1e6}
+                answer |= {"counters": log.counters, "failure": log.last_failure}
+            log = None
             gc.collect()  # what is measured is kept, and does not wait for the collector
             print(json.dumps(answer), flush=True)
 
@@ -137,8 +137,10 @@ def measure(server: Child, decoy: Child, name: str) -> dict[str, Any]:
         closed = attacked.tell("close")
         if attacked is server:
             row |= closed | {"seconds": spans[0][1] - started}
-            row |= {"peak_mb": server.read_mb("VmHWM"), "after_mb": server.read_mb("VmRSS")}
+            row["peak_mb"] = server.read_mb("VmHWM")
     answers = watcher.tell("stop")
+    server.tell("close")
+    row["after_mb"] = server.read_mb("VmRSS")
     for who, (start, end) in zip(("attacked", "decoy"), spans, strict=True):
         times = [seconds for asked, seconds in answers if start <= asked <= end]
         row |= {f"{who}_n": len(times), f"{who}_p50_ms": percentile_ms(times, 0.5)}
