@@ -210,8 +210,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def has_more_values(body: bytes, limit: int) -> bool:
-    """Tell whether a JSON text could have more values than `limit`, from the commas and brackets in it."""
-    if len(body) <= limit:
+    """Tell whether a large JSON text could have more values than `limit`, from the commas and brackets in it."""
+    if len(body) <= max(limit, _LARGE_BODY_BYTES):
         return False
     num_values = 0
     for start in range(0, len(body), _LARGE_BODY_BYTES):  # other threads run in between

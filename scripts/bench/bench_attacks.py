@@ -62,8 +62,9 @@ def serve(tokenizer: str) -> None:
                 proxy.close_session(key)
                 answer |= {"ended": log.exceeded, "calls": len(log.calls), "record_mb": path.stat().st_size / 1e6}
                 answer |= {"counters": log.counters, "failure": log.last_failure}
+            else:
+                gc.collect()  # what is measured then is kept, and does not wait for the collector
             log = None
-            gc.collect()  # what is measured is kept, and does not wait for the collector
             print(json.dumps(answer), flush=True)
 
 
@@ -140,6 +141,7 @@ def measure(server: Child, decoy: Child, name: str) -> dict[str, Any]:
             row["peak_mb"] = server.read_mb("VmHWM")
     answers = watcher.tell("stop")
     server.tell("close")
+    server.tell("collect")
     row["after_mb"] = server.read_mb("VmRSS")
     for who, (start, end) in zip(("attacked", "decoy"), spans, strict=True):
         times = [seconds for asked, seconds in answers if start <= asked <= end]
