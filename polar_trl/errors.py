@@ -24,6 +24,9 @@ from typing import Literal
 WireErrorKind = Literal["invalid_request", "authentication", "not_found", "context_overflow", "overloaded", "internal"]
 
 
+_MESSAGE_LENGTH = 2000
+
+
 class PolarError(Exception):
     """Base of everything this package raises on purpose."""
 
@@ -55,7 +58,7 @@ class WireError(PolarError):
         kind: WireErrorKind = "invalid_request",
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:_MESSAGE_LENGTH])  # it may quote the request
         self.status = status
         self.kind = kind
         self.retry_after_s = retry_after_s

@@ -14,7 +14,14 @@ Purpose = Literal["policy", "auxiliary"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 ToolKind = Literal["function", "freeform", "local_shell"]
 StopReason = Literal[
-    "completed", "agent_failed", "agent_timeout", "straggler", "no_calls", "prepare_failed", "cancelled"
+    "completed",
+    "agent_failed",
+    "agent_timeout",
+    "straggler",
+    "limit_exceeded",
+    "no_calls",
+    "prepare_failed",
+    "cancelled",
 ]
 ErrorKind = Literal[
     "prepare_failed", "sandbox_failed", "model_calls_failed", "engine_busy", "no_calls", "grader_failed", "cancelled"

@@ -61,6 +61,10 @@ class SessionLog:
         self._closed = False
         self.last_failure = ""
         """What kept a call from its answer, on our side and the last time; "" where nothing has."""
+        self.exceeded = ""
+        """The first limit that the session went past, such as "connections"; "" while it is within them."""
+        self.num_bytes = 0
+        """Length of the record, on disk or not."""
         self._lock = threading.Lock()
         self._file = None if path is None else _create(path)
         ids = {"session_id": session_id, "task_id": task_id, "group_id": group_id}
@@ -106,6 +110,11 @@ class SessionLog:
         self.count(name)
         self.last_failure = f"{type(error).__name__}: {error}"[:_FAILURE_LENGTH]
 
+    def note_exceeded(self, limit: str) -> None:
+        """Count a limit that the session went past, and keep which it was."""
+        self.count(f"{limit}_exceeded")
+        self.exceeded = self.exceeded or limit
+
     def close(self, rollout: Rollout, extra: Mapping[str, Any] = {}) -> None:
         """Write the final line: how the session ended, and `extra` (JSON values).
 
@@ -132,6 +141,7 @@ class SessionLog:
                 self._file.close()
 
     def _write(self, line: bytes) -> None:
+        self.num_bytes += len(line)
         if self._file is None:
             return
         start, rest = self._file.tell(), memoryview(line)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
-
 from polar_trl.engine.base import Engine, GenerationParams, TextReply
 from polar_trl.engine.gate import Gate, GateStats
 from polar_trl.errors import (
@@ -24,17 +22,17 @@ from polar_trl.errors import (
     RenderError,
     WireError,
 )
+from polar_trl.recording.bounds import BUDGET_TEXT, SessionBounds
 from polar_trl.recording.log import SessionLog
+from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
+from polar_trl.recording.turn import Turn
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
-from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest, ReplyHead
+from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Question = tuple[str, ChatRequest, bytes]
-"""The identity of a request, by which a retry is recognized: dialect, request, and its tools, which do not hash."""
-
 Classify = Callable[[ChatRequest], Purpose]
 """Tells the policy at its task from an agent's side business, such as a title for its window."""
 
@@ -44,8 +42,8 @@ ENCODING_WEIGHT = 8
 """A byte that is new to the session is encoded (about 3 MB/s): this many times the work of one that is only read."""
 BYTES_PER_TOKEN = 4
 """Rough bytes of a request per token, where its tokens are another server's."""
+MAX_BUDGET_REQUEST_CHARACTERS = 1000
 NO_TOKENS = Completion(token_ids=(), logprobs=(), finish_reason="stop")
-BUDGET_TEXT = "The budget of this session is used up. Stop here: no further work will be counted."
 
 
 def always_policy(request: ChatRequest) -> Purpose:
@@ -55,10 +53,26 @@ def always_policy(request: ChatRequest) -> Purpose:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionLimits:
-    """The budget of one session. After that, each reply is a final message that is never trained."""
+    """The budget of one session, after which each reply is a final message that is never trained, and its bounds."""
 
     max_calls: int = 200
     max_sampled_tokens: int | None = None
+    max_connections: int = 128
+    """Open at once. This and what follows ends a session that goes past it: no agent comes near."""
+    max_body_bytes_held: int = 128 << 20
+    """Bodies of requests that are being read or answered."""
+    max_record_bytes: int = 256 << 20
+    """Of the record on disk; the calls in memory grow with it."""
+
+    @property
+    def max_requests(self) -> int:
+        """Requests and connections in all: retries, counts of tokens, and what comes after the last call."""
+        return 200 + 20 * self.max_calls
+
+    def are_used_up(self, num_calls: int, num_sampled_tokens: int) -> bool:
+        """Tell whether the budget is."""
+        limit = self.max_sampled_tokens
+        return num_calls >= self.max_calls or (limit is not None and num_sampled_tokens >= limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,33 +96,6 @@ class ModelBackend:
         if num_bytes < INLINE_BODY_BYTES:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self.workers, function)
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class Turn:
-    """One distinct request of a session: the task that answers it, and how many connections wait for it."""
-
-    number: int
-    question: _Question
-    started_s: float
-    num_prompt_tokens: int
-    task: "asyncio.Task[Call]" = field(init=False)
-    num_waiting: int = 0
-    sampled: bool = False
-    """From here on it is recorded, whoever hangs up."""
-
-    def has_failed(self) -> bool:
-        """Tell whether the turn ended without an answer."""
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
-
-    def result(self) -> Call:
-        """Return the recorded call, or raise the error that ended the turn."""
-        if self.task.cancelled():
-            raise session_ended()
-        error = self.task.exception()
-        if error is None or isinstance(error, WireError):
-            return self.task.result()
-        raise internal_error() from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,21 +126,21 @@ class Session:
         self._gate_stats = gate_stats or GateStats()
         self._classify = classify
         self._log = log
-        self._limits = limits
-        self._memo = ItemMemo()
+        self.limits = limits
+        self.bounds = SessionBounds(log, self._stop, max_requests=limits.max_requests)
+        self._reader = RequestReader(backend.engine.max_model_len)
         self._continuations = Continuations(backend.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
         self._lock = asyncio.Lock()
-        self._turns: dict[_Question, Turn] = {}
+        self._turns: dict[bytes, Turn] = {}
         """The turn that answers or answered a question."""
         self._running: set[Turn] = set()
         self._num_turns = 0
         self._num_known_bytes = 0
         """Of the longest body so far: what it holds need not be encoded again."""
         self._num_sampled = 0
-        self._sent_back: set[_Question] = set()
+        self._sent_back: set[bytes] = set()
         """What the policy asked of an engine that was too busy, and has not been answered since."""
-        self._closed = False
         self.broken_law: LawError | None = None
 
     async def begin_turn(self, dialect: Dialect, incoming: Incoming) -> tuple[Turn, ParsedRequest]:
@@ -161,22 +148,26 @@ class Session:
 
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
-        num_bytes = len(incoming.body)
-        parsed, question = await self._backend.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
-            if self._closed:
-                raise session_ended()
+            if self._log.num_bytes > self.limits.max_record_bytes:
+                self.bounds.exceed("record")
+            self.bounds.check_open()
+            read = await self._read(dialect, incoming)
+            parsed, question, num_bytes = read.parsed, read.question, read.num_bytes
             turn = self._turns.get(question)
             if turn is not None:
                 self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
-            elif self._is_over_budget():
-                self._log.count("budget_messages")
+            elif self.limits.are_used_up(len(self._log.calls) + len(self._running), self._num_sampled):
+                self.bounds.count_budget_message()
                 answer = partial(self._answer_over_budget, dialect.name, parsed.request)
                 turn = self._start(answer, question, 0)
+                self._forget(turn)  # it needs no recognition: the next one hears the same
             else:
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
-                self._check_length(prompt)
+                if len(prompt.ids) >= self._backend.engine.max_model_len:
+                    self._log.count("context_overflows")
+                    raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
                 if prompt.forked:
                     self._log.count("prompts_forked")
                 purpose = self._classify(parsed.request) if parsed.purpose == "policy" else parsed.purpose
@@ -189,15 +180,17 @@ class Session:
                 answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
             turn.num_waiting += 1
+        if self.bounds.has_ended:
+            self._abort(turn)
         return turn, parsed
 
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
         """Count the tokens that this request's prompt would have. Samples nothing and records nothing."""
-        num_bytes = len(incoming.body)
-        parsed, _ = await self._backend.work(num_bytes, partial(_parse, dialect, incoming, self._memo))
         async with self._lock:
-            prompt = await self._work_out_prompt(parsed.request, num_bytes)
-        return _count_tokens(prompt, num_bytes)
+            self.bounds.check_open()
+            read = await self._read(dialect, incoming)
+            prompt = await self._work_out_prompt(read.parsed.request, read.num_bytes)
+        return _count_tokens(prompt, read.num_bytes)
 
     def leave(self, turn: Turn) -> None:
         """Note that a connection has its answer, or has hung up. The last one to hang up aborts the generation."""
@@ -207,15 +200,18 @@ class Session:
 
     async def close(self) -> None:
         """Abort what is in flight and wait until all of it has ended."""
-        async with self._lock:
-            self._closed = True
+        self.bounds.is_closed = True  # a prompt that is being built is aborted when it is there
         running = list(self._running)
-        for turn in running:
-            self._abort(turn)
+        self._stop()
         await asyncio.gather(*(turn.task for turn in running), return_exceptions=True)
         if self._sent_back:
             self._log.count("calls_never_taken", len(self._sent_back))
             self._sent_back.clear()
+
+    def _stop(self) -> None:
+        self._reader.forget()
+        for turn in list(self._running):
+            self._abort(turn)
 
     def note_fault(self, error: BaseException) -> None:
         """Put a fault of ours into the log and on the session's record; a broken law is kept for whoever closes it."""
@@ -234,7 +230,7 @@ class Session:
             options=parsed.reply_options,
         )
 
-    def _start(self, answer: _Answer, question: _Question, num_prompt_tokens: int) -> Turn:
+    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int) -> Turn:
         turn = Turn(
             number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
         )
@@ -264,10 +260,12 @@ class Session:
         if self._turns.get(turn.question) is turn:
             del self._turns[turn.question]
 
-    def _is_over_budget(self) -> bool:
-        limit = self._limits.max_sampled_tokens
-        num_calls = len(self._log.calls) + len(self._running)
-        return num_calls >= self._limits.max_calls or (limit is not None and self._num_sampled >= limit)
+    async def _read(self, dialect: Dialect, incoming: Incoming) -> ReadRequest:
+        try:
+            return await self._backend.work(count_bytes(incoming), partial(self._reader.read, dialect, incoming))
+        except ContextOverflowError:
+            self._log.count("context_overflows")
+            raise
 
     async def _work_out_prompt(self, request: ChatRequest, num_bytes: int) -> Prompt:
         weight = max(num_bytes, ENCODING_WEIGHT * (num_bytes - self._num_known_bytes))
@@ -282,13 +280,8 @@ class Session:
         except RenderError as error:
             raise WireError(str(error)) from error
 
-    def _check_length(self, prompt: Prompt) -> None:
-        if len(prompt.ids) >= self._backend.engine.max_model_len:
-            self._log.count("context_overflows")
-            raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
-
     def _build_params(self, prompt: Prompt) -> GenerationParams:
-        params, limit = self._backend.params, self._limits.max_sampled_tokens
+        params, limit = self._backend.params, self.limits.max_sampled_tokens
         asked = prompt.request.sampling
         room = [params.max_tokens, self._backend.engine.max_model_len - len(prompt.ids)]
         room += [] if asked.max_tokens is None else [asked.max_tokens]
@@ -348,7 +341,9 @@ class Session:
     async def _answer_over_budget(self, dialect_name: str, request: ChatRequest, turn: Turn) -> Call:
         turn.sampled = True
         # an agent that never stops asking must not fill the disk with its history
-        request = replace(request, messages=request.messages[-1:], tools=())
+        last = request.messages[-1]
+        last = Message(role=last.role, text=last.text[:MAX_BUDGET_REQUEST_CHARACTERS])
+        request = ChatRequest(messages=(last,), stream=request.stream, model=request.model)
         prompt = Prompt(ids=(), parent=None, forked=False, request=request)
         async with self._lock:
             return self._record(turn, dialect_name, prompt, NO_TOKENS, Message(role="assistant", text=BUDGET_TEXT))
@@ -388,26 +383,6 @@ class Session:
         )
         self._log.append(call)
         return call
-
-
-def session_ended() -> WireError:
-    """Build the error for a request of a session that is being closed."""
-    return WireError("this session has ended", status=401, kind="authentication")
-
-
-def internal_error() -> WireError:
-    """Build the error for a request that met a fault of ours."""
-    return WireError("the proxy failed on this request; its log has the reason", status=500, kind="internal")
-
-
-def _parse(dialect: Dialect, incoming: Incoming, memo: ItemMemo) -> tuple[ParsedRequest, _Question]:
-    parsed = dialect.parse(incoming, memo)
-    try:
-        tools = orjson.dumps(parsed.request.tools)
-    except orjson.JSONEncodeError as error:
-        raise WireError(f"tools: {error}; nest the parameters less deeply") from error
-    # whether it streams is no part of the question: agents whose stream broke ask again without
-    return parsed, (dialect.name, replace(parsed.request, stream=False, tools=()), tools)
 
 
 def _count_tokens(prompt: Prompt, num_bytes: int) -> int:

@@ -183,7 +183,7 @@ class SessionRun:
                 launch = context.harness.build_launch(task, endpoint)
                 for path, text in launch.files.items():
                     sandbox.put(f"~/{path}", text.encode())
-                with _Clock(sandbox, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
+                with _Clock(sandbox, self._log, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
                     result = sandbox.run(launch.command, env={**task.env, **launch.env}, timeout_s=MAX_AGENT_WALL_S)
                 sandbox.require_whole()
             finally:
@@ -216,6 +216,8 @@ class SessionRun:
             counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
             why = counts or _describe_exit(result, is_stopped=stopped_as is not None)
             return "no_calls", _Failure("no_calls", f"the agent got no answer of the model ({why})")
+        if self._log.exceeded:
+            return "limit_exceeded", None
         if stopped_as is not None:
             return stopped_as, None
         is_fine = self._context.harness.judge_exit(result, self._log.calls)
@@ -309,17 +311,20 @@ class _Cancelled(Exception):
 
 
 class _Clock:
-    """Kills the agent that runs inside the block once its time is up.
+    """Kills the agent that runs inside the block once its time is up, or once it went past a limit of the proxy.
 
     Time for which it was held, or this process was stopped, does not count.
     """
 
-    def __init__(self, sandbox: Sandbox, gate_stats: GateStats, limit_s: float, cut: StragglerCut) -> None:
+    def __init__(
+        self, sandbox: Sandbox, log: SessionLog, gate_stats: GateStats, limit_s: float, cut: StragglerCut
+    ) -> None:
         self.stopped_as: StopReason | None = None
         self.pause_s = 0.0
         """For how long this process was stopped meanwhile."""
         self._heartbeat = Heartbeat()
         self._sandbox = sandbox
+        self._log = log
         self._gate_stats = gate_stats
         self._limit_s = limit_s
         self._cut = cut
@@ -342,7 +347,9 @@ class _Clock:
             pause_s = self._heartbeat.look()  # before the clock is read
             seconds = time.monotonic() - self._started - self._gate_stats.held_s - pause_s
             left_s = self._limit_s - seconds
-            if left_s <= 0:
+            if self._log.exceeded:
+                self.stopped_as = self.stopped_as or "limit_exceeded"
+            elif left_s <= 0:
                 self.stopped_as = self.stopped_as or "agent_timeout"
             elif seconds >= self._cut.limit_s:
                 self.stopped_as = self.stopped_as or "straggler"

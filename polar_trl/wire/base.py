@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,6 +18,16 @@ from polar_trl.errors import WireError
 from polar_trl.types import Call, ChatRequest, Purpose, Tool
 
 _T = TypeVar("_T")
+MAX_BODY_BYTES = 16 << 20
+"""Agents send some hundred kilobytes; a context of a million tokens is 5 MB."""
+MAX_VALUES = 1_000_000
+"""Commas and opening brackets of a body: a value takes ten times the memory of the bytes that it is written in."""
+MAX_LABEL_LENGTH = 256
+"""Characters of the name of a model or a tool."""
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+MAX_UNREAD = 200
+"""Fields that nobody reads are on record up to this number, each with so much of its path."""
 _LARGE_BODY_BYTES = 1 << 20
 UNPARSED_ARGUMENTS = "unparsed_arguments"
 RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
@@ -83,6 +93,10 @@ class ItemMemo:
 
     def __init__(self) -> None:
         self._last: tuple[list[Any], list[Any]] = ([], [])
+
+    def forget(self) -> None:
+        """Let go of the last request."""
+        self._last = ([], [])
 
     def parse_items(self, raw: list[Any], parse_item: Callable[[Any, int], _T]) -> list[_T]:
         """`parse_item(item, index)` of every item, or what it gave when the same item was last in that place."""
@@ -183,6 +197,8 @@ def render_arguments(value: Mapping[str, Any]) -> str:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse the JSON object that a request body holds."""
+    if has_more_values(body, MAX_VALUES):
+        raise WireError(f"the body holds more than {MAX_VALUES:,} values", status=413)
     with _COLLECTOR_PAUSE if len(body) > _LARGE_BODY_BYTES else nullcontext():
         try:
             value = orjson.loads(body)
@@ -191,6 +207,34 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WireError(f"the body must be a JSON object, not {json_type(value)}")
     return value
+
+
+def has_more_values(body: bytes, limit: int) -> bool:
+    """Tell whether a large JSON text could have more values than `limit`, from the commas and brackets in it."""
+    if len(body) <= max(limit, _LARGE_BODY_BYTES):
+        return False
+    num_values = 0
+    for start in range(0, len(body), _LARGE_BODY_BYTES):  # other threads run in between
+        num_values += sum(body.count(mark, start, start + _LARGE_BODY_BYTES) for mark in (b",", b"[", b"{"))
+        if num_values > limit:
+            return True
+    return False
+
+
+def check_labels(request: ChatRequest) -> ChatRequest:
+    """Return the request with no more than `MAX_UNREAD` unread fields. Raises `WireError` where a name or the stop
+    texts are longer than any that a client of ours sends: they are kept for as long as the session is."""
+    if len(request.model) > MAX_LABEL_LENGTH:
+        raise WireError(f"model: must have at most {MAX_LABEL_LENGTH} characters")
+    for index, tool in enumerate(request.tools):
+        if len(tool.name) > MAX_LABEL_LENGTH:
+            raise WireError(f"tools[{index}]: the name must have at most {MAX_LABEL_LENGTH} characters")
+    stops = request.sampling.stop
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise WireError(f"stop: must be at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters each")
+    if len(request.unread) > MAX_UNREAD or any(len(path) > MAX_LABEL_LENGTH for path in request.unread):
+        request = replace(request, unread=tuple(path[:MAX_LABEL_LENGTH] for path in request.unread[:MAX_UNREAD]))
+    return request
 
 
 class _CollectorPause:

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from polar_trl import proxy
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineBusyError
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness.base import AgentHarness, Launch
-from polar_trl.proxy import Proxy
+from polar_trl.proxy import Proxy, endpoint
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tools.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn
@@ -127,7 +126,7 @@ class BusyEngine(ScriptedEngine):
 def overhear(monkeypatch: pytest.MonkeyPatch) -> list[ChatRequest]:
     """A list that fills with the requests as agents send them. (On record, matched messages are those sampled.)"""
     heard: list[ChatRequest] = []
-    monkeypatch.setattr(proxy, "DIALECTS", tuple(_Overheard(dialect, heard) for dialect in proxy.DIALECTS))
+    monkeypatch.setattr(endpoint, "DIALECTS", tuple(_Overheard(dialect, heard) for dialect in endpoint.DIALECTS))
     return heard
 
 

@@ -314,3 +314,85 @@ def test_running_calls_count_for_the_budget(workers: ThreadPoolExecutor) -> None
     sampled = [turn.result().completion.token_ids for turn in turns]
     assert sampled == [(1,), (1,), (1,), ()]
     assert len(bench.engine.params) == 3 and bench.log.counters == {"budget_messages": 1}
+
+
+def test_a_session_out_of_budget_keeps_little_of_what_it_is_sent(workers: ThreadPoolExecutor) -> None:
+    tool = {"type": "function", "function": {"name": "a", "description": "d" * 100_000}}
+
+    async def run(bench: Bench) -> None:
+        await bench.answer(ask())
+        for number in range(25):
+            messages = [{"role": "system", "content": f"{number}" * 30_000}, {"role": "user", "content": "x" * 30_000}]
+            incoming = ask(*messages, tools=[tool], unknown=1)
+            if number < 20:
+                assert "budget of this session is used up" in (await bench.answer(incoming))["content"]
+            else:
+                with pytest.raises(WireError, match="budget of this session is used up") as caught:
+                    await bench.begin(incoming)
+                assert caught.value.status == 403
+        assert len(bench.session._turns) == 1
+
+    bench = Bench(ScriptedEngine(lambda _: (1,), max_model_len=1 << 20), workers, limits=SessionLimits(max_calls=1))
+    asyncio.run(run(bench))
+    assert bench.log.counters == {"budget_messages": 25}
+    requests = [call.request for call in bench.log.calls[1:]]
+    assert [request.messages for request in requests] == [(Message(role="user", text="x" * 1000),)] * 20
+    assert bench.log.num_bytes < 50_000
+
+
+def test_a_session_ends_before_its_record_grows_without_end(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> None:
+        for number in range(3):
+            await bench.answer(ask({"role": "user", "content": f"{number}" * 100_000}))
+        with pytest.raises(WireError, match="went past its limit of record and has ended") as caught:
+            await bench.begin(ask())
+        assert caught.value.status == 403 and bench.session.bounds.has_ended
+
+    engine = ScriptedEngine(lambda _: (1,), max_model_len=1 << 20)
+    bench = Bench(engine, workers, limits=SessionLimits(max_record_bytes=1_000_000))
+    asyncio.run(run(bench))
+    assert len(bench.log.calls) == 3 and 1_000_000 < bench.log.num_bytes < 2_000_000
+    assert bench.log.exceeded == "record" and bench.log.counters == {"record_exceeded": 1}
+
+
+def test_what_was_sampled_is_recorded_though_the_session_went_past_a_limit(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> None:
+        sampled, aborted = [await bench.begin(ask(max_tokens=number)) for number in (1, 2)]
+        sampled.sampled = True  # as if the engine had answered just before
+        bench.session.bounds.exceed("connections")
+        await asyncio.wait({sampled.task, aborted.task})
+        assert sampled.result().index == 0 and aborted.task.cancelled()
+
+    bench = Bench(ScriptedEngine(lambda _: say("x")), workers)
+    asyncio.run(run(bench))
+    assert len(bench.log.calls) == 1
+    assert bench.log.counters == {"connections_exceeded": 1, "calls_aborted": 1}
+
+
+def test_text_that_cannot_fit_is_refused_without_being_encoded(workers: ThreadPoolExecutor) -> None:
+    class NoRenderer(ByteRenderer):
+        def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
+            raise AssertionError("it was encoded")
+
+    async def run(bench: Bench) -> None:
+        for messages in ([{"role": "user", "content": "x" * 32_001}], [HELLO] * 1000):
+            with pytest.raises(WireError, match="prompt is too long") as caught:
+                await bench.begin(ask(*messages))
+            assert caught.value.kind == "context_overflow"
+
+    bench = Bench(ScriptedEngine([], max_model_len=1000), workers, renderer=NoRenderer())
+    asyncio.run(run(bench))
+    assert bench.log.counters == {"context_overflows": 2}
+
+
+def test_calls_with_the_same_tools_share_them(workers: ThreadPoolExecutor) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+
+    async def run(bench: Bench) -> None:
+        for text in ("a", "b"):
+            await bench.answer(ask({"role": "user", "content": text}, tools=[tool]))
+
+    bench = Bench(ScriptedEngine(lambda _: say("x")), workers)
+    asyncio.run(run(bench))
+    first, second = bench.log.calls
+    assert first.request.tools is second.request.tools

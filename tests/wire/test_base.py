@@ -2,15 +2,18 @@
 
 import gc
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_trl.errors import WireError
+from polar_trl.types import ChatRequest, RequestedSampling, Tool
 from polar_trl.wire.base import (
     Incoming,
     _CollectorPause,
+    check_labels,
     parse_key,
     parse_object,
     read_arguments,
@@ -73,3 +76,38 @@ def test_the_garbage_collector_waits_for_the_last_thread_that_reads() -> None:
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" + "{}," * 900_000 + "1]", "[" * 3_000_000, '{"a": [' + '"",' * 2_000_000 + "1]}"]
+)
+def test_a_body_of_too_many_values_is_not_read(text: str) -> None:
+    with pytest.raises(WireError, match="holds more than 1,000,000 values") as caught:
+        parse_object(text.encode())
+    assert caught.value.status == 413
+
+
+def test_a_large_text_is_no_matter_of_values() -> None:
+    assert len(parse_object(b'{"a": "' + b"a" * 5_000_000 + b'"}')["a"]) == 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "m" * 257}, "model: must have at most 256 characters"),
+        ({"tools": (Tool(name="ok"), Tool(name="t" * 257))}, "tools[1]: the name must have at most 256 characters"),
+        ({"sampling": RequestedSampling(stop=("a",) * 65)}, "stop: must be at most 64 texts"),
+        ({"sampling": RequestedSampling(stop=("a" * 1025,))}, "stop: must be at most 64 texts"),
+    ],
+)
+def test_labels_that_no_agent_sends_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(WireError) as caught:
+        check_labels(ChatRequest(messages=(), **fields))
+    assert str(caught.value).startswith(message)
+
+
+def test_unread_fields_are_kept_up_to_a_number_and_a_length() -> None:
+    few = ChatRequest(messages=(), model="m" * 256, unread=("a",) * 200)
+    assert check_labels(few) is few
+    many = check_labels(ChatRequest(messages=(), unread=("x" * 1000,) * 1000))
+    assert many.unread == ("x" * 256,) * 200

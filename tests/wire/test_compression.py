@@ -54,3 +54,15 @@ def test_an_unknown_coding_is_named() -> None:
     with pytest.raises(WireError, match="'br' is not read here") as caught:
         decode_body(BODY, "br", 1 << 20)
     assert caught.value.status == 415
+
+
+def test_members_codings_and_windows_are_bounded() -> None:
+    with pytest.raises(WireError, match="more than 16 members"):
+        decode_body(gzip.compress(b"") * 1_000_000, "gzip", 1 << 20)
+    with pytest.raises(WireError, match="at most 2 codings") as caught:
+        decode_body(BODY, ", ".join(["gzip"] * 300), 1 << 20)
+    assert caught.value.status == 415
+    wide = zstandard.ZstdCompressionParameters(window_log=27)
+    frame = zstandard.ZstdCompressor(compression_params=wide).compressobj().compress(BODY * 100_000)
+    with pytest.raises(WireError, match="not valid zstd"):
+        decode_body(frame, "zstd", 16 << 20)
