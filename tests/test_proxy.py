@@ -230,13 +230,6 @@ def test_sampled_tokens_never_exceed_their_budget() -> None:
     assert log.counters == {"budget_messages": 1}
 
 
-def test_an_empty_completion_is_an_empty_message_and_no_budget_message() -> None:
-    with serve(ScriptedEngine([()])) as proxy, http(proxy.open_session(log := new_log())) as agent:
-        reply = agent.post(CHAT, json={"messages": HELLO}).json()
-    assert reply["choices"][0]["message"]["content"] == ""
-    assert log.calls[0].prompt_ids and log.counters == {}
-
-
 # Many at once
 
 

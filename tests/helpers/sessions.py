@@ -14,9 +14,10 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineBusyError
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness.base import AgentHarness, Launch
-from polar_trl.proxy import Proxy, endpoint
+from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.serving import endpoint
 from polar_trl.tools.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn
 from polar_trl.types import ChatRequest, Completion, Message, Rollout, Task, TokenIds, ToolCall
 from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest

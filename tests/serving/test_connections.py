@@ -16,9 +16,10 @@ from attacks import Target, ask, read_status
 from serving import CHAT, HELLO, GatedEngine, http, new_log, say, serve, wait_until
 
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.proxy import Proxy, connections
+from polar_trl.proxy import Proxy
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
+from polar_trl.serving import connections
 from polar_trl.types import Endpoint
 
 
