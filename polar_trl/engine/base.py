@@ -71,7 +71,7 @@ class TokenEngine(Engine, Protocol):
     """Base of engines from token ids to token ids, the only ones that can be trained from. They give `generate`."""
 
     own_renderer: Renderer | None = None
-    vocab_size: int = 1 << 24
+    vocab_size: int = 1 << 33
     """Token ids are below it; unless the engine knows better, one that no vocabulary reaches."""
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
