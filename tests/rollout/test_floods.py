@@ -25,9 +25,9 @@ address = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
 held = []
 for _ in range(600):
     try:
-        held.append(socket.create_connection((address.hostname, address.port), timeout=1))
+        held.append(socket.create_connection((address.hostname, address.port), timeout=3))
     except OSError:
-        break
+        pass  # a full queue of the system's: it empties
 time.sleep({seconds})
 """
 FLOOD = """
