@@ -35,7 +35,9 @@ class Doomed(PolarGRPOTrainer):
         return name == moment and self.state.global_step == step
 
     def stand_still(self) -> None:
-        (out / "now").touch()
+        # rank 0 is in a push once it has finished the checkpoint before; rank 1 may be there earlier
+        if moment != "push" or self.accelerator.is_main_process:
+            (out / "now").touch()
         time.sleep(600)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +98,8 @@ save_rank_state = checkpoint.save_rank_state
 
 def save_unless_it_is_time(folder: Path, rank: int, state: Any) -> None:
     if rank == 1 and trainer.is_time("ranks"):
+        while not (folder / "polar_rank0.pt").exists():
+            time.sleep(0.05)
         trainer.stand_still()
     save_rank_state(folder, rank, state)
 
