@@ -190,6 +190,15 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert set(PAGES) <= reached, set(PAGES) - reached
 
 
+def test_tests_that_are_named_exist() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    package = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "polar_trl").rglob("*.py"))
+    for name in set(re.findall(r"\btest_[a-z_0-9]+\b(?!\.py)", page)):
+        is_counter = f'"{name}"' in package
+        assert is_counter or f"def {name}(" in tests, name
+
+
 def test_files_that_are_named_exist_and_run_files_are_named() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for name in re.findall(
