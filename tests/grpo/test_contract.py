@@ -56,8 +56,9 @@ PRIVATE: dict[str, Any] = {
 """Name -> the class or module in whose source it is."""
 FORWARD = "Forwarded"
 """The descriptor of grpo/trl_bridge.py that takes a name as text."""
-NOT_PRIVATE = {"_exit", "_cdata"}
-"""`os._exit` is documented; `_cdata` is an attribute of torch's compiled classes, which `tests/tools` rests on."""
+NOT_PRIVATE = {"_exit", "_getframe", "_cdata"}
+"""`os._exit` and `sys._getframe` are documented; `_cdata` is an attribute of torch's compiled classes, which
+`tests/tools` rests on."""
 
 
 def find_private_names() -> set[str]:

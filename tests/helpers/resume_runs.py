@@ -88,12 +88,12 @@ def kill_at(model: Path, out: Path, moment: str, step: int, processes: int = 1, 
     worker = start_worker(model, out, moment, step, settings, processes)
     try:
         # agents that wait in mid-session, all four; else the worker itself stands still
-        wait_for(worker, out, *(("hold-*", 4) if moment == "rollout" else ("now", 1)))
+        wait_for(worker, out, *(("tmp/polar-trl-*/*/disk/work/waiting", 4) if moment == "rollout" else ("now", 1)))
         agents_alive, sandboxes = len(find_processes(out)) - processes, len(list_sandboxes(out))
     finally:
         kill_workers(out)
         worker.wait()
-    for path in [*out.glob("hold*"), *out.glob("now")]:
+    for path in [*out.glob("seen-by-agents/hold"), *out.glob("now")]:
         path.unlink()
     return Start(
         agents_alive=agents_alive,

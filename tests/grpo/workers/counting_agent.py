@@ -1,6 +1,6 @@
 """An agent for tests: a few calls in one conversation, and a way to misbehave that the instruction names.
 
-A second argument is a path: while there is a file, the agent stops after its first call, and says so beside it.
+A second argument is a path: while there is a file, the agent stops after its first call, and says so in `waiting`.
 """
 
 import http.client
@@ -34,7 +34,7 @@ def main() -> None:
         text = ask(messages)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"go on, part {number}"}]
         if len(sys.argv) > 2 and os.path.exists(sys.argv[2]):
-            with open(f"{sys.argv[2]}-{os.urandom(8).hex()}", "w"):
+            with open("waiting", "w"):
                 time.sleep(600)
         if behaviour == "dawdle":
             time.sleep(2)

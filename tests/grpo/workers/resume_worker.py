@@ -25,7 +25,8 @@ from polar_trl.sandbox.pool import WarmPool
 
 model, out, moment, step = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 settings = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
-HOLD = out / "hold"
+HOLD = out / "seen-by-agents" / "hold"
+HOLD.parent.mkdir(exist_ok=True)
 
 
 class Doomed(PolarGRPOTrainer):
@@ -88,7 +89,7 @@ trainer = Doomed(
         f"python3 -I -S ~/agent.py {{instruction}} {HOLD}", files={"agent.py": AGENT.read_text(encoding="utf-8")}
     ),
     # with the pool, orders are placed for batches that the loader hands out ahead
-    sandbox=WarmPool(LocalSandboxBackend(), depth=2),
+    sandbox=WarmPool(LocalSandboxBackend(mounts=[HOLD.parent]), depth=2),
     grader=FunctionGrader(grade),
 )
 params = trainer.vllm_generation._iter_named_params
