@@ -27,7 +27,6 @@ from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import WORKDIR, Capabilities, ExecResult, SandboxBackend
 from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.bwrap.options import build_options
-from polar_trl.sandbox.bwrap.seccomp import build_filter
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
 from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
@@ -41,6 +40,7 @@ from polar_trl.sandbox.owner import (
     remove_session_folder,
 )
 from polar_trl.sandbox.python import find_python
+from polar_trl.sandbox.seccomp import build_filter
 from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.sandbox.workdir import find_workdir_fault
 from polar_trl.types import Task
