@@ -168,10 +168,6 @@ class LocalSandbox(HostFolders):
         self._require_alive()
         return super().get(path, max_bytes=max_bytes)
 
-    def upload(self, source: Path, target: str) -> None:
-        """Raise `SandboxError`: the sandbox has no root of its own."""
-        raise SandboxError("the local sandbox has no files of its own outside of the work folder; use docker")
-
     def open_listener(self) -> None:
         """Return None: the sandbox shares the host's network."""
 

@@ -83,10 +83,6 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "ustat": (136, None),
     "sysfs": (139, None),
     "_sysctl": (156, None),
-    "create_module": (174, None),
-    "get_kernel_syms": (177, None),
-    "query_module": (178, None),
-    "nfsservctl": (180, 42),
 }
 """Numbers on x86_64 and aarch64 of what ends with EPERM; None: that machine has no such call."""
 UNKNOWN = {

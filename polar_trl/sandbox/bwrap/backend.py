@@ -29,7 +29,7 @@ from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.bwrap.options import build_options
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
-from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
+from polar_trl.sandbox.folder import DISK, HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.sandbox.owner import (
@@ -61,7 +61,6 @@ class Setup:
     has_limits: bool
     """Whether control groups and disks of their own enforce them."""
     has_userns: bool
-    seccomp: bytes
     path: str
     """Folders of the programs that make a sandbox."""
 
@@ -94,7 +93,6 @@ class BwrapSandboxBackend(SandboxBackend):
             mounts=tuple(dict.fromkeys([*mounts, *find_python()])),
             has_limits=has_limits,
             has_userns=True,
-            seccomp=build_filter(),
             path=path,
         )
         self._root = root or find_state_folder()
@@ -127,8 +125,8 @@ class BwrapSandboxBackend(SandboxBackend):
             if self._setup.has_limits:
                 files = SessionFolder(make_disk(folder, tree, self._setup.limits.disk_mb))
             else:
-                make_folders(folder / "disk", tree)
-                files = SessionFolder(folder / "disk")
+                make_folders(folder / DISK, tree)
+                files = SessionFolder(folder / DISK)
             sandbox = BwrapSandbox(folder, files, tree, self._setup, workdir=task.workdir or WORKDIR)
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
@@ -212,10 +210,6 @@ class BwrapSandbox(HostFolders):
             disk_full=self._cgroup is not None and is_full(self._files.base),
         )
 
-    def upload(self, source: Path, target: str) -> None:
-        """Raise `SandboxError`: the sandbox has no root of its own."""
-        raise SandboxError("a bubblewrap sandbox has no files of its own outside of the work folder; use docker")
-
     def open_listener(self) -> socket.socket:
         """Return the socket that listens on the sandbox's own loopback."""
         return self._network.open_listener()
@@ -255,7 +249,7 @@ class BwrapSandbox(HostFolders):
                     self._build_prefix(),
                     self._build_options(env),
                     ["bash", "-c", text],
-                    seccomp=self._setup.seccomp,
+                    seccomp=build_filter(),
                     path=self._setup.path,
                 )
             except (OSError, ValueError) as error:

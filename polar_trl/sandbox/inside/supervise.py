@@ -32,6 +32,7 @@ import sys
 import time
 
 TAIL_BYTES = 64 * 1024
+MAX_PIPE_BYTES = 1 << 20  # fs.pipe-max-size, which no program without CAP_SYS_RESOURCE passes
 KILL_LIMIT_S = 30.0
 PR_SET_PDEATHSIG = 1
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
@@ -64,9 +65,9 @@ class Tail:
         self._buffer = bytearray()
         os.set_blocking(fd, False)
 
-    def drain(self, max_reads: int = 16) -> None:
-        """Read the available bytes, at most `max_reads` blocks, so that one stream cannot starve the rest."""
-        for _ in range(max_reads):
+    def drain(self) -> None:
+        """Read the available bytes, at most those of a whole pipe, so that one stream cannot starve the rest."""
+        for _ in range(MAX_PIPE_BYTES // TAIL_BYTES):
             try:
                 block = os.read(self.fd, TAIL_BYTES)
             except BlockingIOError:
