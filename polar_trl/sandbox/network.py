@@ -92,11 +92,6 @@ class NetworkHolder:
             raise SandboxError("the sandbox's listener was given out already")
         return listener
 
-    @property
-    def pid(self) -> int:
-        """Process id of the holder."""
-        return self._process.pid
-
     def build_prefix(self) -> list[str]:
         """Build the words that run a command in the namespace."""
         pid = str(self._process.pid)

@@ -242,12 +242,13 @@ class BwrapSandbox(HostFolders):
             if self._is_destroyed:
                 raise SandboxError("the sandbox was destroyed; make a new one")
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
+            base, mounts = self._files.base, [mount for mount in self._setup.mounts if mount.exists()]
             self._is_killed = False
             try:
                 self._files.restore()
                 self._command = BwrapCommand(
                     self._build_prefix(),
-                    self._build_options(env),
+                    build_options(base, self.workdir, mounts, env, has_userns=self._setup.has_userns),
                     ["bash", "-c", text],
                     seccomp=build_filter(),
                     path=self._setup.path,
@@ -273,10 +274,6 @@ class BwrapSandbox(HostFolders):
             joins = "; ".join(f"echo $$ > '{path}'" for path in self._cgroup.join_files)
             join = ["sh", "-c", f'set -e; {joins}; exec "$@"', "sh"]
         return [*join, *self._network.build_prefix(), "prlimit", *_build_limits(sizes)]
-
-    def _build_options(self, env: Mapping[str, str]) -> list[str]:
-        mounts = [mount for mount in self._setup.mounts if mount.exists()]
-        return build_options(self._files.base, self.workdir, mounts, env, has_userns=self._setup.has_userns)
 
 
 def _build_limits(sizes: Mapping[str, int]) -> list[str]:

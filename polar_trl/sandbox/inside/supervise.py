@@ -400,8 +400,7 @@ def listen_for_signals(parent: int) -> int:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     for option, value in ((PR_SET_CHILD_SUBREAPER, 1), (PR_SET_PDEATHSIG, signal.SIGTERM)):
-        if libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
-            raise OSError(ctypes.get_errno(), "prctl failed; the local sandbox needs Linux 3.4 or newer")
+        require(libc.prctl(option, ctypes.c_ulong(value), None, None, None))
     if os.getppid() != parent:
         sys.exit("the parent died before the command was started")
     return wake
