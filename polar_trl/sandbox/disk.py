@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.folder import SUBFOLDERS
+from polar_trl.sandbox.folder import DISK, SUBFOLDERS
 
 UPPER = "upper"
 FULL_BYTES = 2 << 20
@@ -24,7 +24,7 @@ def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
 
     Raises `SandboxError`.
     """
-    image, disk = folder / "disk.img", folder / "disk"
+    image, disk = folder / "disk.img", folder / DISK
     disk.mkdir()
     with image.open("wb") as file:
         file.truncate(size_mb << 20)

@@ -145,6 +145,10 @@ class HostFolders:
         """See `SessionFolder.get`."""
         return self._files.get(path, max_bytes=max_bytes)
 
+    def upload(self, source: Path, target: str) -> None:
+        """Raise `SandboxError`: the sandbox has no root of its own, where it is none of docker's."""
+        raise SandboxError("this sandbox has no files of its own outside of the work folder; use docker")
+
     def require_whole(self) -> None:
         """See `SessionFolder.require_whole`."""
         self._files.require_whole()

@@ -4,10 +4,11 @@ This is no security boundary. The agent runs as the trainer's own user: it can r
 network, and fill the disk, the memory and the process table. The agent gets folders of its own, an environment without
 the trainer's secrets, a deadline, and an end: after each `run` no process that it started is left, however it was
 detached. Where the kernel allows namespaces (see `supervise.py`), it can neither signal other processes nor change
-files outside of its folders, and has /tmp, /var/tmp and /dev/shm to itself; without them it can harm whatever its user
-can, other sessions included, and one that sends SIGKILL to its own supervisor escapes. A fork bomb is ended at the
-deadline, but until then it starves the machine unless the user has a process limit (`ulimit -u`; it does not bind
-root). For agents and models that are not trusted use bubblewrap or docker.
+files outside of its folders (a service that obeys this user, such as a container engine, still can for it), and has
+/tmp, /var/tmp and /dev/shm to itself; without them it can harm whatever its user can, other sessions included, and one
+that sends SIGKILL to its own supervisor escapes. A fork bomb is ended at the deadline, but until then it starves the
+machine unless the user has a process limit (`ulimit -u`; it does not bind root). For agents and models that are not
+trusted use bubblewrap or docker.
 
 Refuses tasks that name a container image (`SandboxError`).
 """
@@ -36,6 +37,7 @@ from polar_trl.sandbox.owner import (
     remove_session_folder,
 )
 from polar_trl.sandbox.python import find_python
+from polar_trl.sandbox.seccomp import build_filter
 from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.types import Task
 
@@ -141,7 +143,7 @@ class LocalSandbox(HostFolders):
         started = time.monotonic()
         if "\0" in command:
             raise SandboxError("the command holds a NUL byte, which no shell can be given")
-        text = encode_text(command, "the command")
+        text = (b"" if self._shown is None else build_filter()) + encode_text(command, "the command")
         supervisor = self._start_supervisor(env, timeout_s)
         try:
             stdout, stderr = supervisor.communicate(text, timeout=max(timeout_s, 0.0) + SUPERVISOR_GRACE_S)
@@ -165,10 +167,6 @@ class LocalSandbox(HostFolders):
         """See `SessionFolder.get`."""
         self._require_alive()
         return super().get(path, max_bytes=max_bytes)
-
-    def upload(self, source: Path, target: str) -> None:
-        """Raise `SandboxError`: the sandbox has no root of its own."""
-        raise SandboxError("the local sandbox has no files of its own outside of the work folder; use docker")
 
     def open_listener(self) -> None:
         """Return None: the sandbox shares the host's network."""
@@ -198,7 +196,7 @@ class LocalSandbox(HostFolders):
         }
         words = ["plain"]
         if self._shown is not None:
-            words = ["enclosed", *map(str, (self._folder.parent, self._files.base, *self._shown))]
+            words = ["enclosed", *map(str, (len(build_filter()), self._folder.parent, self._files.base, *self._shown))]
         with self._lock:
             self._require_alive()
             try:
@@ -224,7 +222,7 @@ class LocalSandbox(HostFolders):
 def describe_local() -> str:
     """Describe in one sentence what a local sandbox does not hold on this machine."""
     if can_enclose():
-        rest = "they change no file and end no process but their session's own"
+        rest = "by themselves they change no file and end no process but their session's own"
     else:
         rest = (
             "this system allows this user no namespaces, so they can also end this user's processes and change or "

@@ -20,8 +20,8 @@ HOLDER = Path(__file__).parent / "bwrap" / "netns_holder.py"
 _CLONE_NEWNET = 0x40000000
 
 
-def open_listener(pid: int, address: tuple[str, int] = PROXY_ADDRESS) -> socket.socket:
-    """Open a socket that listens in the network namespace of process `pid`. Raises `SandboxError`.
+def open_listener(pid: int) -> socket.socket:
+    """Open a socket that listens at `PROXY_ADDRESS` in the network namespace of process `pid`. Raises `SandboxError`.
 
     The namespace's loopback interface has to be up, as container engines leave it.
     """
@@ -34,7 +34,7 @@ def open_listener(pid: int, address: tuple[str, int] = PROXY_ADDRESS) -> socket.
             with open(f"/proc/{pid}/ns/net", "rb") as namespace:
                 _enter(namespace.fileno())
             # the sandbox is the socket's only way in: no reuse of the address by anybody else
-            result.append(socket.create_server(address, backlog=128))
+            result.append(socket.create_server(PROXY_ADDRESS, backlog=128))
         except OSError as error:
             failure.append(error)
 
@@ -43,7 +43,7 @@ def open_listener(pid: int, address: tuple[str, int] = PROXY_ADDRESS) -> socket.
     thread.join()
     if failure:
         raise SandboxError(
-            f"cannot listen on {address[0]}:{address[1]} inside the sandbox of process {pid} ({failure[0].strerror}); "
+            f"cannot listen on port {PROXY_ADDRESS[1]} in the sandbox of process {pid} ({failure[0].strerror}); "
             "this needs root"
         ) from failure[0]
     return result[0]
@@ -65,7 +65,7 @@ class NetworkHolder:
     Raises `SandboxError` where the kernel allows no user namespaces.
     """
 
-    def __init__(self, mark: str = "") -> None:
+    def __init__(self, mark: str) -> None:
         ours, theirs = socket.socketpair()
         host, port = PROXY_ADDRESS
         command = [sys.executable, "-I", "-S", str(HOLDER), host, str(port), str(theirs.fileno()), mark]
@@ -91,11 +91,6 @@ class NetworkHolder:
         if listener is None:
             raise SandboxError("the sandbox's listener was given out already")
         return listener
-
-    @property
-    def pid(self) -> int:
-        """Process id of the holder."""
-        return self._process.pid
 
     def build_prefix(self) -> list[str]:
         """Build the words that run a command in the namespace."""

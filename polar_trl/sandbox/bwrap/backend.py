@@ -27,10 +27,9 @@ from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import WORKDIR, Capabilities, ExecResult, SandboxBackend
 from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.bwrap.options import build_options
-from polar_trl.sandbox.bwrap.seccomp import build_filter
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import is_full, make_disk, make_folders
-from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
+from polar_trl.sandbox.folder import DISK, HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.sandbox.owner import (
@@ -41,6 +40,7 @@ from polar_trl.sandbox.owner import (
     remove_session_folder,
 )
 from polar_trl.sandbox.python import find_python
+from polar_trl.sandbox.seccomp import build_filter
 from polar_trl.sandbox.work_tree import WorkTrees
 from polar_trl.sandbox.workdir import find_workdir_fault
 from polar_trl.types import Task
@@ -61,7 +61,6 @@ class Setup:
     has_limits: bool
     """Whether control groups and disks of their own enforce them."""
     has_userns: bool
-    seccomp: bytes
     path: str
     """Folders of the programs that make a sandbox."""
 
@@ -94,7 +93,6 @@ class BwrapSandboxBackend(SandboxBackend):
             mounts=tuple(dict.fromkeys([*mounts, *find_python()])),
             has_limits=has_limits,
             has_userns=True,
-            seccomp=build_filter(),
             path=path,
         )
         self._root = root or find_state_folder()
@@ -127,8 +125,8 @@ class BwrapSandboxBackend(SandboxBackend):
             if self._setup.has_limits:
                 files = SessionFolder(make_disk(folder, tree, self._setup.limits.disk_mb))
             else:
-                make_folders(folder / "disk", tree)
-                files = SessionFolder(folder / "disk")
+                make_folders(folder / DISK, tree)
+                files = SessionFolder(folder / DISK)
             sandbox = BwrapSandbox(folder, files, tree, self._setup, workdir=task.workdir or WORKDIR)
             for path, text in task.files.items():
                 sandbox.put(path, encode_text(text, f"task {task.id}: file {path}"))
@@ -212,10 +210,6 @@ class BwrapSandbox(HostFolders):
             disk_full=self._cgroup is not None and is_full(self._files.base),
         )
 
-    def upload(self, source: Path, target: str) -> None:
-        """Raise `SandboxError`: the sandbox has no root of its own."""
-        raise SandboxError("a bubblewrap sandbox has no files of its own outside of the work folder; use docker")
-
     def open_listener(self) -> socket.socket:
         """Return the socket that listens on the sandbox's own loopback."""
         return self._network.open_listener()
@@ -248,14 +242,15 @@ class BwrapSandbox(HostFolders):
             if self._is_destroyed:
                 raise SandboxError("the sandbox was destroyed; make a new one")
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
+            base, mounts = self._files.base, [mount for mount in self._setup.mounts if mount.exists()]
             self._is_killed = False
             try:
                 self._files.restore()
                 self._command = BwrapCommand(
                     self._build_prefix(),
-                    self._build_options(env),
+                    build_options(base, self.workdir, mounts, env, has_userns=self._setup.has_userns),
                     ["bash", "-c", text],
-                    seccomp=self._setup.seccomp,
+                    seccomp=build_filter(),
                     path=self._setup.path,
                 )
             except (OSError, ValueError) as error:
@@ -279,10 +274,6 @@ class BwrapSandbox(HostFolders):
             joins = "; ".join(f"echo $$ > '{path}'" for path in self._cgroup.join_files)
             join = ["sh", "-c", f'set -e; {joins}; exec "$@"', "sh"]
         return [*join, *self._network.build_prefix(), "prlimit", *_build_limits(sizes)]
-
-    def _build_options(self, env: Mapping[str, str]) -> list[str]:
-        mounts = [mount for mount in self._setup.mounts if mount.exists()]
-        return build_options(self._files.base, self.workdir, mounts, env, has_userns=self._setup.has_userns)
 
 
 def _build_limits(sizes: Mapping[str, int]) -> list[str]:

@@ -16,28 +16,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox.inside.supervise import Tail
 
-TAIL_BYTES = 64 << 10
 END_TIMEOUT_S = 30.0
-
-
-class Tail:
-    """The last `TAIL_BYTES` of a pipe."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.buffer = bytearray()
-        os.set_blocking(fd, False)
-
-    def read(self) -> bool:
-        """Read one block. False where there is none, for now or for ever."""
-        try:
-            block = os.read(self.fd, TAIL_BYTES)
-        except BlockingIOError:
-            return False
-        self.buffer += block
-        del self.buffer[:-TAIL_BYTES]
-        return bool(block)
 
 
 class BwrapCommand:
@@ -94,12 +75,12 @@ class BwrapCommand:
     @property
     def stdout(self) -> str:
         """The last 64 KiB, undecodable bytes replaced."""
-        return self._stdout.buffer.decode("utf-8", "replace")
+        return self._stdout.read().decode("utf-8", "replace")
 
     @property
     def stderr(self) -> str:
         """The last 64 KiB, undecodable bytes replaced."""
-        return self._stderr.buffer.decode("utf-8", "replace")
+        return self._stderr.read().decode("utf-8", "replace")
 
     @property
     def exit_code(self) -> int | None:
@@ -118,7 +99,8 @@ class BwrapCommand:
             while (left_s := deadline - time.monotonic()) > 0:
                 ready = {fd for fd, _ in poll.poll(min(left_s, 3600.0) * 1000 + 1)}
                 for fd in ready & tails.keys():
-                    if not tails[fd].read():
+                    tails[fd].drain()
+                    if not tails[fd].is_open:
                         poll.unregister(fd)  # closed by all; the command may go on without it
                     if fd == self._status.fd:
                         self._watch_first_process()
@@ -141,15 +123,13 @@ class BwrapCommand:
         with self._lock:
             self._has_ended = True
         self._process.wait()  # its id may be somebody else's from here on
-        while self._status.read():
-            pass
+        self._status.drain()
         self._watch_first_process()
         try:
             self._await_first_process()
         finally:
             for tail in (self._stdout, self._stderr):
-                while tail.read():
-                    pass
+                tail.drain()
             for stream in (self._process.stdout, self._process.stderr):
                 if stream is not None:
                     stream.close()
@@ -175,5 +155,5 @@ class BwrapCommand:
             os.close(self._first_process)
 
     def _read_status(self) -> list[dict[str, int]]:
-        lines = self._status.buffer.decode().split("\n")[:-1]  # the last one is not whole yet
+        lines = self._status.read().decode().split("\n")[:-1]  # the last one is not whole yet
         return [json.loads(line) for line in lines]

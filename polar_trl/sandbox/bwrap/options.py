@@ -12,6 +12,7 @@ from pathlib import Path
 
 from polar_trl.sandbox.base import HOME
 from polar_trl.sandbox.folder import SUBFOLDERS
+from polar_trl.sandbox.inside.supervise import PROC_READ_ONLY
 from polar_trl.sandbox.python import list_package_folders
 
 ISOLATION = (
@@ -22,8 +23,7 @@ NO_USER_NAMESPACES = ("--unshare-user", "--disable-userns", "--assert-userns-dis
 SHM_BYTES = 64 << 20
 """Of /dev/shm, as Docker's default; only memory as root, where the limit of memory holds for it too."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
-# root without capabilities still owns these; the same are read-only, or not shown, in a container of Docker's
-PROC_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+# root without capabilities still owns these, as it does what is read-only; so does a container of Docker's
 PROC_HIDDEN = (
     *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/kmsg", "/proc/latency_stats"),
     *("/proc/scsi", "/proc/timer_list"),
@@ -49,7 +49,7 @@ def build_options(
     """
     words = [*ISOLATION, *(NO_USER_NAMESPACES if has_userns else ())]
     words += ["--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    for path in filter(os.path.exists, PROC_READ_ONLY):
+    for path in filter(os.path.exists, map(os.fsdecode, PROC_READ_ONLY)):
         words += ["--ro-bind", path, path]
     for path in filter(os.path.exists, PROC_HIDDEN):
         words += _build_empty(path) if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]

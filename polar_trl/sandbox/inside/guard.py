@@ -78,7 +78,7 @@ class Guard:
             not those that may want themselves, by a word in them.
     """
 
-    def __init__(self, files: "list[str]", compare: bool = True, own: "list[type]" = (), hide: bool = False) -> None:  # type: ignore[assignment]
+    def __init__(self, files: "list[str]", compare: bool, own: "list[type]", hide: bool = False) -> None:
         self.patched = None  # type: str | None
         self.xfailed = []  # type: list[str]
         self._hide = hide

@@ -1,13 +1,15 @@
 """Supervise one shell command: run it under a deadline, kill every process that it started, report its output.
 
-    python -I -S supervise.py PARENT_PID TIMEOUT_S enclosed ROOT DISK [SHOWN ...] < command > report
+    python -I -S supervise.py PARENT_PID TIMEOUT_S enclosed FILTER_BYTES ROOT DISK [SHOWN ...] < input > report
     python -I -S supervise.py PARENT_PID TIMEOUT_S plain < command > report
 
 Enclosed, the command gets namespaces of its own, which root may make, and others where the system lets them. It sees
 and can signal nothing but what it started, and can change no file but those of DISK, the session's work/, home/ and
 tmp/, the last of which is its /tmp and /var/tmp; of ROOT, where all sessions are, it sees nothing else. SHOWN are
 folders that it reads although they lie where it has a folder of its own. Small models do write `kill -9 -1`,
-`rm -rf /tmp/*` and `rm /dev/null`. Plain, it runs among the user's other processes and files.
+`rm -rf /tmp/*` and `rm /dev/null`. The first FILTER_BYTES of the input, before the command, are a seccomp program: in
+a user namespace of its own an agent could mount the machine's control groups and end any process by `cgroup.kill`.
+Plain, it runs among the user's other processes and files.
 
 Either way the process makes itself the subreaper of all that the command starts: a daemon that forks twice, calls
 setsid or clears its environment is still a descendant, because orphans come back here instead of going to init. When
@@ -25,14 +27,18 @@ import ctypes
 import os
 import select
 import signal
+import struct
 import sys
 import time
 
 TAIL_BYTES = 64 * 1024
+MAX_PIPE_BYTES = 1 << 20  # fs.pipe-max-size, which no program without CAP_SYS_RESOURCE passes
 KILL_LIMIT_S = 30.0
 PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # Linux 5.12, all architectures
@@ -59,9 +65,9 @@ class Tail:
         self._buffer = bytearray()
         os.set_blocking(fd, False)
 
-    def drain(self, max_reads: int = 16) -> None:
-        """Read the available bytes, at most `max_reads` blocks, so that one stream cannot starve the rest."""
-        for _ in range(max_reads):
+    def drain(self) -> None:
+        """Read the available bytes, at most those of a whole pipe, so that one stream cannot starve the rest."""
+        for _ in range(MAX_PIPE_BYTES // TAIL_BYTES):
             try:
                 block = os.read(self.fd, TAIL_BYTES)
             except BlockingIOError:
@@ -171,7 +177,9 @@ def run_outside(text: bytes, stdout: int, stderr: int, ready: int) -> None:
 def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
     """Be the namespace's init: arrange files, run the shell, and end all when it ends. Raises `OSError`."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    root, disk, *shown = (os.fsencode(word) for word in sys.argv[4:])
+    num_filter = int(sys.argv[4])
+    program, text = text[:num_filter], text[num_filter:]
+    root, disk, *shown = (os.fsencode(word) for word in sys.argv[5:])
     mount(None, b"/", MS_REC | MS_PRIVATE)
     arrange_files(root, disk, shown)
     mount(b"proc", b"/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, b"proc")
@@ -192,6 +200,7 @@ def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
             for capability in range(64):
                 if capability not in CAPABILITIES:
                     libc.prctl(PR_CAPBSET_DROP, capability)  # fails for those that this kernel does not know
+            install_filter(program)
             os.execvpe("bash", [b"bash", b"-c", text], os.environb)
         except OSError as error:
             os.write(ready, b"%d" % (error.errno or 0))
@@ -203,6 +212,14 @@ def run_init(text: bytes, stdout: int, stderr: int, ready: int) -> None:
         pid, status = os.wait()
         if pid == shell:
             os._exit(to_exit_code(status))
+
+
+def install_filter(program: bytes) -> None:
+    """Apply a filter of system calls to this process and all that it starts, setuid or not. Raises `OSError`."""
+    require(libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), None, None, None))
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))  # struct sock_fprog
+    require(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header))
 
 
 def arrange_files(root: bytes, disk: bytes, shown: list[bytes]) -> None:
@@ -383,8 +400,7 @@ def listen_for_signals(parent: int) -> int:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     for option, value in ((PR_SET_CHILD_SUBREAPER, 1), (PR_SET_PDEATHSIG, signal.SIGTERM)):
-        if libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
-            raise OSError(ctypes.get_errno(), "prctl failed; the local sandbox needs Linux 3.4 or newer")
+        require(libc.prctl(option, ctypes.c_ulong(value), None, None, None))
     if os.getppid() != parent:
         sys.exit("the parent died before the command was started")
     return wake

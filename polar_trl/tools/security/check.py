@@ -13,8 +13,8 @@ from pathlib import Path
 
 from polar_trl.errors import ConfigError, PolarError
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
-from polar_trl.sandbox.bwrap.seccomp import list_numbers
 from polar_trl.sandbox.limits import Limits
+from polar_trl.sandbox.seccomp import list_numbers
 from polar_trl.tools.security.probes import PROBES, Probe
 from polar_trl.tools.security.victims import MARK, Victims, Watch
 from polar_trl.types import Task

@@ -97,6 +97,8 @@ def test_the_local_sandbox_does_not_hold(tmp_path: Path) -> None:
     for name in ("files of the user and of other sessions", "network", "memory hog", "fork bomb", "full disk"):
         row = rows[name]
         assert (row.held, row.backend) == (False, "local") and row.detail and "--sandbox bwrap" in row.advice, row
+    for name in ("other processes", "writing outside, mounts", "namespaces", "control groups", "kernel calls"):
+        assert rows[name].held, rows[name]
     assert "could not run" not in "".join(row.detail for row in rows.values())
     assert list((tmp_path / "state").iterdir()) == []
 

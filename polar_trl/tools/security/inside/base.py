@@ -36,13 +36,13 @@ def call(given: Given, name: str, *arguments: Any) -> int:
     return ctypes.get_errno() if ctypes.get_errno() in REFUSED else 0
 
 
-def in_child(act: Callable[[], bool]) -> bool:
-    """Return what `act` says in a process of its own, and False where it dies."""
+def in_child(act: Callable[[], object]) -> bool:
+    """Run `act` in a process of its own; return whether it neither dies nor says False."""
     pid = os.fork()
     if pid == 0:
         ok = False
         with contextlib.suppress(BaseException):
-            ok = act()
+            ok = act() is not False
         os._exit(0 if ok else 1)
     return os.waitpid(pid, 0)[1] == 0
 

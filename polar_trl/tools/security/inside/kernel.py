@@ -154,17 +154,11 @@ def kernel_surface(given: Given) -> list[str]:
 
 def kernel_settings(given: Given) -> list[str]:
     """Open for writing what sets the kernel, without writing."""
-    names = [
-        f"/proc/sys/{name}" for name in ("kernel/core_pattern", "kernel/modprobe", "vm/swappiness", "fs/file-max")
-    ]
+    settings = ("kernel/core_pattern", "kernel/modprobe", "kernel/ns_last_pid", "vm/swappiness", "fs/file-max")
+    names = [f"/proc/sys/{name}" for name in (*settings, "fs/binfmt_misc/register")]
     names += ["/proc/sysrq-trigger", "/proc/kcore", "/proc/kmsg", "/proc/irq/default_smp_affinity", "/dev/kmsg"]
-    names += ["/proc/sys/kernel/ns_last_pid", "/proc/sys/fs/binfmt_misc/register"]
-    names += [
-        "/sys/power/state",
-        "/sys/kernel/uevent_helper",
-        "/sys/kernel/mm/ksm/run",
-        *glob.glob("/sys/block/*/uevent"),
-    ]
+    names += ["/sys/power/state", "/sys/kernel/uevent_helper", "/sys/kernel/mm/ksm/run"]
+    names += glob.glob("/sys/block/*/uevent")
     got = []
     for name in names:
         how = os.O_RDONLY if name.endswith(("kcore", "kmsg")) else os.O_WRONLY
@@ -182,7 +176,7 @@ def privileges(given: Given) -> list[str]:
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     got = ["has capabilities"] if int(status["CapEff"], 16) or int(status["CapPrm"], 16) else []
     got += ["may gain privileges by setuid programs"] if status["NoNewPrivs"] != "1" else []
-    libc_tries: dict[str, Callable[[], object]] = {
+    tries: dict[str, Callable[[], object]] = {
         "lowered its nice value": lambda: os.setpriority(os.PRIO_PROCESS, 0, -5),
         "got a real-time priority": lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)),
         "became another user": lambda: os.setuid(os.getuid() + 1),
@@ -191,15 +185,7 @@ def privileges(given: Given) -> list[str]:
         "is spared when memory is short": lambda: Path("/proc/self/oom_score_adj").write_text("-999"),
         "raised its limit of memory locks": lambda: raise_limit(resource.RLIMIT_MEMLOCK),
     }
-    for what, act in libc_tries.items():
-        if in_child(partial(_works, act)):
-            got.append(what)
-    return got
-
-
-def _works(act: Callable[[], object]) -> bool:
-    act()
-    return True
+    return got + [what for what, act in tries.items() if in_child(act)]
 
 
 def _give_away() -> None:

@@ -30,7 +30,7 @@ def memory(given: Given) -> list[str]:
     got = lift_limits(given)
     size = given["limits"]["memory_mb"] * 2 // 3
     holders = [_start_holder(lambda: bytearray(size << 20)) for _ in range(3)]
-    held = sum(_read_ready(pipe) for _, pipe in holders)
+    held = sum(len(os.read(pipe, 1)) for _, pipe in holders)  # nothing where the holder has died
     time.sleep(HOLD_S)
     _end([pid for pid, _ in holders])
     return [*got, f"held {held * size} MB"] if held * size > given["limits"]["memory_mb"] else got
@@ -53,6 +53,7 @@ def shared_memory(given: Given) -> list[str]:
             os.unlink(path)
         if written > allowed:
             got.append(f"{written >> 20} MB in {folder}")
+    time.sleep(HOLD_S)  # small file systems are full before anybody outside has looked
     return got
 
 
@@ -83,15 +84,15 @@ def cpu(given: Given) -> list[str]:
 def disk(given: Given) -> list[str]:
     """Write more than is allowed to the work folder, HOME and /tmp together."""
     written, allowed = 0, given["limits"]["disk_mb"] << 20
-    for folder in (".", os.environ["HOME"], tempfile.gettempdir()):
-        for number in range(3):
-            with contextlib.suppress(OSError), open(f"{folder}/big-{number}", "wb", buffering=0) as file:
-                for _ in range(given["limits"]["disk_mb"] // 2):
-                    written += file.write(CHUNK)
-    for folder in (".", os.environ["HOME"], tempfile.gettempdir()):
-        for number in range(3):
-            with contextlib.suppress(OSError):
-                os.unlink(f"{folder}/big-{number}")
+    folders = (".", os.environ["HOME"], tempfile.gettempdir())
+    paths = [f"{folder}/big-{number}" for folder in folders for number in range(3)]
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+            for _ in range(given["limits"]["disk_mb"] // 2):
+                written += file.write(CHUNK)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     return [f"wrote {written >> 20} MB"] if written > allowed else []
 
 
@@ -167,10 +168,6 @@ def _start_holder(take: Callable[[], object]) -> tuple[int, int]:
         os._exit(0)
     os.close(writer)
     return pid, reader
-
-
-def _read_ready(pipe: int) -> int:
-    return len(os.read(pipe, 1))  # nothing where the holder has died
 
 
 def _spin() -> None:

@@ -26,7 +26,7 @@ def other_processes(given: Given) -> list[str]:
         if LIBC.ptrace(0x4206, pid, None, None) == 0:
             got.append("traced another's process")
         vector = (ctypes.c_uint64 * 2)(ctypes.addressof(buffer), 8)
-        if _is_there(pid) and not call(given, "process_vm_readv", pid, vector, 1, vector, 1, 0):
+        if os.path.exists(f"/proc/{pid}") and not call(given, "process_vm_readv", pid, vector, 1, vector, 1, 0):
             got.append("may read another's memory")
         for number in (signal.SIGCONT, signal.SIGKILL):
             with contextlib.suppress(OSError):
@@ -113,7 +113,3 @@ def shared_ipc(given: Given) -> list[str]:
             if not target.startswith(("pipe:", "/dev/null", "/proc/")):
                 got.append(f"the open file {target}")
     return got
-
-
-def _is_there(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")

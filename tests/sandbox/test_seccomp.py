@@ -3,20 +3,22 @@
 import ctypes
 import errno
 import json
+import os
+import signal
 import struct
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox import build_backend, local, seccomp
 from polar_trl.sandbox.base import Sandbox
-from polar_trl.sandbox.bwrap import seccomp
-from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
-from polar_trl.sandbox.limits import Limits
 from polar_trl.types import Task
 
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+ALLOW_ALL = struct.pack("=HBBI", 0x06, 0, 0, ALLOW)
 MACHINES = tuple(seccomp.AUDIT_ARCHES)
 TABLES = {
     **{name: (numbers, errno.EPERM) for name, numbers in seccomp.DENIED.items()},
@@ -24,12 +26,9 @@ TABLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    limits = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
-    sandbox = BwrapSandboxBackend(limits=limits, root=tmp_path_factory.mktemp("state")).create(
-        Task(id="t", instruction=""), "s"
-    )
+@pytest.fixture(scope="module", params=["bwrap", "local"])
+def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    sandbox = build_backend(request.param).create(Task(id="t", instruction=""), "s")
     yield sandbox
     sandbox.destroy()
 
@@ -191,3 +190,51 @@ def test_the_32_bit_interface_leads_nowhere(box: Sandbox) -> None:
     result = box.run("python3 old.py", env={}, timeout_s=60)
     # where the kernel was built without it, the process dies of SIGSEGV
     assert (result.exit_code, result.stdout) in ((0, f"-{errno.ENOSYS}\n"), (139, "")), result.stderr
+
+
+KILL_GROUP = r"""
+import ctypes, os, sys
+libc, (name,) = ctypes.CDLL(None, use_errno=True), sys.argv[1:]
+user, mount_and_cgroup = 0x10000000, 0x2020000
+here = os.getcwd()
+print(libc.unshare(user), libc.unshare(mount_and_cgroup), libc.mount(b"none", here.encode(), b"cgroup2", 0, None))
+os.chdir(here)
+open(name + "/cgroup.kill", "w").write("1")
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """Make a group of version 2 below that of this process."""
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - cgroup2 " in line]
+    (own,) = [line[4:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::/")]
+    if os.geteuid() != 0 or not mounts:
+        pytest.skip("needs root and control groups of version 2")
+    folder = Path(mounts[0][4], own, f"polar-trl-test-{os.getpid()}")
+    folder.mkdir()
+    yield folder
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_an_agent_of_a_local_sandbox_ends_nobody_by_control_groups(
+    group: Path, is_filtered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_filtered:
+        monkeypatch.setattr(local, "build_filter", lambda: ALLOW_ALL)
+    box = build_backend("local").create(Task(id="t", instruction=""), "s")
+    victim = subprocess.Popen(["sleep", "1000"])
+    try:
+        (group / "cgroup.procs").write_text(str(victim.pid))
+        box.put("kill.py", KILL_GROUP.encode())
+        result = box.run(f"python3 kill.py {group.name}; grep NoNewPrivs /proc/self/status", env={}, timeout_s=60)
+        made = "-1 -1 -1" if is_filtered else "0 0 0"
+        assert result.stdout == f"{made}\nNoNewPrivs:\t1\n", result.stderr
+        if is_filtered:
+            assert victim.poll() is None
+        else:
+            assert victim.wait(timeout=60) == -signal.SIGKILL
+    finally:
+        victim.kill()
+        victim.wait()
+        box.destroy()
