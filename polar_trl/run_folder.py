@@ -57,12 +57,12 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def make_output_dir(folder: Path) -> None:
     """Make the folder unless it is there. Raises `ConfigError`."""
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(f"output_dir {folder} is a file; name another output_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
+    except OSError as error:  # of any kind: a name that is too long, a loop of links, a parent that is closed to us
         raise ConfigError(
             f"output_dir {folder} cannot be written ({error.strerror}); name another output_dir"
         ) from error
@@ -80,9 +80,9 @@ class FolderLock:
 
     def __init__(self, folder: Path, *, shared: bool = False) -> None:
         make_output_dir(folder)
-        path = folder / LOCK_FILE
+        self._path = path = Path(os.path.realpath(folder)) / LOCK_FILE
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 self._lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, folder)
                 if not shared:
@@ -112,13 +112,23 @@ class FolderLock:
             os.close(self._file)
         self._file = -1
 
+    def holds(self) -> bool:
+        """Return whether this process has the folder: not where it was released, or the folder removed meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
+        except OSError:
+            return False
+
     def _lock(self, kind: int, folder: Path) -> None:
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            owner = _describe_owner(self._file)
+            is_this = owner.startswith(f" (process {os.getpid()} on {socket.gethostname()},")
+            whose = "this very" if is_this else "another"
             raise ConfigError(
-                f"output_dir {folder} is being written by another process{_describe_owner(self._file)}; wait for its "
-                "end, end it, or name another output_dir"
+                f"output_dir {folder} is being written by {whose} process{owner}; wait for its end, end it, or "
+                "name another output_dir"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
@@ -128,8 +138,8 @@ class FolderLock:
 
 def own_folder(folder: Path) -> None:
     """Lock the folder for the rest of this process, unless that has been done. Raises as `FolderLock`."""
-    key = folder.resolve()
-    if key not in _OWNED:
+    key = Path(os.path.realpath(folder))  # raises nothing, whatever the folder is
+    if key not in _OWNED or not _OWNED[key].holds():
         _OWNED[key] = FolderLock(folder)
 
 

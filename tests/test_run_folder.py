@@ -1,6 +1,7 @@
 """A run's folder: one owner, who is named; files that a full or read-only disk does not tear."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,11 +99,39 @@ def test_a_child_does_not_keep_the_folder_of_its_parent(tmp_path: Path) -> None:
         sleeper.wait()
 
 
+def test_a_folder_that_was_removed_is_locked_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    own_folder(folder)
+    shutil.rmtree(folder)  # as in a notebook, before the next trainer
+    own_folder(folder)
+    with pytest.raises(ConfigError, match="is being written by this very process"):
+        FolderLock(folder)
+
+
+def test_folders_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "taken" / LOCK_FILE).mkdir(parents=True)
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("loop", "nowhere", "taken", "fifo", "x" * 300, "fifo/below"):
+        with pytest.raises(ConfigError, match="name another output_dir"):
+            own_folder(tmp_path / name)
+
+
+def test_a_group_may_go_on_with_a_run_of_its_group(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        with FolderLock(tmp_path):
+            assert (tmp_path / LOCK_FILE).stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(before)
+
+
 def test_a_process_may_ask_for_its_own_folder_again(tmp_path: Path) -> None:
     own_folder(tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     own_folder(tmp_path / "link")
-    with pytest.raises(ConfigError, match=f"another process \\(process {os.getpid()} on "):
+    with pytest.raises(ConfigError, match=f"this very process \\(process {os.getpid()} on "):
         FolderLock(tmp_path / "run")
 
 

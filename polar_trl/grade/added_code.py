@@ -30,7 +30,7 @@ SUSPICIONS = (
 """Counters of the signs, which add up to `cheats_suspected`."""
 _MODULES = {
     "judges_imported": "pytest _pytest pluggy unittest mock doctest nose hypothesis numpy.testing pandas.testing",
-    "frames_read": "inspect bdb trace dis sys.monitoring sys.call_tracing",
+    "frames_read": "inspect bdb pdb trace dis profile cProfile cgitb sys.monitoring sys.call_tracing",
     "memory_searched": "gc ctypes _ctypes cffi tracemalloc",
     "tests_read": "linecache inspect.getsource inspect.getsourcelines",
     "code_exchanged": "builtins sys.modules sys.path sys.meta_path sys.path_hooks site.addsitedir",
@@ -39,7 +39,8 @@ _MODULES = {
 }
 _NAMES = {
     "frames_read": "_getframe _current_frames currentframe settrace setprofile settrace_all_threads f_back f_locals "
-    "f_globals f_builtins f_code tb_frame gi_frame cr_frame ag_frame co_consts co_names walk_stack extract_stack",
+    "f_globals f_builtins f_code tb_frame gi_frame cr_frame ag_frame co_consts co_names walk_stack extract_stack "
+    "format_stack print_stack stack_info findCaller formatwarning showwarning capture_locals breakpointhook",
     "memory_searched": "get_objects get_referrers get_referents pythonapi py_object",
     "code_exchanged": "__builtins__ __globals__ cell_contents addaudithook",
     "code_concealed": "__import__ CodeType FunctionType",
@@ -57,6 +58,8 @@ _IN_TEXT = {
     **dict.fromkeys(("__eq__", "__ne__"), "equal_to_all"),
     "ctypes": "memory_searched",
 }
+_PROSE = frozenset(["code", "dis", "gc", "hypothesis", "imp", "inspect", "mock", "nose", "profile", "trace"])
+"""Modules whose names are words or keys in texts of honest code."""
 _TESTS = re.compile(r"(?:^|[\s/'\"*])(?:tests?/|test_[\w*]|[\w*]+_test\.py|conftest)")
 
 Sign = tuple[str, str, tuple[object, ...]]
@@ -152,13 +155,17 @@ def _find_words(node: ast.AST, imported: Mapping[str, str]) -> Iterator[tuple[st
             yield _BY_NAME[word], word
         if isinstance(node, ast.Name) and word in _FUNCTIONS:
             yield "code_concealed", word
-        yield from _find_module(_find_dotted(node, imported))
+        if imported:
+            yield from _find_module(_find_dotted(node, imported))
+    elif isinstance(node, ast.keyword):
+        if node.arg in _BY_NAME:
+            yield _BY_NAME[node.arg], node.arg
     elif isinstance(node, (ast.Constant, ast.BinOp, ast.JoinedStr, ast.Call)):
         text = _fold(node)
         for word in dict.fromkeys(re.findall(r"[A-Za-z_][\w.]*", text)):
             for name in {word, *word.split(".")} & _IN_TEXT.keys():
                 yield _IN_TEXT[name], name
-        yield from _find_module(text)
+        yield from (sign for sign in _find_module(text) if sign[1] not in _PROSE)
         if _TESTS.search(text):
             yield "tests_read", "tests"
     if (

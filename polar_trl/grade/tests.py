@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from polar_trl.errors import FileTooLargeError, GradeError, SandboxError
-from polar_trl.grade.added_code import count_seen, count_signs
+from polar_trl.grade.added_code import count_seen, count_signs, is_test_file
 from polar_trl.grade.base import Grade, Grader
 from polar_trl.grade.canary import Canary
 from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_changes
@@ -30,7 +30,7 @@ from polar_trl.grade.reward_hacking import Protection, add_total, count_planted,
 from polar_trl.names import list_patched_paths
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.inside.guard import sign
-from polar_trl.sandbox.inside.run_tests import GUARD, NO_PYTEST, RUNNER, list_own
+from polar_trl.sandbox.inside.run_tests import NO_PYTEST, RUNNER, SCRIPTS, list_own
 from polar_trl.types import Task, TestSpec
 
 MAX_REPORT_BYTES = 64 << 20
@@ -139,7 +139,8 @@ def find_faults(
         kept: The changes that were graded.
         tree: The work tree before them.
     """
-    counts["modules_shadowed"] += len(found["shadows"])
+    # "test" is one of the standard library's too, and of many a note that honest agents leave
+    counts["modules_shadowed"] += sum(not is_test_file(path) for path in found["shadows"])
     seen = count_seen(found["seen"], kept, tree)
     is_opened = seen.pop("tests_read", 0)
     counts.update(seen)
@@ -167,7 +168,7 @@ def run_hidden_tests(
         "report": "report.json",
         "key": key,
     }
-    for file in (RUNNER, GUARD):
+    for file in SCRIPTS:
         fresh.put(f"{folder}/{file.name}", file.read_bytes())
     fresh.put(request, json.dumps(asked).encode())
     command = f"{shlex.quote(spec.python)} -I -B {runner} --request {request}"
@@ -198,12 +199,23 @@ def list_new_modules(
 ) -> list[str]:
     """List what a change adds where modules are imported from: import roots, folders of tests and those above them.
 
+    Not in packages, whose modules hide no others.
+
     Args:
         fresh: Without the change.
         tests: Files and folders of tests.
     """
+
+    def is_package(folder: PurePosixPath) -> bool:
+        path = folder / "__init__.py"
+        change = kept.get(str(path))
+        return path.as_posix() in spec.files or (
+            (fresh.host_workdir / path).is_file() if change is None else change.kind == "file"
+        )
+
+    above = {folder for path in tests for folder in (PurePosixPath(path), *PurePosixPath(path).parents)}
     folders = {PurePosixPath(folder) for folder in (*spec.import_roots, "src", "lib", ".")}
-    folders |= {folder for path in tests for folder in (PurePosixPath(path), *PurePosixPath(path).parents)}
+    folders |= {folder for folder in above if not is_package(folder)}
     own = set(list_tested(task, spec, fresh, [str(folder) for folder in folders]))
     found = {
         folder / path.relative_to(folder).parts[0]

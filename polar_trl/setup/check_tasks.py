@@ -31,7 +31,7 @@ from polar_trl.errors import PolarError, SandboxError, TaskError
 from polar_trl.grade.base import Grade
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
-from polar_trl.sandbox.inside.run_tests import GUARD, RUNNER
+from polar_trl.sandbox.inside.run_tests import SCRIPTS
 from polar_trl.sandbox.limits import Limits
 from polar_trl.tasks.build.folders import apply_patch
 from polar_trl.types import Task
@@ -219,7 +219,7 @@ def build_digest(task: Task, place: str) -> str:
             _add(digest, f"{harbor['folder']}/{name}")
     fields["metadata"] = {**fields["metadata"], "harbor": {**harbor, "folder": ""}}
     digest.update(json.dumps([place, fields], sort_keys=True, default=str).encode())
-    for file in (*sorted(Path(grade.__file__).parent.glob("*.py")), RUNNER, GUARD):
+    for file in (*sorted(Path(grade.__file__).parent.glob("*.py")), *SCRIPTS):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
 

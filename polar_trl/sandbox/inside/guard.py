@@ -18,7 +18,6 @@ import hmac
 import importlib
 import importlib.machinery
 import json
-import linecache
 import os
 import pathlib
 import re
@@ -48,8 +47,8 @@ JUDGING_HOOKS = (
     *("pytest_runtest_protocol", "pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown"),
     *("pytest_pyfunc_call", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_report_teststatus"),
 )
-ADDED_LATER = frozenset({"fspath", "startdir"})
-"""Names that pytest's own plugin `legacypath` adds to its classes when it is configured."""
+ADDED_LATER = frozenset({"fspath", "startdir", "failfast"})
+"""Names that pytest's own plugin `legacypath`, and pytest-subtests, add to its classes when they are configured."""
 ITEM_METHODS = ("runtest", "setup", "teardown", "reportinfo", "add_marker", "iter_markers")
 EVENTS = {  # type: dict[object, str]
     **dict.fromkeys(("sys._getframe", "sys._current_frames", "sys.settrace", "sys.setprofile"), "frames_read"),
@@ -61,7 +60,8 @@ EVENTS = {  # type: dict[object, str]
 }
 """Python's audit events that honest code of a package has little use for, and the counters that they belong to."""
 MAX_SEEN = 1000
-SELF_READERS = re.compile(rb"__file__|inspect|traceback|linecache|multiprocessing|ProcessPool|importlib|runpy")
+EXCHANGES = re.compile(r"(\w+)(?:\s*,\s*['\"](\w+)['\"]|\.(\w+)(?:['\"]|\s*=[^=]))")
+"""Parts that tests exchange: `setattr(builtins, "open"`, `patch("builtins.open"`, `builtins.open = `."""
 
 
 class Guard:
@@ -74,14 +74,11 @@ class Guard:
         files: Of the tests that decide, or folders of them; each is compared with what it was when it was collected.
         compare: Whether to compare parts of pytest: not where the tree itself is pytest.
         own: Classes of other plugins that are compared too.
-        hide: Whether to remove the files of tests when all were collected, so that nothing reads them while tests run:
-            not those that may want themselves, by a word in them.
     """
 
-    def __init__(self, files: "list[str]", compare: bool, own: "list[type]", hide: bool = False) -> None:
+    def __init__(self, files: "list[str]", compare: bool, own: "list[type]") -> None:
         self.patched = None  # type: str | None
         self.xfailed = []  # type: list[str]
-        self._hide = hide
         self._files = {path: _read(path) for path in list_python(files)}
         folders = {folder for path in self._files for folder in pathlib.PurePath(path).parents}
         texts = [*self._files.values(), *(_read(str(folder / "conftest.py")) for folder in folders)]
@@ -92,7 +89,15 @@ class Guard:
         self._classes = [
             (holder, holder.__mro__, _list_names(holder), len(vars(holder))) for holder in _list_classes(judges)
         ]
-        self._tools = list(_list_parts(tools))
+        # tests may exchange parts for longer than one of them takes: what they name so is theirs
+        named = EXCHANGES.findall(b"\n".join(texts).decode("latin-1"))
+        exchanged = {(holder, one or other) for holder, one, other in named}
+        self._tools = [
+            part for part in _list_parts(tools) if (part[4].__name__.split(".")[-1], part[1]) not in exchanged
+        ]
+        # of the environment: nothing of the tree is imported yet
+        plugins = [module for name, module in sys.modules.items() if name.startswith(("pytest_", "flaky"))]
+        self._plugin_files = {getattr(module, "__file__", None) for module in plugins} - {None}
         self._plugins = None  # type: list[object] | None
         self._items = {}  # type: dict[object, tuple[object, object]]
         self._marked = set()  # type: set[str]
@@ -109,14 +114,9 @@ class Guard:
     def pytest_collection_finish(self, session: "Any") -> None:
         self.look(session, True)
         self.look_at_tools(True)
-        used = {str(getattr(item, "path", None) or item.fspath) for item in session.items}
         for path, text in self._files.items():
             if _read(path) != text:
                 self._note(os.path.basename(path))
-            elif self._hide and path in used and not SELF_READERS.search(text):
-                # for tracebacks; without a time of change no one asks for the file
-                linecache.cache[path] = (0, None, linecache.getlines(path), path)
-                os.remove(path)
 
     def pytest_runtest_setup(self, item: "Any") -> None:
         self.look_at_test(item)
@@ -145,7 +145,7 @@ class Guard:
     def look_at_tools(self, with_code: bool = False) -> None:
         """Note the first of the functions and classes that tests compare with that was exchanged."""
         for name, now in _find_exchanged(self._tools, with_code):
-            if not _is_plugins(now):
+            if not self._is_plugins(now):
                 self._note(name)
                 return
 
@@ -160,15 +160,17 @@ class Guard:
         if self.patched is None:
             self.patched = name
 
+    def _is_plugins(self, value: object) -> bool:
+        """Return whether a function is a plugin's, such as those that pytest-mock puts around assertions of mocks."""
+        return getattr(_find_code(value), "co_filename", None) in self._plugin_files
+
     def _find_patched(self, session: "Any", with_code: bool) -> "Iterator[str]":
-        for name, _ in _find_exchanged(self._kept, with_code):
-            yield name
+        yield from (name for name, now in _find_exchanged(self._kept, with_code) if not self._is_plugins(now))
         for holder, bases, names, count in self._classes:
             if holder.__mro__ is not bases:
                 yield holder.__name__ + ".__mro__"
             added = _list_names(holder) - names if with_code or len(vars(holder)) != count else ()
-            for name in added:
-                yield holder.__name__ + "." + name
+            yield from (holder.__name__ + "." + name for name in added if not self._is_plugins(vars(holder)[name]))
         known = {id(plugin) for plugin in self._plugins or ()}
         for hook in JUDGING_HOOKS:
             for found in getattr(session.config.hook, hook).get_hookimpls():
@@ -390,17 +392,14 @@ def _is_test(name: str) -> bool:
     return name.startswith("test_") or name.endswith(("_test.py", "tests.py"))
 
 
-def _is_plugins(value: object) -> bool:
-    """Return whether a function is one that pytest-mock puts around the assertions of mocks."""
-    plugin = sys.modules.get("pytest_mock.plugin")
-    return plugin is not None and getattr(_find_code(value), "co_filename", "") == plugin.__file__
-
-
 def _find_test(item: "Any") -> object:
     """Return the function that a collected test was made from, None for tests of another kind."""
     holder = getattr(item, "cls", None) or getattr(item, "module", None)
     name = getattr(item, "originalname", None) or getattr(item, "name", "").partition("[")[0]
-    found = getattr(holder, name, None)
+    # as it stands there: some descriptors, such as partialmethod, give a new function each time
+    bases = holder.__mro__ if isinstance(holder, type) else ()  # type: Any
+    found = next((vars(base)[name] for base in bases if name in vars(base)), None)
+    found = getattr(holder, name, None) if found is None else found
     return getattr(found, "__func__", found)
 
 

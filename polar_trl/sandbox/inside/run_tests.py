@@ -14,7 +14,7 @@ report is written here, of what was told. A line that is not signed, or out of t
 key of the report, its place and the reward stay in this process, so nothing that the tested code leaves running can
 write them later.
 
-A copy of this file and of guard.py lies in every task folder and in every sandbox that grades, so both need the
+A copy of this file, of guard.py and of hide.py lies in every task folder and every sandbox that grades: they need the
 standard library and pytest, nothing else. Outcomes come from pytest's own reports, never from output. (JUnit files
 would not do: they name the file in which an inherited test is defined, and ids of mixin classes come out wrong.)
 Tampering is noticed in the ways that guard.py knows; there is no lock against it.
@@ -23,6 +23,7 @@ Tampering is noticed in the ways that guard.py knows; there is no lock against i
 import argparse
 import configparser
 import ctypes
+import functools
 import hmac
 import importlib.metadata
 import importlib.util
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 
 RUNNER = Path(__file__)
 GUARD = RUNNER.with_name("guard.py")
-"""The file that has to lie beside this one."""
+SCRIPTS = (RUNNER, GUARD, RUNNER.with_name("hide.py"))
+"""The files that have to lie beside each other."""
 OPTIONS = (
     *("-q", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore", "--continue-on-collection-errors"),
     # a package's own options may ask for plugins that are not installed, such as coverage
@@ -67,13 +69,22 @@ sys.exit({function}())
 """
 
 
-def load_guard() -> Any:
-    """Load guard.py, which lies beside this file, without a name that tested code could import."""
-    spec = importlib.util.spec_from_file_location("guard", GUARD)
+@functools.cache
+def load_beside(name: str) -> Any:
+    """Load a file that lies beside this one, without a name that tested code could import.
+
+    Once, and guard.py before any of that runs: tested code can write over the file.
+    """
+    spec = importlib.util.spec_from_file_location(name, RUNNER.with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
-    guard = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(guard)
-    return guard
+    beside = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(beside)
+    return beside
+
+
+def load_guard() -> Any:
+    """Load guard.py."""
+    return load_beside("guard")
 
 
 class Outcomes:
@@ -267,7 +278,8 @@ def run_child(pipe: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv[:] = ["pytest"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.modules["__main__"].__file__ = sys.argv[0]  # without it, tested code takes this for an interactive shell
+    # as of `python -m pytest`: tested code without one believes in an interactive shell, and multiprocessing runs it
+    sys.modules["__main__"].__file__ = str(Path(sys.modules["pytest"].__file__ or "").with_name("__main__.py"))
     leave, flush, write = os._exit, sys.stdout.flush, os.write
     tell = build_teller(pipe, request.pop("key"))
     arguments = [*OPTIONS, *request.pop("paths")]
@@ -316,12 +328,16 @@ def run_tests(
 
     beside = load_guard()
     files = [path for path in arguments if not path.startswith("-")]
-    collector, guard = Collector(tell), beside.Guard(files, True, [Collector, Outcomes], True)
+    texts = {path: Path(path).read_bytes() for path in beside.list_python(files)}
+    hide = load_beside("hide")
+    hide.name_no_tests(texts)
+    collector, hider, guard = Collector(tell), hide.Hider(texts), beside.Guard(files, True, [Collector, Outcomes])
     lookout = beside.Lookout(str(root), files)
     with tempfile.TemporaryDirectory() as programs:
         write_programs([root / folder for folder in import_roots], Path(programs))
         os.environ[AUTOLOAD_OFF] = "1"
-        pytest.main(arguments, plugins=[Plugins(plugins, arguments), collector, guard, lookout])
+        # the last one is asked first: files are compared before they are removed
+        pytest.main(arguments, plugins=[Plugins(plugins, arguments), collector, hider, guard, lookout])
     return guard, lookout
 
 

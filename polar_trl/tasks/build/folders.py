@@ -2,7 +2,7 @@
 
     task.toml  instruction.md
     environment/  Dockerfile  requirements.txt  workspace/
-    tests/        test.sh  run_tests.py  guard.py  spec.json  hidden/
+    tests/        test.sh  run_tests.py  guard.py  hide.py  spec.json  hidden/
     solution/     solve.sh  gold.patch
 
 Refuses a task whose listed tests do not fail on the broken tree and pass on the repaired one (`TaskError`). A folder
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import TaskError
-from polar_trl.sandbox.inside.run_tests import GUARD, RUNNER
+from polar_trl.sandbox.inside.run_tests import RUNNER, SCRIPTS
 from polar_trl.tasks.build.releases import find_import_roots, list_tests
 from polar_trl.tasks.build.suite import SuiteRun, copied_tree, run_suite
 
@@ -123,7 +123,7 @@ def _lay_out_tests(draft: Draft, folder: Path) -> dict[str, list[str]]:
         target = folder / "hidden" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(draft.tests / path, target)
-    for script in (RUNNER, GUARD):
+    for script in SCRIPTS:
         shutil.copy2(script, folder / script.name)
     own = [path if path.endswith(".py") else f"{path}/*" for path in draft.paths]
     return {
