@@ -20,9 +20,10 @@ from polar_trl.recording.session import Session
 from polar_trl.wire.base import MAX_BODY_BYTES
 
 SWEEP_INTERVAL_S = 1.0
-HEAD_SWEEPS = 10
-"""For the head of a request, and for the first valid key on a connection."""
-BODY_SWEEPS = 30
+HEAD_SWEEPS = 60
+"""For the head of a request, and for the first valid key on a connection. Dozens of agents that start at once on a few
+cores take this long between a connection and its first byte; the number of connections is what is scarce."""
+BODY_SWEEPS = 120
 CLOSING_SWEEPS = 2
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
@@ -30,10 +31,12 @@ MAX_PIPELINED = 4
 """Requests that wait behind the one that is being answered. No client that is known here sends even one."""
 MAX_OPEN_FILES = 65536
 """What the limit of open files is raised to, where the system allows it. vLLM takes as many."""
-MAX_STRANGERS = 256
+MAX_STRANGERS = 1024
 """Connections without a valid key."""
 MAX_BODY_BYTES_HELD = 512 << 20
 """Bodies of requests that are being read or answered, of all sessions together."""
+MODEST_BODY_BYTES = 2 * MAX_BODY_BYTES
+"""A session that holds no more does not pay for the others: 64 agents with some screenshots each may ask at once."""
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -108,7 +111,7 @@ class Connections:
         if self._num_bytes[session] > session.limits.max_body_bytes_held:
             session.bounds.exceed("memory")
         elif self._num_bytes.total() > MAX_BODY_BYTES_HELD:
-            self._end_largest(self._num_bytes, "memory")
+            self._end_largest(self._num_bytes, "memory", at_least=MODEST_BODY_BYTES + 1)
         session.bounds.check_open()
 
     async def sweep(self) -> None:
@@ -128,12 +131,19 @@ class Connections:
         if session.bounds.has_ended:
             connection.abort()
         elif self._num_open[session] > session.limits.max_connections:
-            session.bounds.exceed("connections")
+            # some agents make a client for each call and leave its connection open, which other servers close in time
+            idle = next((other for other in self._open if other.session is session and other.is_idle), None)
+            if idle is None:
+                session.bounds.exceed("connections")
+            else:
+                idle.shutdown()
 
-    def _end_largest(self, amounts: Counter[Session], limit: str) -> None:
-        """End the session that has the most, and its connections with it. One that has ended already may still be it:
-        no other pays before that one has paid."""
-        ((session, _),) = amounts.most_common(1)
+    def _end_largest(self, amounts: Counter[Session], limit: str, at_least: int = 0) -> None:
+        """End the session that has the most, and its connections with it, unless it is less than `at_least`. One that
+        has ended already may still be it: no other pays before that one has paid."""
+        ((session, amount),) = amounts.most_common(1)
+        if amount < at_least:
+            return
         session.bounds.exceed(limit)
         for connection in list(self._open):
             if connection.session is session:
@@ -183,6 +193,12 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._num_bytes = 0
         """Of the head or the body that is being read."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request of its session was answered on it, and no other has begun."""
+        has_answered = self.cycle is not None and self.cycle.response_complete
+        return has_answered and self._sweeps_left is None and not self.transport.is_closing()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Transport(transport))  # type: ignore[arg-type]

@@ -347,3 +347,11 @@ def test_sandboxes_of_one_session_id_are_apart(tmp_path: Path) -> None:
     assert {p.parents[1] for p in map(Path, (one.workdir, two.workdir))} == set(tmp_path.iterdir())
     one.destroy()
     two.destroy()
+
+
+def test_no_alarm_of_the_kernels_can_be_set(sandbox: LocalSandbox) -> None:
+    # one for each open file, in memory that no limit counts, and each is looked at every two seconds
+    assert (
+        sandbox.run("[ ! -e /proc/pressure/memory ] || [ ! -w /proc/pressure/memory ]", env={}, timeout_s=20).exit_code
+        == 0
+    )

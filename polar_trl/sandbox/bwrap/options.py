@@ -23,7 +23,7 @@ SHM_BYTES = 64 << 20
 """Of /dev/shm, as Docker's default; only memory as root, where the limit of memory holds for it too."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 # root without capabilities still owns these; the same are read-only, or not shown, in a container of Docker's
-PROC_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+PROC_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/pressure", "/proc/sys", "/proc/sysrq-trigger")
 PROC_HIDDEN = (
     *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/kmsg", "/proc/latency_stats"),
     *("/proc/scsi", "/proc/timer_list"),

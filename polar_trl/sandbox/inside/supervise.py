@@ -41,7 +41,7 @@ SCRATCH = (b"/tmp", b"/var/tmp")
 SHARED_MEMORY = b"/dev/shm"
 DEVICES = tuple(b"/dev/" + name for name in b"null zero full random urandom tty ptmx pts".split())
 """All that root keeps: others could not write a disk anyway."""
-PROC_READ_ONLY = (b"/proc/bus", b"/proc/fs", b"/proc/irq", b"/proc/sys", b"/proc/sysrq-trigger")
+PROC_READ_ONLY = (b"/proc/bus", b"/proc/fs", b"/proc/irq", b"/proc/pressure", b"/proc/sys", b"/proc/sysrq-trigger")
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service: root keeps what concerns its own files
 # and processes; with more it could take these mounts away
 CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10)

@@ -191,3 +191,11 @@ def test_the_32_bit_interface_leads_nowhere(box: Sandbox) -> None:
     result = box.run("python3 old.py", env={}, timeout_s=60)
     # where the kernel was built without it, the process dies of SIGSEGV
     assert (result.exit_code, result.stdout) in ((0, f"-{errno.ENOSYS}\n"), (139, "")), result.stderr
+
+
+def test_no_alarm_of_the_kernels_can_be_set(box: Sandbox) -> None:
+    # one for each open file, in memory that no limit counts, and each is looked at every two seconds
+    assert (
+        box.run("[ ! -e /proc/pressure/memory ] || [ ! -w /proc/pressure/memory ]", env={}, timeout_s=20).exit_code
+        == 0
+    )
