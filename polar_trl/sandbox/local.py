@@ -224,7 +224,7 @@ class LocalSandbox(HostFolders):
 def describe_local() -> str:
     """Describe in one sentence what a local sandbox does not hold on this machine."""
     if can_enclose():
-        rest = "they change no file and end no process but their session's own"
+        rest = "by mistake they change no file and end no process but their session's own, by attack they can"
     else:
         rest = (
             "this system allows this user no namespaces, so they can also end this user's processes and change or "
