@@ -28,7 +28,7 @@ VACATED = "polar-trl-rest"
 CONTROLLERS = ("memory", "cpu", "pids")
 PERIOD_US = 100_000
 SOCKET_BYTES = 64 << 20
-"""Of TCP and UDP buffers, which version 1 counts apart from memory, and of which the whole machine has a tenth or so."""
+"""Of TCP and UDP buffers, which version 1 counts apart from memory. The whole machine has a tenth of its memory."""
 
 
 class Cgroup:
@@ -138,7 +138,7 @@ def count_oom_kills(pid: int) -> int:
 
 
 def limit_sockets(pid: int, name: str) -> None:
-    """Limit the socket buffers of a process's group, where this is root and the group has this name: engines do not."""
+    """Limit socket buffers of a process's group, where this is root and the group has this name: engines do not."""
     with suppress(OSError):  # there is no such process, or none of this machine
         folder, is_v2 = _find_memory_group(pid)
         if not is_v2 and name in folder.name:

@@ -29,7 +29,7 @@ from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.bwrap.options import build_options
 from polar_trl.sandbox.bwrap.seccomp import build_filter
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
-from polar_trl.sandbox.disk import is_full, make_disk, make_folders
+from polar_trl.sandbox.disk import TERMINALS, is_full, make_disk, make_folders, mount_terminals
 from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
@@ -126,6 +126,7 @@ class BwrapSandboxBackend(SandboxBackend):
             tree = self._trees.find(task)
             if self._setup.has_limits:
                 files = SessionFolder(make_disk(folder, tree, self._setup.limits.disk_mb))
+                mount_terminals(folder)
             else:
                 make_folders(folder / "disk", tree)
                 files = SessionFolder(folder / "disk")
@@ -282,7 +283,10 @@ class BwrapSandbox(HostFolders):
 
     def _build_options(self, env: Mapping[str, str]) -> list[str]:
         mounts = [mount for mount in self._setup.mounts if mount.exists()]
-        return build_options(self._files.base, self.workdir, mounts, env, has_userns=self._setup.has_userns)
+        terminals = self._folder / TERMINALS if self._setup.has_limits else None
+        return build_options(
+            self._files.base, self.workdir, mounts, env, has_userns=self._setup.has_userns, terminals=terminals
+        )
 
 
 def _build_limits(sizes: Mapping[str, int]) -> list[str]:

@@ -225,7 +225,7 @@ def arrange_files(root: bytes, disk: bytes, shown: list[bytes]) -> None:
         mount(b"/proc/self/fd/%d" % sources[path], path, MS_BIND)
     devices = [path for path in DEVICES if os.geteuid() == 0 and os.path.exists(path)]
     if devices:
-        mount(b"devpts", b"/dev/pts", MS_NOSUID | MS_NOEXEC, b"devpts", b"newinstance,ptmxmode=0666,mode=620")
+        mount(b"devpts", b"/dev/pts", MS_NOSUID | MS_NOEXEC, b"devpts", b"newinstance,ptmxmode=0666,mode=620,max=64")
     for path in devices:
         mount(b"/dev/pts/ptmx" if path == b"/dev/ptmx" else path, path, MS_BIND)
     set_attributes(b"/", READ_ONLY | (NO_DEVICES if devices else 0), flags=AT_RECURSIVE)

@@ -199,3 +199,10 @@ def test_no_alarm_of_the_kernels_can_be_set(box: Sandbox) -> None:
         box.run("[ ! -e /proc/pressure/memory ] || [ ! -w /proc/pressure/memory ]", env={}, timeout_s=20).exit_code
         == 0
     )
+
+
+def test_a_session_cannot_use_up_the_terminals_of_all(box: Sandbox) -> None:
+    count = "import os\nfor _ in range(60): os.openpty()\nprint(60)\nwhile True: os.openpty()"
+    result = box.run(f"python3 -c '{count}'; script -qec 'tty' /dev/null", env={}, timeout_s=30)
+    assert result.stdout.split()[0] == "60" and "/dev/pts/0" in result.stdout, result.stderr
+    assert "No space left" in result.stderr
