@@ -26,6 +26,8 @@ cores take this long between a connection and its first byte; the number of conn
 BODY_SWEEPS = 120
 CLOSING_SWEEPS = 2
 MAX_HEAD_BYTES = 64 << 10
+MAX_FRAMING_BYTES = 320 << 10
+"""Of a request's head, the sizes of its chunks, and what follows the last of them: all is parsed bit by bit."""
 MAX_HEADERS = 256
 MAX_PIPELINED = 4
 """Requests that wait behind the one that is being answered. No client that is known here sends even one."""
@@ -190,9 +192,13 @@ class Connection(HttpToolsProtocol):
         self._sweeps_left: int | None = HEAD_SWEEPS
         """None while nothing is awaited from the client."""
         self._is_ending = False
-        self._in_head = False
-        self._num_bytes = 0
-        """Of the head or the body that is being read."""
+        self._in_body = False
+        self._num_body_bytes = 0
+        """Of the request that is being read."""
+        self._num_other_bytes = 0
+        """Of its head and between its chunks, or since the last request."""
+        self._num_new_bytes = self._num_new_body_bytes = 0
+        """Of the block that is being parsed."""
 
     @property
     def is_idle(self) -> bool:
@@ -211,15 +217,16 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._num_new_bytes, self._num_new_body_bytes = len(data), 0
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            self._num_bytes += len(data)
-            if self._num_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("The head of the request is too large.")
+        if not self.transport.is_closing():
+            self._num_other_bytes += len(data) - self._num_new_body_bytes
+            if self._num_other_bytes > (MAX_FRAMING_BYTES if self._in_body else MAX_HEAD_BYTES):
+                self.send_400_response("The head of the request is too large, or its chunks are too small.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._sweeps_left, self._in_head, self._num_bytes = HEAD_SWEEPS, True, 0
+        self._sweeps_left, self._num_other_bytes = HEAD_SWEEPS, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= MAX_HEADERS:
@@ -229,20 +236,22 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many pipelined requests")
-        self._sweeps_left, self._in_head, self._num_bytes = BODY_SWEEPS, False, 0
+        self._sweeps_left, self._in_body, self._num_body_bytes = BODY_SWEEPS, True, 0
         if self.session is not None:
             self.session.bounds.count_request()
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._num_bytes += len(body)
-        if self._num_bytes > MAX_BODY_BYTES + MAX_HEAD_BYTES:
+        self._num_new_body_bytes += len(body)
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > MAX_BODY_BYTES + MAX_HEAD_BYTES:
             raise ValueError("the body is too large")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._sweeps_left = None if self.session is not None else HEAD_SWEEPS
+        self._in_body, self._num_other_bytes = False, self._num_new_body_bytes - self._num_new_bytes
         super().on_message_complete()
 
     def adopt(self, session: Session) -> bool:

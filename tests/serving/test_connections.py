@@ -195,6 +195,42 @@ def test_a_head_has_a_largest_size(proxy: Proxy, head: list[str], status: bytes)
         assert read_to_end(connection).split()[1] == status
 
 
+WHOLE = b"%x\r\n%b\r\n0\r\n" % (len(ask()), ask())
+
+
+@pytest.mark.parametrize(
+    ("start", "rest"), [(WHOLE + b"X-A: ", b"y"), (b"", b"1\r\n{\r\n"), (b"1;x=", b"y"), (b"", b"0")]
+)
+def test_what_is_around_a_body_has_a_largest_size(proxy: Proxy, start: bytes, rest: bytes) -> None:
+    target = aim(proxy.open_session(log := new_log()))
+    with target.connect() as connection:
+        connection.sendall(target.head(None) + start)
+        with pytest.raises(ConnectionError):
+            connection.sendall(rest * (40_000_000 // len(rest)))
+    assert "internal_errors" not in log.counters and target.post(ask()) == 200
+
+
+def test_empty_lines_between_requests_are_cut_off(proxy: Proxy) -> None:
+    target = aim(proxy.open_session(new_log()))
+    with target.connect() as connection:
+        connection.sendall(target.head(len(ask())) + ask())
+        assert read_status(connection) == 200
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"\r\n" * 20_000_000)
+
+
+def test_bodies_in_ordinary_chunks_are_read(proxy: Proxy) -> None:
+    target = aim(proxy.open_session(log := new_log()))
+    with target.connect() as connection:
+        for number in range(5):
+            body = ask("a", unread="x" * (2_000_000 + number))
+            parts = [body[start : start + 1000] for start in range(0, len(body), 1000)]
+            connection.sendall(target.head(None) + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts))
+            connection.sendall(b"0\r\n\r\n")
+            assert read_status(connection) == 200
+    assert len(log.calls) >= 1
+
+
 def test_a_head_without_end_is_cut_off(proxy: Proxy) -> None:
     target = aim(proxy.open_session(new_log()))
     with target.connect() as connection, pytest.raises(ConnectionError):
