@@ -40,6 +40,8 @@ INLINE_BODY_BYTES = 64 << 10
 """Smaller bodies are worked on in the event loop: that takes less time than a hop to a thread and back."""
 ENCODING_WEIGHT = 8
 """A byte that is new to the session is encoded (about 3 MB/s): this many times the work of one that is only read."""
+RECORD_BYTES_PER_TOKEN = 12
+"""A token on record is its id and its text, about six bytes each."""
 BYTES_PER_TOKEN = 4
 """Rough bytes of a request per token, where its tokens are another server's."""
 MAX_BUDGET_REQUEST_CHARACTERS = 1000
@@ -62,7 +64,11 @@ class SessionLimits:
     max_body_bytes_held: int = 128 << 20
     """Bodies of requests that are being read or answered."""
     max_record_bytes: int = 256 << 20
-    """Of the record on disk; the calls in memory grow with it."""
+    """Of the record on disk; the calls in memory grow with it. See `compute_max_record`."""
+
+    def compute_max_record(self, max_model_len: int) -> int:
+        """Compute the bytes that a record may have: all that agents need which rewrite their history at every call."""
+        return max(self.max_record_bytes, self.max_calls * max_model_len * RECORD_BYTES_PER_TOKEN)
 
     @property
     def max_requests(self) -> int:
@@ -149,7 +155,7 @@ class Session:
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
         async with self._lock:
-            if self._log.num_bytes > self.limits.max_record_bytes:
+            if self._log.num_bytes > self.limits.compute_max_record(self._backend.engine.max_model_len):
                 self.bounds.exceed("record")
             self.bounds.check_open()
             read = await self._read(dialect, incoming)

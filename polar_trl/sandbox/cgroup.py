@@ -27,6 +27,8 @@ VACATED = "polar-trl-rest"
 """Group for the processes of `ROOT` where it can have none of its own."""
 CONTROLLERS = ("memory", "cpu", "pids")
 PERIOD_US = 100_000
+SOCKET_BYTES = 64 << 20
+"""Of TCP and UDP buffers, which version 1 counts apart from memory. The whole machine has a tenth of its memory."""
 
 
 class Cgroup:
@@ -94,6 +96,7 @@ class Cgroup:
         (in_memory / "memory.limit_in_bytes").write_text(str(memory))
         with suppress(OSError):  # kernels without swap accounting lack it
             (in_memory / "memory.memsw.limit_in_bytes").write_text(str(memory))
+        _limit_sockets(in_memory)
         (in_cpu / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (in_cpu / "cpu.cfs_quota_us").write_text(str(cpu_us))
         (in_pids / "pids.max").write_text(str(pids))
@@ -130,11 +133,30 @@ def _vacate(folder: Path) -> None:
 
 def count_oom_kills(pid: int) -> int:
     """Count processes killed at the memory limit of the group that a process is in. Raises `OSError`."""
+    folder, is_v2 = _find_memory_group(pid)
+    return _read_oom_kills(folder / ("memory.events" if is_v2 else "memory.oom_control"))
+
+
+def limit_sockets(pid: int, name: str) -> None:
+    """Limit socket buffers of a process's group, where this is root and the group has this name: engines do not."""
+    with suppress(OSError):  # there is no such process, or none of this machine
+        folder, is_v2 = _find_memory_group(pid)
+        if not is_v2 and name in folder.name:
+            _limit_sockets(folder)
+
+
+def _find_memory_group(pid: int) -> tuple[Path, bool]:
+    """Find the group that limits a process's memory, and whether it is one of version 2."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            return _read_oom_kills(ROOT / "memory" / path.lstrip("/") / "memory.oom_control")
-    return _read_oom_kills(ROOT / path.lstrip("/") / "memory.events")
+            return ROOT / "memory" / path.lstrip("/"), False
+    return ROOT / path.lstrip("/"), True
+
+
+def _limit_sockets(folder: Path) -> None:
+    with suppress(OSError):  # of another user's, or a kernel that counts them as memory
+        (folder / "memory.kmem.tcp.limit_in_bytes").write_text(str(SOCKET_BYTES))
 
 
 def _read_oom_kills(file: Path) -> int:

@@ -14,6 +14,9 @@ from polar_trl.sandbox.folder import DISK, SUBFOLDERS
 
 UPPER = "upper"
 FULL_BYTES = 2 << 20
+TERMINALS = "pts"
+MAX_TERMINALS = 64
+"""Of one session; the whole machine has some thousands."""
 
 
 def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
@@ -39,6 +42,15 @@ def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
         layers = f"lowerdir={tree},upperdir={disk / UPPER},workdir={disk / 'overlay'}"
         _run("mount", "-t", "overlay", "overlay", "-o", layers, str(disk / "work"))
     return disk
+
+
+def mount_terminals(folder: Path) -> Path:
+    """Mount pseudo-terminals of a session's own in its folder; return the mount point. Raises `SandboxError`."""
+    terminals = folder / TERMINALS
+    terminals.mkdir()
+    options = f"newinstance,nosuid,noexec,ptmxmode=0666,mode=620,max={MAX_TERMINALS}"
+    _run("mount", "-t", "devpts", "-o", options, "devpts", str(terminals))
+    return terminals
 
 
 def make_folders(base: Path, tree: Path | None) -> None:

@@ -143,11 +143,20 @@ def _empty(folder: int, grave: int, keep: str = "") -> list[str]:
             return moved
         for entry in block:
             if entry.is_dir(follow_symlinks=False):
-                os.chmod(entry.name, 0o700, dir_fd=folder)  # one without rights cannot be moved
+                _open_rights(folder, entry.name)  # one without rights cannot be moved
                 moved.append(secrets.token_hex(8))
                 os.rename(entry.name, moved[-1], src_dir_fd=folder, dst_dir_fd=grave)
             else:
                 os.unlink(entry.name, dir_fd=folder)
+
+
+def _open_rights(folder: int, name: str) -> None:
+    """Give a subfolder to its owner, and not what a link leads to that has come into its place since."""
+    below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.chmod(f"/proc/self/fd/{below}", 0o700)
+    finally:
+        os.close(below)
 
 
 def reap_session_folders(root: Path) -> list[str]:

@@ -20,20 +20,25 @@ from polar_trl.recording.session import Session
 from polar_trl.wire.base import MAX_BODY_BYTES
 
 SWEEP_INTERVAL_S = 1.0
-HEAD_SWEEPS = 10
-"""For the head of a request, and for the first valid key on a connection."""
-BODY_SWEEPS = 30
+HEAD_SWEEPS = 60
+"""For the head of a request, and for the first valid key on a connection. Dozens of agents that start at once on a few
+cores take this long between a connection and its first byte; the number of connections is what is scarce."""
+BODY_SWEEPS = 120
 CLOSING_SWEEPS = 2
 MAX_HEAD_BYTES = 64 << 10
+MAX_FRAMING_BYTES = 320 << 10
+"""Of a request's head, the sizes of its chunks, and what follows the last of them: all is parsed bit by bit."""
 MAX_HEADERS = 256
 MAX_PIPELINED = 4
 """Requests that wait behind the one that is being answered. No client that is known here sends even one."""
 MAX_OPEN_FILES = 65536
 """What the limit of open files is raised to, where the system allows it. vLLM takes as many."""
-MAX_STRANGERS = 256
+MAX_STRANGERS = 1024
 """Connections without a valid key."""
 MAX_BODY_BYTES_HELD = 512 << 20
 """Bodies of requests that are being read or answered, of all sessions together."""
+MODEST_BODY_BYTES = 2 * MAX_BODY_BYTES
+"""A session that holds no more does not pay for the others: 64 agents with some screenshots each may ask at once."""
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -108,7 +113,7 @@ class Connections:
         if self._num_bytes[session] > session.limits.max_body_bytes_held:
             session.bounds.exceed("memory")
         elif self._num_bytes.total() > MAX_BODY_BYTES_HELD:
-            self._end_largest(self._num_bytes, "memory")
+            self._end_largest(self._num_bytes, "memory", at_least=MODEST_BODY_BYTES + 1)
         session.bounds.check_open()
 
     async def sweep(self) -> None:
@@ -128,12 +133,19 @@ class Connections:
         if session.bounds.has_ended:
             connection.abort()
         elif self._num_open[session] > session.limits.max_connections:
-            session.bounds.exceed("connections")
+            # some agents make a client for each call and leave its connection open, which other servers close in time
+            idle = next((other for other in self._open if other.session is session and other.is_idle), None)
+            if idle is None:
+                session.bounds.exceed("connections")
+            else:
+                idle.shutdown()
 
-    def _end_largest(self, amounts: Counter[Session], limit: str) -> None:
-        """End the session that has the most, and its connections with it. One that has ended already may still be it:
-        no other pays before that one has paid."""
-        ((session, _),) = amounts.most_common(1)
+    def _end_largest(self, amounts: Counter[Session], limit: str, at_least: int = 0) -> None:
+        """End the session that has the most, and its connections with it, unless it is less than `at_least`. One that
+        has ended already may still be it: no other pays before that one has paid."""
+        ((session, amount),) = amounts.most_common(1)
+        if amount < at_least:
+            return
         session.bounds.exceed(limit)
         for connection in list(self._open):
             if connection.session is session:
@@ -180,9 +192,19 @@ class Connection(HttpToolsProtocol):
         self._sweeps_left: int | None = HEAD_SWEEPS
         """None while nothing is awaited from the client."""
         self._is_ending = False
-        self._in_head = False
-        self._num_bytes = 0
-        """Of the head or the body that is being read."""
+        self._in_body = False
+        self._num_body_bytes = 0
+        """Of the request that is being read."""
+        self._num_other_bytes = 0
+        """Of its head and between its chunks, or since the last request."""
+        self._num_new_bytes = self._num_new_body_bytes = 0
+        """Of the block that is being parsed."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request of its session was answered on it, and no other has begun."""
+        has_answered = self.cycle is not None and self.cycle.response_complete
+        return has_answered and self._sweeps_left is None and not self.transport.is_closing()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Transport(transport))  # type: ignore[arg-type]
@@ -195,15 +217,16 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._num_new_bytes, self._num_new_body_bytes = len(data), 0
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            self._num_bytes += len(data)
-            if self._num_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("The head of the request is too large.")
+        if not self.transport.is_closing():
+            self._num_other_bytes += len(data) - self._num_new_body_bytes
+            if self._num_other_bytes > (MAX_FRAMING_BYTES if self._in_body else MAX_HEAD_BYTES):
+                self.send_400_response("The head of the request is too large, or its chunks are too small.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._sweeps_left, self._in_head, self._num_bytes = HEAD_SWEEPS, True, 0
+        self._sweeps_left, self._num_other_bytes = HEAD_SWEEPS, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= MAX_HEADERS:
@@ -213,20 +236,22 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many pipelined requests")
-        self._sweeps_left, self._in_head, self._num_bytes = BODY_SWEEPS, False, 0
+        self._sweeps_left, self._in_body, self._num_body_bytes = BODY_SWEEPS, True, 0
         if self.session is not None:
             self.session.bounds.count_request()
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._num_bytes += len(body)
-        if self._num_bytes > MAX_BODY_BYTES + MAX_HEAD_BYTES:
+        self._num_new_body_bytes += len(body)
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > MAX_BODY_BYTES + MAX_HEAD_BYTES:
             raise ValueError("the body is too large")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._sweeps_left = None if self.session is not None else HEAD_SWEEPS
+        self._in_body, self._num_other_bytes = False, self._num_new_body_bytes - self._num_new_bytes
         super().on_message_complete()
 
     def adopt(self, session: Session) -> bool:

@@ -150,6 +150,17 @@ def send_huge_heads(target: Target) -> None:
             connection.recv(64)
 
 
+def send_framing_without_end(target: Target) -> None:
+    """A field after the last chunk, chunks of one byte, the name of a chunk's field, zeros before a chunk's size."""
+    body = ask()
+    whole = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    for start, rest in ((whole + b"X-A: ", b"y"), (b"", b"1\r\n{\r\n"), (b"1;x=", b"y"), (b"", b"0")):
+        with suppress(OSError), target.connect() as connection:
+            connection.sendall(target.head(None) + start)
+            for _ in range(40):
+                connection.sendall(rest * (MB // len(rest)))
+
+
 def pipeline_thousands(target: Target) -> None:
     """5,000 requests on each of 20 connections, whose replies are not read."""
     with ExitStack() as stack:
@@ -219,7 +230,8 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     for attack in (
         use_up_budget_then_flood, change_a_giant_history, send_giant_labels, send_millions_of_values, send_bombs,
         send_bombs_without_a_key, send_many_bodies_at_once, send_a_body_without_end, send_huge_heads,
-        pipeline_thousands, read_nothing, open_connections, send_half_requests, repeat_one_request, ask_and_hang_up,
+        send_framing_without_end, pipeline_thousands, read_nothing, open_connections, send_half_requests,
+        repeat_one_request, ask_and_hang_up,
     )
 }  # fmt: skip
 

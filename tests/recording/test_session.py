@@ -340,7 +340,11 @@ def test_a_session_out_of_budget_keeps_little_of_what_it_is_sent(workers: Thread
     assert bench.log.num_bytes < 50_000
 
 
-def test_a_session_ends_before_its_record_grows_without_end(workers: ThreadPoolExecutor) -> None:
+def test_a_session_ends_before_its_record_grows_without_end(
+    workers: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polar_trl.recording.session.RECORD_BYTES_PER_TOKEN", 1)
+
     async def run(bench: Bench) -> None:
         for number in range(3):
             await bench.answer(ask({"role": "user", "content": f"{number}" * 100_000}))
@@ -348,11 +352,22 @@ def test_a_session_ends_before_its_record_grows_without_end(workers: ThreadPoolE
             await bench.begin(ask())
         assert caught.value.status == 403 and bench.session.bounds.has_ended
 
-    engine = ScriptedEngine(lambda _: (1,), max_model_len=1 << 20)
-    bench = Bench(engine, workers, limits=SessionLimits(max_record_bytes=1_000_000))
+    engine = ScriptedEngine(lambda _: (1,), max_model_len=200_000)
+    bench = Bench(engine, workers, limits=SessionLimits(max_calls=5, max_record_bytes=1_000_000))
     asyncio.run(run(bench))
     assert len(bench.log.calls) == 3 and 1_000_000 < bench.log.num_bytes < 2_000_000
     assert bench.log.exceeded == "record" and bench.log.counters == {"record_exceeded": 1}
+
+
+def test_an_agent_that_rewrites_a_full_context_at_every_call_gets_all_its_calls(workers: ThreadPoolExecutor) -> None:
+    async def run(bench: Bench) -> None:
+        for number in range(5):
+            await bench.answer(ask({"role": "user", "content": f"{number}" * 199_000}))
+
+    engine = ScriptedEngine(lambda _: (1,), max_model_len=200_000)
+    bench = Bench(engine, workers, limits=SessionLimits(max_calls=5, max_record_bytes=1_000_000))
+    asyncio.run(run(bench))
+    assert len(bench.log.calls) == 5 and bench.log.num_bytes > 3_000_000 and bench.log.exceeded == ""
 
 
 def test_what_was_sampled_is_recorded_though_the_session_went_past_a_limit(workers: ThreadPoolExecutor) -> None:

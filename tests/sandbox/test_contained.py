@@ -150,6 +150,35 @@ def test_root_cannot_write_what_is_the_kernels(box: Sandbox) -> None:
     assert run(box, "[ ! -e /proc/sysrq-trigger ] || [ ! -w /proc/sysrq-trigger ]").exit_code == 0
 
 
+SOCKETS = """
+import socket
+held, num_bytes = [], 0
+for _ in range(1750):  # 300 MB
+    held.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    held[-1].bind(("127.0.0.1", 0))
+    held[-1].setblocking(False)
+    for _ in range(3):
+        try:
+            held[-1].sendto(b"x" * 60_000, held[-1].getsockname())
+        except OSError:
+            pass
+for receiver in held:
+    try:
+        while True:
+            num_bytes += len(receiver.recv(65536))
+    except BlockingIOError:
+        pass
+print(num_bytes >> 20)
+"""
+
+
+def test_buffers_of_sockets_have_a_limit(box: Sandbox) -> None:
+    # version 1 counts them apart from memory, and the whole machine has a tenth of its memory for them
+    box.put("sockets.py", SOCKETS.encode())
+    result = run(box, "ulimit -n 4096; python3 sockets.py", timeout_s=60)
+    assert result.out_of_memory or 1 < int(result.stdout) < LIMITS.memory_mb, result.stderr
+
+
 def test_nothing_tells_of_the_trainer(
     backend: SandboxBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox import owner
 from polar_trl.sandbox.owner import (
     OWNER_FILE,
     build_helper_mark,
@@ -221,3 +222,20 @@ def test_an_empty_folder_without_a_tag_goes_after_a_while(root: Path) -> None:
         os.utime(folder, (0, 0))
     assert reap_session_folders(root) == ["old"]
     assert sorted(root.iterdir()) == [full, young]
+
+
+def test_a_link_that_takes_a_folders_place_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (outside := tmp_path / "outside").mkdir(mode=0o755)
+    (inside := tmp_path / "base" / "inside").mkdir(parents=True)
+
+    def list_and_swap(entries: Iterator[os.DirEntry[str]], number: int) -> list[os.DirEntry[str]]:
+        found = list(entries)
+        if found and not inside.is_symlink():
+            inside.rmdir()
+            inside.symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(owner, "islice", list_and_swap)
+    with pytest.raises(SandboxError, match="cannot remove"):
+        owner.remove_tree(tmp_path / "base")
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o755

@@ -209,13 +209,14 @@ def group() -> Iterator[Path]:
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - cgroup2 " in line]
     (own,) = [line[4:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::/")]
     if os.geteuid() != 0 or not mounts:
-        pytest.skip("needs root and control groups of version 2")
+        pytest.fail("needs root and a hierarchy of version 2; CONTAINERS=no leaves this out")
     folder = Path(mounts[0][4], own, f"polar-trl-test-{os.getpid()}")
     folder.mkdir()
     yield folder
     folder.rmdir()
 
 
+@pytest.mark.containers
 @pytest.mark.parametrize("is_filtered", [True, False])
 def test_an_agent_of_a_local_sandbox_ends_nobody_by_control_groups(
     group: Path, is_filtered: bool, monkeypatch: pytest.MonkeyPatch
@@ -238,3 +239,16 @@ def test_an_agent_of_a_local_sandbox_ends_nobody_by_control_groups(
         victim.kill()
         victim.wait()
         box.destroy()
+
+
+def test_no_alarm_of_the_kernels_can_be_set(box: Sandbox) -> None:
+    # one for each open file, in memory that no limit counts, and each is looked at every two seconds
+    command = "[ ! -e /proc/pressure/memory ] || [ ! -w /proc/pressure/memory ]"
+    assert box.run(command, env={}, timeout_s=20).exit_code == 0
+
+
+def test_a_session_cannot_use_up_the_terminals_of_all(box: Sandbox) -> None:
+    count = "import os\nfor _ in range(60): os.openpty()\nprint(60)\nwhile True: os.openpty()"
+    result = box.run(f"python3 -c '{count}'; script -qec 'tty' /dev/null", env={}, timeout_s=30)
+    assert result.stdout.split()[0] == "60" and "/dev/pts/0" in result.stdout, result.stderr
+    assert "No space left" in result.stderr

@@ -96,11 +96,50 @@ def test_one_connection_too_many_ends_its_session_and_no_other(proxy: Proxy, has
             with suppress(ConnectionError):
                 connection.sendall(target.head(len(ask())) + ask())
                 assert read_status(connection) in (200, 403 if number == 5 else 200)
+                connection.sendall(b"POST ")  # it is not idle
         wait_until(lambda: log.exceeded == "connections")
         with other:
             assert other.post(CHAT, json={"messages": HELLO}).status_code == 200
     assert target.post(ask()) in (0, 403)
     assert log.counters["connections_exceeded"] == 1 and len(log.calls) == 1
+
+
+@pytest.mark.parametrize("has_own_listener", [False, True])
+def test_connections_that_an_agent_left_idle_give_way(proxy: Proxy, has_own_listener: bool) -> None:
+    log, limits = new_log(), SessionLimits(max_connections=5)
+    target = open_on_own_listener(proxy, log, limits) if has_own_listener else aim(proxy.open_session(log, limits))
+    with ExitStack() as stack:
+        left: list[socket.socket] = []
+        for number in range(20):
+            left.append(stack.enter_context(target.connect()))
+            body = ask(f"call {number}")
+            left[-1].sendall(target.head(len(body)) + body)
+            assert read_status(left[-1]) == 200
+        assert [read_to_end(connection) for connection in left[:15]] == [b""] * 15
+        left[-1].sendall(target.head(len(ask("more"))) + ask("more"))
+        assert read_status(left[-1]) == 200
+    assert log.exceeded == "" and len(log.calls) == 21
+
+
+def test_sessions_with_modest_bodies_do_not_pay_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_BODY_BYTES_HELD", 3_000)
+    monkeypatch.setattr(connections, "MODEST_BODY_BYTES", 2_000)
+    engine = GatedEngine()
+    engine.max_model_len = 10_000
+    with serve(engine) as proxy, ExitStack() as stack:
+        logs = [new_log(f"s{number}") for number in range(8)]
+        asked = []
+        for number, log in enumerate(logs):
+            target = open_on_own_listener(proxy, log)
+            asked.append(stack.enter_context(target.connect()))
+            body = ask("x" * (2_500 if number == 7 else 700))
+            asked[-1].sendall(target.head(len(body)) + body)
+            if number < 7:
+                engine.entered.acquire()
+        wait_until(lambda: logs[7].exceeded == "memory")
+        engine.gate.set()
+        assert [read_status(connection) for connection in asked[:7]] == [200] * 7
+    assert [log.exceeded for log in logs[:7]] == [""] * 7
 
 
 def test_the_oldest_without_a_key_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +193,42 @@ def test_a_head_has_a_largest_size(proxy: Proxy, head: list[str], status: bytes)
         with suppress(ConnectionError):
             connection.sendall(ask())
         assert read_to_end(connection).split()[1] == status
+
+
+WHOLE = b"%x\r\n%b\r\n0\r\n" % (len(ask()), ask())
+
+
+@pytest.mark.parametrize(
+    ("start", "rest"), [(WHOLE + b"X-A: ", b"y"), (b"", b"1\r\n{\r\n"), (b"1;x=", b"y"), (b"", b"0")]
+)
+def test_what_is_around_a_body_has_a_largest_size(proxy: Proxy, start: bytes, rest: bytes) -> None:
+    target = aim(proxy.open_session(log := new_log()))
+    with target.connect() as connection:
+        connection.sendall(target.head(None) + start)
+        with pytest.raises(ConnectionError):
+            connection.sendall(rest * (40_000_000 // len(rest)))
+    assert "internal_errors" not in log.counters and target.post(ask()) == 200
+
+
+def test_empty_lines_between_requests_are_cut_off(proxy: Proxy) -> None:
+    target = aim(proxy.open_session(new_log()))
+    with target.connect() as connection:
+        connection.sendall(target.head(len(ask())) + ask())
+        assert read_status(connection) == 200
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"\r\n" * 20_000_000)
+
+
+def test_bodies_in_ordinary_chunks_are_read(proxy: Proxy) -> None:
+    target = aim(proxy.open_session(log := new_log()))
+    with target.connect() as connection:
+        for number in range(5):
+            body = ask("a", unread="x" * (2_000_000 + number))
+            parts = [body[start : start + 1000] for start in range(0, len(body), 1000)]
+            connection.sendall(target.head(None) + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts))
+            connection.sendall(b"0\r\n\r\n")
+            assert read_status(connection) == 200
+    assert len(log.calls) >= 1
 
 
 def test_a_head_without_end_is_cut_off(proxy: Proxy) -> None:

@@ -28,7 +28,7 @@ from polar_trl.sandbox.base import WORKDIR, Capabilities, ExecResult, SandboxBac
 from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.bwrap.options import build_options
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
-from polar_trl.sandbox.disk import is_full, make_disk, make_folders
+from polar_trl.sandbox.disk import TERMINALS, is_full, make_disk, make_folders, mount_terminals
 from polar_trl.sandbox.folder import DISK, HostFolders, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.network import NetworkHolder
@@ -124,6 +124,7 @@ class BwrapSandboxBackend(SandboxBackend):
             tree = self._trees.find(task)
             if self._setup.has_limits:
                 files = SessionFolder(make_disk(folder, tree, self._setup.limits.disk_mb))
+                mount_terminals(folder)
             else:
                 make_folders(folder / DISK, tree)
                 files = SessionFolder(folder / DISK)
@@ -242,13 +243,12 @@ class BwrapSandbox(HostFolders):
             if self._is_destroyed:
                 raise SandboxError("the sandbox was destroyed; make a new one")
             oom_kills = self._cgroup.count_oom_kills() if self._cgroup else 0
-            base, mounts = self._files.base, [mount for mount in self._setup.mounts if mount.exists()]
             self._is_killed = False
             try:
                 self._files.restore()
                 self._command = BwrapCommand(
                     self._build_prefix(),
-                    build_options(base, self.workdir, mounts, env, has_userns=self._setup.has_userns),
+                    self._build_options(env),
                     ["bash", "-c", text],
                     seccomp=build_filter(),
                     path=self._setup.path,
@@ -274,6 +274,13 @@ class BwrapSandbox(HostFolders):
             joins = "; ".join(f"echo $$ > '{path}'" for path in self._cgroup.join_files)
             join = ["sh", "-c", f'set -e; {joins}; exec "$@"', "sh"]
         return [*join, *self._network.build_prefix(), "prlimit", *_build_limits(sizes)]
+
+    def _build_options(self, env: Mapping[str, str]) -> list[str]:
+        mounts = [mount for mount in self._setup.mounts if mount.exists()]
+        terminals = self._folder / TERMINALS if self._setup.has_limits else None
+        return build_options(
+            self._files.base, self.workdir, mounts, env, has_userns=self._setup.has_userns, terminals=terminals
+        )
 
 
 def _build_limits(sizes: Mapping[str, int]) -> list[str]:

@@ -36,7 +36,13 @@ SYSTEM_FILES = (
 
 
 def build_options(
-    base: Path, workdir: str, mounts: Sequence[Path], env: Mapping[str, str], *, has_userns: bool
+    base: Path,
+    workdir: str,
+    mounts: Sequence[Path],
+    env: Mapping[str, str],
+    *,
+    has_userns: bool,
+    terminals: Path | None,
 ) -> list[str]:
     """Build the words of a command.
 
@@ -46,8 +52,10 @@ def build_options(
         mounts: Host folders shown read-only at the same path.
         env: Variables beside PATH, HOME, TMPDIR and LANG.
         has_userns: Whether the sandbox has a user namespace, the last one.
+        terminals: Host folder of the session's own pseudo-terminals; None: bubblewrap's, whose number has no limit.
     """
     words = [*ISOLATION, *(NO_USER_NAMESPACES if has_userns else ())]
+    words += ["--dev-bind", str(terminals), "/dev/pts"] if terminals else []
     words += ["--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for path in filter(os.path.exists, map(os.fsdecode, PROC_READ_ONLY)):
         words += ["--ro-bind", path, path]

@@ -18,7 +18,7 @@ from docker.errors import DockerException
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import HOME, ExecResult
-from polar_trl.sandbox.cgroup import count_oom_kills
+from polar_trl.sandbox.cgroup import count_oom_kills, limit_sockets
 from polar_trl.sandbox.disk import is_full
 from polar_trl.sandbox.docker.client import ENGINE_ERRORS, Removals
 from polar_trl.sandbox.docker.exec_stream import ExecStream
@@ -71,6 +71,7 @@ class DockerSandbox(HostFolders):
         try:
             self._files.restore()
             oom_kills = self._count_oom_kills()
+            limit_sockets(self._container.attrs["State"]["Pid"], self._container.id)
             exec_id = self._client.api.exec_create(
                 self._container.id, argv, environment={"HOME": HOME, **env}, workdir=self.workdir, user=build_user()
             )["Id"]

@@ -47,7 +47,7 @@ SCRATCH = (b"/tmp", b"/var/tmp")
 SHARED_MEMORY = b"/dev/shm"
 DEVICES = tuple(b"/dev/" + name for name in b"null zero full random urandom tty ptmx pts".split())
 """All that root keeps: others could not write a disk anyway."""
-PROC_READ_ONLY = (b"/proc/bus", b"/proc/fs", b"/proc/irq", b"/proc/sys", b"/proc/sysrq-trigger")
+PROC_READ_ONLY = (b"/proc/bus", b"/proc/fs", b"/proc/irq", b"/proc/pressure", b"/proc/sys", b"/proc/sysrq-trigger")
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service: root keeps what concerns its own files
 # and processes; with more it could take these mounts away
 CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10)
@@ -242,7 +242,7 @@ def arrange_files(root: bytes, disk: bytes, shown: list[bytes]) -> None:
         mount(b"/proc/self/fd/%d" % sources[path], path, MS_BIND)
     devices = [path for path in DEVICES if os.geteuid() == 0 and os.path.exists(path)]
     if devices:
-        mount(b"devpts", b"/dev/pts", MS_NOSUID | MS_NOEXEC, b"devpts", b"newinstance,ptmxmode=0666,mode=620")
+        mount(b"devpts", b"/dev/pts", MS_NOSUID | MS_NOEXEC, b"devpts", b"newinstance,ptmxmode=0666,mode=620,max=64")
     for path in devices:
         mount(b"/dev/pts/ptmx" if path == b"/dev/ptmx" else path, path, MS_BIND)
     set_attributes(b"/", READ_ONLY | (NO_DEVICES if devices else 0), flags=AT_RECURSIVE)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from serving import wait_until
 
+from polar_trl.sandbox import cgroup
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.bwrap import backend as bwrap
 from polar_trl.sandbox.bwrap import options
@@ -89,6 +90,13 @@ def test_the_filter_alone_holds_where_there_are_no_user_namespaces(
         assert not arena.backend._setup.has_userns
         for name in ("namespaces", "mounts", "control_groups", "memory", "processes", "privileges", "kernel_calls"):
             assert arena.attack(name) == [], name
+
+
+@pytest.mark.skipif(cgroup.ROOT.joinpath("cgroup.controllers").exists(), reason="version 2 counts them as memory")
+def test_memory_in_buffers_of_sockets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_limit_sockets", lambda folder: None)
+    with Arena(tmp_path / "state") as arena:
+        assert "in buffers of sockets" in "; ".join(arena.attack("memory"))
 
 
 def test_the_local_sandbox_does_not_hold(tmp_path: Path) -> None:
