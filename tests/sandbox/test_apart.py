@@ -98,7 +98,7 @@ def empty(folder: Path) -> None:
 def replace(folder: Path) -> None:
     aside = folder.with_name("aside")
     folder.rename(aside)
-    shutil.copytree(aside, folder, ignore=shutil.ignore_patterns("disk.img"))
+    shutil.copytree(aside, folder, ignore=shutil.ignore_patterns("disk.img", "pts"))
 
 
 def take_rights(folder: Path) -> None:
@@ -134,7 +134,8 @@ def test_a_folder_that_is_harmed_while_it_is_graded_gives_no_reward(
     require_no_reward(results["victim"], folders["victim"])
     assert results["other"].rollout.reward == 1.0
     if (aside := sessions.root / "aside").exists():
-        subprocess.run(["umount", "-R", "-l", aside / "disk"], stderr=subprocess.DEVNULL)
+        for place in ("disk", "pts"):
+            subprocess.run(["umount", "-R", "-l", aside / place], stderr=subprocess.DEVNULL)
         shutil.rmtree(aside)
 
 
