@@ -12,7 +12,7 @@ MAX_BUDGET_MESSAGES = 20
 
 
 class SessionBounds:
-    """Whether a session still answers, and why not.
+    """Limits of one session; past them it ends, and its requests get `WireError`.
 
     Args:
         log: Has the counter of the limit that the session went past.
@@ -30,7 +30,7 @@ class SessionBounds:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further request is answered."""
+        """True once no further request is answered."""
         return self.is_closed or bool(self._log.exceeded)
 
     def check_open(self) -> None:
