@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether a request of its session was answered on it, and no other has begun."""
+        """True if a request of its session was answered on it, and no other has begun."""
         has_answered = self.cycle is not None and self.cycle.response_complete
         return has_answered and self._sweeps_left is None and not self.transport.is_closing()
 
