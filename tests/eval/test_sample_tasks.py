@@ -238,7 +238,7 @@ def test_a_folder_is_another_command_s_until_the_last_engine_has_left_it(tmp_pat
     command.__enter__()
     engine.__enter__()
     for process in (command, engine):
-        with pytest.raises(ConfigError, match="is being written by another process"), open_folder(tmp_path, SETTINGS):
+        with pytest.raises(ConfigError, match="is being written by this very process"), open_folder(tmp_path, SETTINGS):
             pass
         process.__exit__(None, None, None)
     with open_folder(tmp_path, SETTINGS):
@@ -298,7 +298,7 @@ def test_a_start_that_was_killed_at_once_or_in_its_first_line_decides_nothing(tm
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
         open_folder(tmp_path / "out", SETTINGS),
-        pytest.raises(ConfigError, match="being written by another process"),
+        pytest.raises(ConfigError, match="being written by this very process"),
         open_folder(tmp_path / "out", SETTINGS),
     ):
         pass

@@ -52,6 +52,7 @@ PRIVATE: dict[str, Any] = {
     "_parameters": "torch.nn.modules.module",
     "_fp": "urllib3.response",
     "_sock": "socket",
+    "_update_current_test_var": "_pytest.runner",
 }
 """Name -> the class or module in whose source it is."""
 FORWARD = "Forwarded"
