@@ -238,7 +238,7 @@ def test_a_folder_is_another_command_s_until_the_last_engine_has_left_it(tmp_pat
     command.__enter__()
     engine.__enter__()
     for process in (command, engine):
-        with pytest.raises(ConfigError, match="is being written by this very process"), open_folder(tmp_path, SETTINGS):
+        with pytest.raises(ConfigError, match="written by this very process"), open_folder(tmp_path, SETTINGS):
             pass
         process.__exit__(None, None, None)
     with open_folder(tmp_path, SETTINGS):
