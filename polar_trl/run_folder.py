@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,12 +123,12 @@ class FolderLock:
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = _describe_owner(self._file)
-            is_this = owner.startswith(f" (process {os.getpid()} on {socket.gethostname()},")
+            owner = _read_owner(self._file)
+            is_this = (owner.get("pid"), owner.get("host")) == (os.getpid(), socket.gethostname())
             whose = "this very" if is_this else "another"
             raise ConfigError(
-                f"output_dir {folder} is being written by {whose} process{owner}; wait for its end, end it, or "
-                "name another output_dir"
+                f"output_dir {folder} is being written by {whose} process{_describe_owner(owner)}; wait for its "
+                "end, end it, or name another output_dir"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
@@ -150,8 +150,8 @@ def _describe_process() -> bytes:
     return json.dumps(about).encode() + b"\n"
 
 
-def _describe_owner(file: int) -> str:
-    """Describe whoever has the lock, in parentheses; "" where something has kept it from saying so."""
+def _read_owner(file: int) -> dict[str, Any]:
+    """Read what the process that has the lock says of itself; nothing where something has kept it from saying so."""
     text = b""
     for _ in range(10):
         if text := os.pread(file, 1 << 16, 0):
@@ -159,15 +159,22 @@ def _describe_owner(file: int) -> str:
         time.sleep(0.1)  # it has the lock, and is about to say who it is
     try:
         about = json.loads(text)
-        pid, host, command = int(about["pid"]), str(about["host"]), str(about["command"])
-        what = f"process {pid} on {host}, since {about['since']}: {command[:200]}"
+        return {"pid": int(about["pid"]), **{name: str(about[name]) for name in ("host", "since", "command")}}
     except (ValueError, KeyError, TypeError, OverflowError):
+        return {}
+
+
+def _describe_owner(owner: Mapping[str, Any]) -> str:
+    """Describe it in parentheses; "" where nothing is known."""
+    if not owner:
         return ""
+    pid, host = owner["pid"], owner["host"]
     try:
         is_stopped = host == socket.gethostname() and "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         is_stopped = False
-    return f" ({what}{f'; it is stopped, and kill -CONT {pid} lets it go on' if is_stopped else ''})"
+    stopped = f"; it is stopped, and kill -CONT {pid} lets it go on" if is_stopped else ""
+    return f" (process {pid} on {host}, since {owner['since']}: {owner['command'][:200]}{stopped})"
 
 
 def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS, build_agent
-from polar_trl.sandbox import KINDS
+from polar_trl.sandbox import KINDS, choose_kind
 
 if TYPE_CHECKING:
     from polar_trl.tools.doctor import Checkup
@@ -99,15 +99,14 @@ def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
 
 
 def _run_security(args: argparse.Namespace) -> int:
-    from polar_trl.tools.security import KINDS as TRIED
     from polar_trl.tools.security import check_security
 
     if args.agents or args.install:
         raise ConfigError("--security tries sandboxes and no agents; leave out the agents and --install")
-    kinds = [args.sandbox] if args.sandbox in TRIED else list(TRIED)
+    kinds = [kind for kind in KINDS if kind != "auto" and args.sandbox in ("auto", kind)]
     print(f"polar-trl: attacking {', '.join(kinds)} ...", file=sys.stderr)
     rows, missing = check_security(kinds, args.sandbox_image)
-    default = args.sandbox if args.sandbox in TRIED else "docker" if args.sandbox_image else "bwrap"
+    default = choose_kind(args.sandbox, image=args.sandbox_image)
     if args.json:
         report = {"rows": [asdict(row) for row in rows], "default": default, "not_tried": missing}
         print(json.dumps(report))

@@ -11,7 +11,6 @@ added to (`ConfigError`). Where session after session fails, the machine has to 
 Attempts that a busy server turned away are no fault of ours: a later start does not count them.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -35,6 +34,7 @@ from polar_trl.run_folder import (
     SETTINGS_FILE,
     TRAINED_FILE,
     FolderLock,
+    append_lines,
     disk_errors,
     make_output_dir,
     write_whole,
@@ -281,15 +281,9 @@ def _append(path: Path, result: SampleResult) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         start = os.fstat(file.fileno()).st_size
         if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
-            start = path.read_bytes().rfind(b"\n") + 1
-            file.truncate(start)
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
         with disk_errors(path):
-            try:
-                if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            except OSError:  # half a line in the middle would make all of it unreadable
-                file.truncate(start)
-                raise
+            append_lines(path, line)
 
 
 def _parse_settings(path: Path, text: str) -> dict[str, Any]:

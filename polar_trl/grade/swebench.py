@@ -11,14 +11,12 @@ where the tested code raised `pytest.xfail`. Refuses rows that neither have a sc
 unless their tests are plain pytest files (`TaskError`).
 """
 
-import hmac
 import json
 import re
 import secrets
 import shlex
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
@@ -27,9 +25,15 @@ from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary, Style
 from polar_trl.grade.changes import Change, apply_changes, find_changes
 from polar_trl.grade.reward_hacking import Protection, count_planted, read_fix
-from polar_trl.grade.tests import NOT_STARTED, HiddenTestsGrader, find_faults, list_new_modules, list_tested
+from polar_trl.grade.tests import (
+    NOT_STARTED,
+    HiddenTestsGrader,
+    find_faults,
+    list_new_modules,
+    list_tested,
+    read_report,
+)
 from polar_trl.sandbox.base import Sandbox
-from polar_trl.sandbox.inside.guard import sign
 from polar_trl.sandbox.inside.run_tests import GUARD, list_own
 from polar_trl.types import Task, TestSpec
 
@@ -66,7 +70,7 @@ class SwebenchGrader(HiddenTestsGrader):
         canary = Canary((*spec.fail_to_pass, *spec.pass_to_pass), style, files) if style and is_placed else None
         if canary is not None:
             body = f"{body.rstrip()} {shlex.join(canary.arguments)}\n"
-        witness = Witness(body) if canary is not None and style == "pytest" and is_single(body) else None
+        witness = WitnessPlugin(body) if canary is not None and style == "pytest" and is_single(body) else None
         changes = find_changes(sandbox.base_tree, sandbox.host_workdir, deadline=deadline)
         fix = read_fix(task)
         kept, counts = Protection(spec, fix).sort(changes)
@@ -98,7 +102,7 @@ class SwebenchGrader(HiddenTestsGrader):
         return self._close(spec, None if faults else passed, counts)
 
 
-class Witness:
+class WitnessPlugin:
     """Has pytest report to us beside its log: a plugin compares its parts, and signs the outcomes that it saw."""
 
     def __init__(self, body: str) -> None:
@@ -131,13 +135,7 @@ class Witness:
 
     def read(self, fresh: Sandbox) -> dict[str, Any] | None:
         """Read the plugin's report, None where it wrote none."""
-        with suppress(ValueError, FileTooLargeError):
-            text = (fresh.get(f"~/{self._name}/report.json", max_bytes=MAX_LOG_BYTES) or b"").decode()
-            proof, _, text = text.partition("\n")
-            if hmac.compare_digest(proof, sign(self._key, text)):
-                found: dict[str, Any] = json.loads(text)
-                return found
-        return None
+        return read_report(fresh, f"~/{self._name}/report.json", self._key, max_bytes=MAX_LOG_BYTES)
 
 
 def find_log_faults(log: str, outcomes: Mapping[str, str], canary: Canary | None) -> list[str]:

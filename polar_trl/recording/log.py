@@ -62,7 +62,7 @@ class SessionLog:
         self.last_failure = ""
         """What kept a call from its answer, on our side and the last time; "" where nothing has."""
         self.exceeded = ""
-        """The first limit that the session went past, such as "connections"; "" while it is within them."""
+        """The limit that the session went past, such as "connections"; "" while it is within them."""
         self.num_bytes = 0
         """Length of the record, on disk or not."""
         self._lock = threading.Lock()
@@ -111,9 +111,9 @@ class SessionLog:
         self.last_failure = f"{type(error).__name__}: {error}"[:_FAILURE_LENGTH]
 
     def note_exceeded(self, limit: str) -> None:
-        """Count a limit that the session went past, and keep which it was."""
+        """Count the limit that the session went past, and keep which it was: it ends there."""
         self.count(f"{limit}_exceeded")
-        self.exceeded = self.exceeded or limit
+        self.exceeded = limit
 
     def close(self, rollout: Rollout, extra: Mapping[str, Any] = {}) -> None:
         """Write the final line: how the session ended, and `extra` (JSON values).

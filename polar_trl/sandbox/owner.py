@@ -110,31 +110,31 @@ def remove_tree(base: Path) -> None:
 def _remove_levels(base: Path) -> None:
     """Remove a folder in time that grows with its content and not with its depth, which can be 100,000 levels.
 
-    Subfolders are moved into one folder, the grave, before the folder that they were in is removed.
+    Subfolders are moved into one folder of ours before the folder that they were in is removed.
     """
     name = f".{secrets.token_hex(8)}"
     base.chmod(0o700)
     (base / name).mkdir()
-    folder, grave = (os.open(path, _FOLDER) for path in (base, base / name))
+    folder, holding = (os.open(path, _FOLDER) for path in (base, base / name))
     try:
-        waiting = _empty(folder, grave, keep=name)
+        waiting = _empty(folder, holding, keep=name)
         while waiting:
-            below = os.open(waiting[-1], _FOLDER, dir_fd=grave)
+            below = os.open(waiting[-1], _FOLDER, dir_fd=holding)
             try:
-                moved = _empty(below, grave)
+                moved = _empty(below, holding)
             finally:
                 os.close(below)
-            os.rmdir(waiting.pop(), dir_fd=grave)
+            os.rmdir(waiting.pop(), dir_fd=holding)
             waiting += moved
     finally:
         os.close(folder)
-        os.close(grave)
+        os.close(holding)
     (base / name).rmdir()
     base.rmdir()
 
 
-def _empty(folder: int, grave: int, keep: str = "") -> list[str]:
-    """Remove a folder's files, and move its subfolders but `keep` into the grave; their names there."""
+def _empty(folder: int, holding: int, keep: str = "") -> list[str]:
+    """Remove a folder's files, and move its subfolders but `keep` into another; their names there."""
     moved: list[str] = []
     while True:
         with os.scandir(folder) as entries:
@@ -145,7 +145,7 @@ def _empty(folder: int, grave: int, keep: str = "") -> list[str]:
             if entry.is_dir(follow_symlinks=False):
                 _open_rights(folder, entry.name)  # one without rights cannot be moved
                 moved.append(secrets.token_hex(8))
-                os.rename(entry.name, moved[-1], src_dir_fd=folder, dst_dir_fd=grave)
+                os.rename(entry.name, moved[-1], src_dir_fd=folder, dst_dir_fd=holding)
             else:
                 os.unlink(entry.name, dir_fd=folder)
 

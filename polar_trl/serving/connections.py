@@ -33,7 +33,7 @@ MAX_PIPELINED = 4
 """Requests that wait behind the one that is being answered. No client that is known here sends even one."""
 MAX_OPEN_FILES = 65536
 """What the limit of open files is raised to, where the system allows it. vLLM takes as many."""
-MAX_STRANGERS = 1024
+MAX_UNAUTHENTICATED = 1024
 """Connections without a valid key."""
 MAX_BODY_BYTES_HELD = 512 << 20
 """Bodies of requests that are being read or answered, of all sessions together."""
@@ -60,10 +60,10 @@ class Connections:
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
-        self._max_strangers = min(MAX_STRANGERS, max_open // 4)
+        self._max_unauthenticated = min(MAX_UNAUTHENTICATED, max_open // 4)
         # in the order in which they came
         self._open: dict[Connection, None] = {}
-        self._strangers: dict[Connection, None] = {}
+        self._unauthenticated: dict[Connection, None] = {}
         self._num_open: Counter[Session] = Counter()
         self._num_bytes: Counter[Session] = Counter()
 
@@ -71,12 +71,12 @@ class Connections:
         """Count a new connection. If there are too many, the oldest without a key goes, or the largest session."""
         self._open[connection] = None
         if connection.session is None:
-            self._strangers[connection] = None
+            self._unauthenticated[connection] = None
         else:
             self._count(connection, connection.session)
         is_full = len(self._open) > self._max_open
-        if self._strangers and (is_full or len(self._strangers) > self._max_strangers):
-            next(iter(self._strangers)).abort()
+        if self._unauthenticated and (is_full or len(self._unauthenticated) > self._max_unauthenticated):
+            next(iter(self._unauthenticated)).abort()
         elif is_full:
             self._end_largest(self._num_open, "connections")
 
@@ -153,7 +153,7 @@ class Connections:
 
     def _forget(self, connection: "Connection") -> None:
         if connection.session is None:
-            self._strangers.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
             return
         self._num_open[connection.session] -= 1
         if not self._num_open[connection.session]:

@@ -143,16 +143,16 @@ def test_sessions_with_modest_bodies_do_not_pay_for_all(monkeypatch: pytest.Monk
 
 
 def test_the_oldest_without_a_key_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(connections, "MAX_UNAUTHENTICATED", 3)
     with serve(ScriptedEngine(lambda _: say("hi"))) as proxy:
         target = aim(proxy.open_session(log := new_log()))
         with ExitStack() as stack:
             known = stack.enter_context(target.connect())
             known.sendall(target.head(len(ask())) + ask())
             assert read_status(known) == 200
-            strangers = [stack.enter_context(target.connect()) for _ in range(4)]
-            assert read_to_end(strangers[0]) == b""
-            for connection in (known, *strangers[1:]):
+            others = [stack.enter_context(target.connect()) for _ in range(4)]
+            assert read_to_end(others[0]) == b""
+            for connection in (known, *others[1:]):
                 connection.sendall(target.head(len(ask())) + ask())
                 assert read_status(connection) == 200
     assert log.exceeded == ""

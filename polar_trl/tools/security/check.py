@@ -25,7 +25,6 @@ MODULE = "polar_trl.tools.security.inside.attack"
 PROBE_TIMEOUT_S = 30.0
 TRIED = "TRIED "
 MOST_FAULTS = 5
-KINDS = ("bwrap", "docker", "local")
 LOCAL_ADVICE = "use `--sandbox bwrap` (apt-get install bubblewrap) or docker: the local sandbox does not hold this"
 
 
