@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disks import mounted
 
 from polar_trl.errors import ConfigError, DiskError
 from polar_trl.run_folder import (
@@ -137,12 +138,8 @@ def test_a_process_may_ask_for_its_own_folder_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with mounted(tmp_path / "disk", "64k") as disk:
+        yield disk
 
 
 def fill(disk: Path) -> None:

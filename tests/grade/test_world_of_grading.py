@@ -1,7 +1,6 @@
 """What the world does while a session is graded: no reward, never 0."""
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disks import mounted
 from faults import OwnEngine, build
 
 from polar_trl.errors import GradeError, SandboxError
@@ -36,12 +36,8 @@ def task(tmp_path: Path) -> Task:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "64m") as disk:
+        yield disk
 
 
 def test_a_full_disk_of_this_machine_decides_nothing(task: Task, small_disk: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import mounted
 from launch import ROOT, WORKERS, build_launcher
 
 from polar_trl.cli import main
@@ -172,11 +173,8 @@ def test_a_shell_that_ends_is_no_launcher(tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 def resize(disk: Path, size: str) -> None:
