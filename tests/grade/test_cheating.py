@@ -2,15 +2,16 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from small_package import grade_work, make_task
 
-from polar_trl.grade.by_task import GraderByTask
 from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
-from polar_trl.types import Call, ChatRequest, Completion, Message, Task, TestSpec, ToolCall
+from polar_trl.types import Call, ChatRequest, Completion, Message, Task, ToolCall
 
 pytestmark = pytest.mark.containers
 
@@ -164,38 +165,10 @@ def backend(tmp_path: Path) -> Iterator[DockerSandboxBackend]:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
-    """A package in src/, with a test that the agent sees and others that it does not."""
-    tree, hidden = tmp_path / "tree", tmp_path / "hidden"
-    for folder in (tree / "src" / "pkg", tree / "tests", hidden / "tests"):
-        folder.mkdir(parents=True)
-    (tree / "src" / "pkg" / "__init__.py").write_text("")
-    (tree / "src" / "pkg" / "m.py").write_text("def f():\n    return 1\n")
-    (tree / "tests" / "test_m.py").write_text("from pkg.m import f\n\n\ndef test_ok(): assert f() > 0\n")
-    (hidden / "tests" / "test_m.py").write_text(
-        "from pkg.m import f\n\n\ndef test_f(): assert f() == 2\n\n\ndef test_ok(): assert f() > 0\n"
-    )
-    spec = TestSpec(
-        fail_to_pass=("tests/test_m.py::test_f",),
-        pass_to_pass=("tests/test_m.py::test_ok",),
-        python=sys.executable,
-        folder=str(hidden),
-        files=("tests/test_m.py",),
-        paths=("tests",),
-        import_roots=("src", "."),
-        protected=("conftest.py", "*/conftest.py", "tests/*"),
-    )
-    return Task(id="t", instruction="x", workspace=str(tree), tests=spec)
+    return make_task(tmp_path)
 
 
-def grade(task: Task, backend: DockerSandboxBackend, command: str) -> tuple[float, dict[str, int]]:
-    sandbox = backend.create(task, "agent")
-    try:
-        result = sandbox.run(command, env={}, timeout_s=60)
-        assert result.exit_code == 0, result.stderr
-        grade = GraderByTask(backend).grade(task, sandbox, timeout_s=120)
-    finally:
-        sandbox.destroy()
-    return grade.reward, dict(grade.counters)
+grade = partial(grade_work, timeout_s=120)
 
 
 def test_the_work_is_worth_one_and_nothing_is_worth_nothing(task: Task, backend: DockerSandboxBackend) -> None:

@@ -5,14 +5,16 @@ import base64
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import small_package
+from small_package import grade_work
 
-from polar_trl.grade.by_task import GraderByTask
 from polar_trl.sandbox.bwrap import BwrapSandboxBackend
 from polar_trl.sandbox.limits import Limits
-from polar_trl.types import Task, TestSpec
+from polar_trl.types import Task
 
 Shape = tuple[str, tuple[str, ...]]
 """Text of the hidden tests, in which test_ok must go on to pass, and the names of those that must pass now."""
@@ -406,40 +408,11 @@ def backend(tmp_path: Path) -> Iterator[BwrapSandboxBackend]:
 
 
 def make_task(folder: Path, shape: Shape) -> Task:
-    text, fail_to_pass = shape
-    tree, hidden = folder / "tree", folder / "hidden"
-    files = {
-        tree / "src/pkg/__init__.py": "",
-        tree / "src/pkg/m.py": "def f():\n    return 1\n",
-        tree / "src/pkg/old.py": "import inspect, gc  # old\nN = len(gc.get_objects()), inspect.stack()\n",
-        tree / "tests/test_m.py": "from pkg.m import f\n\n\ndef test_ok(): assert f() > 0\n",
-        hidden / "tests/test_m.py": text,
-    }
-    for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    spec = TestSpec(
-        fail_to_pass=tuple(f"tests/test_m.py::{name}" for name in fail_to_pass),
-        pass_to_pass=("tests/test_m.py::test_ok",),
-        python=sys.executable,
-        folder=str(hidden),
-        files=("tests/test_m.py",),
-        paths=("tests",),
-        import_roots=("src", "."),
-        protected=("conftest.py", "*/conftest.py", "tests/*"),
-    )
-    return Task(id="t", instruction="x", workspace=str(tree), tests=spec)
+    old = "import inspect, gc  # old\nN = len(gc.get_objects()), inspect.stack()\n"
+    return small_package.make_task(folder, *shape, more={"src/pkg/old.py": old})
 
 
-def grade(task: Task, backend: BwrapSandboxBackend, command: str, **settings: bool) -> tuple[float, dict[str, int]]:
-    sandbox = backend.create(task, "agent")
-    try:
-        result = sandbox.run(command, env={}, timeout_s=60)
-        assert result.exit_code == 0, result.stderr
-        found = GraderByTask(backend, **settings).grade(task, sandbox, timeout_s=200)
-    finally:
-        sandbox.destroy()
-    return found.reward, dict(found.counters)
+grade = partial(grade_work, timeout_s=200)
 
 
 @pytest.mark.parametrize("name", CHEATS)

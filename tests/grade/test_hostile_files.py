@@ -3,17 +3,18 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from small_package import grade_work, make_task
 
-from polar_trl.grade.by_task import GraderByTask
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.types import Task, TestSpec
+from polar_trl.types import Task
 
 LIMITS = Limits(memory_mb=512, cpus=1.0, pids=64, disk_mb=64)
 SOLVE = "sed -i s/1/2/ src/pkg/m.py"
@@ -41,37 +42,10 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SandboxB
 
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
-    tree, hidden = tmp_path / "tree", tmp_path / "hidden"
-    for folder in (tree / "src" / "pkg", tree / "tests", hidden / "tests"):
-        folder.mkdir(parents=True)
-    (tree / "src/pkg/__init__.py").touch()
-    (tree / "src/pkg/m.py").write_text("def f():\n    return 1\n")
-    (tree / "tests/test_m.py").write_text("from pkg.m import f\n\n\ndef test_ok(): assert f() > 0\n")
-    tests = "from pkg.m import f\n\n\ndef test_f(): assert f() == 2\n\n\ndef test_ok(): assert f() > 0\n"
-    (hidden / "tests/test_m.py").write_text(tests)
-    spec = TestSpec(
-        fail_to_pass=("tests/test_m.py::test_f",),
-        pass_to_pass=("tests/test_m.py::test_ok",),
-        python=sys.executable,
-        folder=str(hidden),
-        files=("tests/test_m.py",),
-        paths=("tests",),
-        import_roots=("src", "."),
-    )
-    return Task(id="t", instruction="x", workspace=str(tree), tests=spec, files={"data/in.txt": "given"})
+    return replace(make_task(tmp_path, protected=()), files={"data/in.txt": "given"})
 
 
-def grade(
-    backend: SandboxBackend, task: Task, command: str, timeout_s: float = GRADE_S
-) -> tuple[float, dict[str, int]]:
-    sandbox = backend.create(task, "agent")
-    try:
-        done = sandbox.run(command, env={}, timeout_s=120)
-        assert done.exit_code == 0, done.stderr
-        result = GraderByTask(backend).grade(task, sandbox, timeout_s=timeout_s)
-    finally:
-        sandbox.destroy()
-    return result.reward, dict(result.counters)
+grade = partial(grade_work, timeout_s=GRADE_S)
 
 
 def python(code: str) -> str:
@@ -153,26 +127,26 @@ def has_counter(counters: dict[str, int], name: str) -> bool:
 @pytest.mark.parametrize("name", FILES)
 def test_files_that_cannot_be_graded_are_worth_nothing(backend: SandboxBackend, task: Task, name: str) -> None:
     command, counter = FILES[name]
-    reward, counters = grade(backend, task, f"{SOLVE}; {command}")
+    reward, counters = grade(task, backend, f"{SOLVE}; {command}")
     assert reward == 0.0
     assert has_counter(counters, counter), counters
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_odd_files_beside_the_work_change_no_reward(backend: SandboxBackend, task: Task, name: str) -> None:
-    assert grade(backend, task, HARMLESS[name])[0] == 0.0
-    assert grade(backend, task, f"{SOLVE}; {HARMLESS[name]}")[0] == 1.0
+    assert grade(task, backend, HARMLESS[name])[0] == 0.0
+    assert grade(task, backend, f"{SOLVE}; {HARMLESS[name]}")[0] == 1.0
 
 
 def test_rights_that_were_taken_away(backend: SandboxBackend, task: Task) -> None:
     # root, which grades here, reads them all the same
-    assert grade(backend, task, f"{SOLVE}; chmod 000 src/pkg/m.py tests; chmod 000 src")[0] == 1.0
+    assert grade(task, backend, f"{SOLVE}; chmod 000 src/pkg/m.py tests; chmod 000 src")[0] == 1.0
 
 
 @pytest.mark.parametrize("name", CODE)
 def test_code_that_ends_or_stops_its_grading_is_worth_nothing(backend: SandboxBackend, task: Task, name: str) -> None:
     code, counter = CODE[name]
-    reward, counters = grade(backend, task, f"{SOLVE}\ncat >> src/pkg/m.py <<'END'\n{code}\nEND", timeout_s=8)
+    reward, counters = grade(task, backend, f"{SOLVE}\ncat >> src/pkg/m.py <<'END'\n{code}\nEND", timeout_s=8)
     assert reward == 0.0
     assert has_counter(counters, counter), counters
 
@@ -180,7 +154,7 @@ def test_code_that_ends_or_stops_its_grading_is_worth_nothing(backend: SandboxBa
 @pytest.mark.parametrize("backend", LIMITED, indirect=True)
 @pytest.mark.parametrize("name", GREEDY)
 def test_code_that_takes_all_there_is_is_worth_nothing(backend: SandboxBackend, task: Task, name: str) -> None:
-    reward, counters = grade(backend, task, f"{SOLVE}\ncat >> src/pkg/m.py <<'END'\n{GREEDY[name]}\nEND", timeout_s=8)
+    reward, counters = grade(task, backend, f"{SOLVE}\ncat >> src/pkg/m.py <<'END'\n{GREEDY[name]}\nEND", timeout_s=8)
     assert reward == 0.0
     assert has_counter(counters, "test_runs_") or not counters  # a test that failed, or none at all
 
@@ -199,13 +173,13 @@ def test_code_that_takes_all_there_is_is_worth_nothing(backend: SandboxBackend, 
 def test_what_fits_the_agents_disk_and_not_the_graders_is_worth_nothing(
     backend: SandboxBackend, task: Task, command: str
 ) -> None:
-    assert grade(backend, task, f"{SOLVE}; {command}") == (0.0, {"changes_too_large": 1})
+    assert grade(task, backend, f"{SOLVE}; {command}") == (0.0, {"changes_too_large": 1})
 
 
 def test_copying_takes_of_the_gradings_own_time(backend: SandboxBackend, task: Task) -> None:
     command = f"{SOLVE}; mkdir d; cd d; seq 3000 | xargs touch"
-    assert grade(backend, task, command)[0] == 1.0
-    assert grade(backend, task, command, timeout_s=0.01) == (0.0, {"changes_too_large": 1})
+    assert grade(task, backend, command)[0] == 1.0
+    assert grade(task, backend, command, timeout_s=0.01) == (0.0, {"changes_too_large": 1})
 
 
 COMMANDS = {
@@ -228,5 +202,5 @@ def test_a_command_that_the_agents_files_broke_is_worth_nothing(backend: Sandbox
     command, grader = COMMANDS[name]
     files = {"check.sh": "exit 1\n", "calc.py": "assert False\n"}
     task = Task(id="t", instruction="x", grader=grader, files=files)
-    assert grade(backend, task, command, timeout_s=4) == (0.0, {"graders_broken": 1})
-    assert grade(backend, replace(task, grader="exit 0"), command, timeout_s=4) == (1.0, {})
+    assert grade(task, backend, command, timeout_s=4) == (0.0, {"graders_broken": 1})
+    assert grade(replace(task, grader="exit 0"), backend, command, timeout_s=4) == (1.0, {})
