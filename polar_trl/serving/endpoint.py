@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,6 +29,8 @@ from polar_trl.wire.base import MAX_BODY_BYTES, Dialect, Incoming, ReplyHead, Ro
 _log = logging.getLogger(__name__)
 
 HEADER_DELAY_S = 0.02
+MAX_PATH_LENGTH = 200
+"""Of a path that nobody serves, in the words of its refusal."""
 
 
 def build_app(
@@ -40,7 +43,7 @@ def build_app(
     for dialect, route in sorted(served, key=lambda pair: pair[1].header is None):
         endpoint = _DialectEndpoint(sessions, connections, dialect, route, model, ping_interval_s)
         routes.append(_HeaderRoute(route, endpoint))
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: partial(_render_http_error, sessions)})
     app.router.redirect_slashes = False
     return app
 
@@ -79,7 +82,7 @@ class _DialectEndpoint:
         self._ping_interval_s = ping_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session: Session | None = None
+        session: Session | None = scope["connection"].session  # of its own listener, or as its last key said
         try:
             if self._kind == "alive":
                 return await _send_whole(send, b"")
@@ -100,13 +103,14 @@ class _DialectEndpoint:
         except ClientDisconnect:
             return
         except Exception as failure:  # noqa: BLE001 - one request's boundary: the agent gets an answer, the log the cause
-            error = _explain(failure, session)
+            error = self._explain(failure, session)
             await _send_error(send, self._dialect, error)
 
     def _identify(self, request: Request) -> Session:
         session = self._sessions.get(parse_key(_describe(request)) or "")
         if session is None or not request.scope["connection"].adopt(session):
-            raise WireError("unknown API key: use the key of a running session", status=401, kind="authentication")
+            message = "unknown API key: use the key of a running session"
+            raise WireError(message, status=401, kind="authentication", reason="key")
         return session
 
     async def _reply(self, session: Session, incoming: Incoming, receive: Receive, send: Send) -> None:
@@ -145,19 +149,21 @@ class _DialectEndpoint:
         try:
             events = b"".join(self._dialect.stream(head, turn.result()))
         except Exception as failure:  # noqa: BLE001 - the same boundary, once a status has been sent
-            events = self._dialect.stream_error(_explain(failure, session))
+            events = self._dialect.stream_error(self._explain(failure, session))
         await _send_part(send, events, is_last=True)
 
-
-def _explain(failure: Exception, session: Session | None) -> WireError:
-    """Turn a failure into the error that the client is told."""
-    if isinstance(failure, WireError):
-        return failure
-    if session is None:
-        _log.error("a request failed on our side", exc_info=failure)
-    else:
-        session.note_fault(failure)
-    return internal_error()
+    def _explain(self, failure: Exception, session: Session | None) -> WireError:
+        """Turn a failure into the error that the client is told, and have it counted."""
+        if isinstance(failure, WireError):
+            is_refusal = 400 <= failure.status < 500 and failure.kind != "overloaded" and self._kind != "no_upgrade"
+            if is_refusal and session is not None:
+                session.refusals.note(failure, is_call=self._kind == "chat")
+            return failure
+        if session is None:
+            _log.error("a request failed on our side", exc_info=failure)
+        else:
+            session.note_fault(failure)
+        return internal_error()
 
 
 async def _send_error(send: Send, dialect: Dialect, error: WireError) -> None:
@@ -221,8 +227,12 @@ async def _reply_alive(request: Request) -> Response:
     return Response()
 
 
-async def _render_http_error(request: Request, error: Exception) -> Response:
+async def _render_http_error(sessions: Mapping[str, Session], request: Request, error: Exception) -> Response:
     """Answer a path that no dialect has a route for."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path} is not served here"
+    message = f"{request.method} {request.url.path[:MAX_PATH_LENGTH]} is not served here"
+    session = sessions.get(parse_key(_describe(request)) or "") or request.scope["connection"].session
+    if session is not None:
+        refusal = WireError(message, status=status, kind="not_found", reason="path")
+        session.refusals.note(refusal, is_call=False)
     return JSONResponse({"error": {"message": message, "type": "not_found", "code": status}}, status_code=status)
