@@ -156,7 +156,7 @@ class Session:
 
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
-        async with self._lock:
+        async with self._lock, self.refusals.noting(is_call=True):
             if self._log.num_bytes > self.limits.compute_max_record(self._backend.engine.max_model_len):
                 self.bounds.exceed("record")
             self.bounds.check_open()
@@ -196,7 +196,7 @@ class Session:
 
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
         """Count the tokens that this request's prompt would have. Samples nothing and records nothing."""
-        async with self._lock:
+        async with self._lock, self.refusals.noting(is_call=False):
             self.bounds.check_open()
             read = await self._read(dialect, incoming)
             prompt = await self._work_out_prompt(read.parsed.request, read.num_bytes)
@@ -257,8 +257,11 @@ class Session:
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             self._turns.forget(turn)  # what failed may be tried again
-        if error is not None and not isinstance(error, WireError):
-            self.note_fault(error)  # here, since nobody may be left who waits for the turn
+        # here, since nobody may be left who waits for the turn
+        if isinstance(error, WireError):
+            self.refusals.note(error, is_call=True)
+        elif error is not None:
+            self.note_fault(error)
 
     def _abort(self, turn: Turn) -> None:
         if turn.sampled or turn.task.done() or turn.task.cancelling():

@@ -212,15 +212,15 @@ class SessionRun:
         if waited := self._log.counters.get("calls_never_taken", 0):
             error = f"the model's server was too busy for {waited} of the agent's calls, and took none of them later"
             return "agent_failed", _Failure("engine_busy", error)
-        refusal = self._log.unanswered_refusal
-        refused = _Failure("request_refused", f"a request of the agent was refused, and it asked no more: {refusal}")
+        refusal, refused = self._log.unanswered_refusal, None
+        if refusal:
+            error = f"a request of the agent was refused, and it asked for nothing more: {refusal}"
+            refused = _Failure("request_refused", error)
         if not any(call.is_answered for call in self._log.calls):
-            return "no_calls", refused if refusal else self._describe_no_calls(
-                result, is_stopped=stopped_as is not None
-            )
+            return "no_calls", refused or self._describe_no_calls(result, is_stopped=stopped_as is not None)
         if self._log.exceeded:
             return "limit_exceeded", None
-        if refusal:
+        if refused:
             return stopped_as or "agent_failed", refused
         if stopped_as is not None:
             return stopped_as, None

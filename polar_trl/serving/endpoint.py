@@ -82,7 +82,7 @@ class _DialectEndpoint:
         self._ping_interval_s = ping_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session: Session | None = scope["connection"].session  # of its own listener, or as its last key said
+        session: Session | None = None
         try:
             if self._kind == "alive":
                 return await _send_whole(send, b"")
@@ -93,7 +93,8 @@ class _DialectEndpoint:
             session = self._identify(request)
             session.bounds.check_open()
             with self._connections.holding_bytes(session) as hold:
-                incoming = _describe(request, await _read_body(request, hold))
+                async with session.refusals.noting(is_call=self._kind == "chat"):
+                    incoming = _describe(request, await _read_body(request, hold))
                 if self._kind == "count":
                     num_tokens = await session.count_prompt_tokens(self._dialect, incoming)
                     return await _send_whole(send, self._dialect.render_count(num_tokens))
@@ -103,14 +104,17 @@ class _DialectEndpoint:
         except ClientDisconnect:
             return
         except Exception as failure:  # noqa: BLE001 - one request's boundary: the agent gets an answer, the log the cause
-            error = self._explain(failure, session)
+            error = _explain(failure, session)
             await _send_error(send, self._dialect, error)
 
     def _identify(self, request: Request) -> Session:
-        session = self._sessions.get(parse_key(_describe(request)) or "")
-        if session is None or not request.scope["connection"].adopt(session):
+        session, connection = self._sessions.get(parse_key(_describe(request)) or ""), request.scope["connection"]
+        if session is None or not connection.adopt(session):
             message = "unknown API key: use the key of a running session"
-            raise WireError(message, status=401, kind="authentication", reason="key")
+            error = WireError(message, status=401, kind="authentication", reason="key")
+            if connection.session is not None and not connection.session.bounds.has_ended:
+                connection.session.refusals.note(error, is_call=False)
+            raise error
         return session
 
     async def _reply(self, session: Session, incoming: Incoming, receive: Receive, send: Send) -> None:
@@ -149,21 +153,19 @@ class _DialectEndpoint:
         try:
             events = b"".join(self._dialect.stream(head, turn.result()))
         except Exception as failure:  # noqa: BLE001 - the same boundary, once a status has been sent
-            events = self._dialect.stream_error(self._explain(failure, session))
+            events = self._dialect.stream_error(_explain(failure, session))
         await _send_part(send, events, is_last=True)
 
-    def _explain(self, failure: Exception, session: Session | None) -> WireError:
-        """Turn a failure into the error that the client is told, and have it counted."""
-        if isinstance(failure, WireError):
-            is_refusal = 400 <= failure.status < 500 and failure.kind != "overloaded" and self._kind != "no_upgrade"
-            if is_refusal and session is not None:
-                session.refusals.note(failure, is_call=self._kind == "chat")
-            return failure
-        if session is None:
-            _log.error("a request failed on our side", exc_info=failure)
-        else:
-            session.note_fault(failure)
-        return internal_error()
+
+def _explain(failure: Exception, session: Session | None) -> WireError:
+    """Turn a failure into the error that the client is told."""
+    if isinstance(failure, WireError):
+        return failure
+    if session is None:
+        _log.error("a request failed on our side", exc_info=failure)
+    else:
+        session.note_fault(failure)
+    return internal_error()
 
 
 async def _send_error(send: Send, dialect: Dialect, error: WireError) -> None:
