@@ -12,6 +12,7 @@ from polar_trl.harness import AGENTS, build_agent
 from polar_trl.sandbox import KINDS, choose_kind
 
 if TYPE_CHECKING:
+    from polar_trl.tokens.base import Renderer
     from polar_trl.tools.doctor import Checkup
     from polar_trl.tools.security import Row
 
@@ -21,6 +22,7 @@ examples:
   polar-trl doctor codex pi --install      these two, installed first where they are missing
   polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
+  polar-trl doctor codex pi --model MODEL --window 8192   does their own prompt fit, by this model's tokenizer?
   polar-trl doctor --security              attack the sandboxes of this machine, in under a minute
   polar-trl doctor --security --sandbox docker --image python:3.11 --json
 
@@ -47,6 +49,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
     )
+    parser.add_argument("--model", help="count the tokens of each agent's first prompt as this model is shown it")
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="TOKENS",
+        help="context window that they must fit (vllm_max_model_length)",
+    )
     parser.add_argument(
         "--sandbox",
         choices=KINDS,
@@ -71,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
         return _run_security(args)
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
+    if args.window is not None and (args.model is None or args.window < 1):
+        raise ConfigError("--window is a number of tokens from 1, and needs the --model whose tokens they are")
+    model = None if args.model is None else _load_model(args.model)
     harnesses = [build_agent(name) for name in dict.fromkeys(args.agents or AGENTS)]
     # agents of Node share it, and a container takes a folder once
     mounts = list(dict.fromkeys(folder for harness in harnesses for folder in harness.folders))
@@ -78,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     checkups: dict[str, Checkup] = {}
     for harness in harnesses:
         print(f"polar-trl: trying {harness.name} ...", file=sys.stderr)
-        checkups[harness.name] = check_agent(harness, install=args.install, delay_s=args.answer_s, backend=backend)
+        checkups[harness.name] = check_agent(
+            harness, install=args.install, delay_s=args.answer_s, backend=backend, model=model, window=args.window
+        )
     if args.json:
         print(json.dumps({"agents": {name: asdict(checkup) for name, checkup in checkups.items()}}))
     else:
@@ -87,14 +101,26 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
+def _load_model(name: str) -> "Renderer":
+    from transformers import AutoTokenizer
+
+    from polar_trl.tokens.load import load_renderer
+
+    try:
+        return load_renderer(AutoTokenizer.from_pretrained(name), name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: {name} has no tokenizer that can be read: {error}") from error
+
+
 def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("agent", "installed", "verified", "works", "why")
+    table = Table("agent", "installed", "verified", "works", "prompt", "why")
     for name, checkup in checkups.items():
         works = "yes" if checkup.works else "no"
-        table.add_row(name, checkup.installed or "-", checkup.verified, works, checkup.why)
+        prompt = "-" if checkup.prompt_tokens is None else f"{checkup.prompt_tokens} tokens"
+        table.add_row(name, checkup.installed or "-", checkup.verified, works, prompt, checkup.why)
     Console().print(table)
 
 

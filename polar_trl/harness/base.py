@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from polar_trl.errors import ConfigError
 from polar_trl.harness.install import Package
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
@@ -29,6 +30,31 @@ class Launch:
     """Path relative to HOME -> text: the agent's own settings."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSize:
+    """The tokens of an agent's first prompt with an instruction of one word: system prompt, tools and context.
+
+    Counted at the verified versions with the 151,000 tokens of Qwen's vocabulary, and rounded down. Smaller
+    vocabularies need more, SmolLM2's 6 to 30 % (`polar-trl doctor --model`).
+    """
+
+    default: int
+    short: int | None = None
+    """With the option `short_prompt`; None where the agent has no such option."""
+
+    def require_fit(self, name: str, endpoint: Endpoint, *, is_short: bool = False) -> None:
+        """Raise `ConfigError` where the prompt leaves no room in the context window."""
+        tokens = self.short if is_short and self.short is not None else self.default
+        if tokens < endpoint.max_model_len:
+            return
+        has_shorter = self.short is not None and not is_short
+        shorter = f", or set agent_options to {{short_prompt: true}} (about {self.short})" if has_shorter else ""
+        raise ConfigError(
+            f"{name}: its own prompt has about {tokens} tokens, and the context window is {endpoint.max_model_len}: "
+            f"set vllm_max_model_length higher{shorter}"
+        )
+
+
 class Harness(Protocol):
     """An agent that runs once per session against an endpoint."""
 
@@ -47,7 +73,10 @@ class Harness(Protocol):
         ...
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Build the command, environment and settings files for a task and an endpoint. Pure."""
+        """Build the command, environment and settings files for a task and an endpoint. Pure.
+
+        Raises `ConfigError` where the agent cannot work there; a run asks once before it starts.
+        """
         ...
 
     def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
@@ -59,10 +88,19 @@ class Harness(Protocol):
         ...
 
 
+def require_launch(harness: Harness, *, max_model_len: int, max_tokens: int) -> None:
+    """Have an agent build a launch. Raises its `ConfigError`, such as for a context window that its prompt fills."""
+    endpoint = Endpoint(
+        origin="http://127.0.0.1:1", api_key="none", model="policy", max_model_len=max_model_len, max_tokens=max_tokens
+    )
+    harness.build_launch(Task(id="start", instruction="-"), endpoint)
+
+
 class AgentHarness(Harness, Protocol):
     """A known command-line agent, whose behaviour was verified at one version."""
 
     verified_version: str
+    prompt_size: PromptSize
 
     def find_installed_version(self) -> str | None:
         """Return the version that `build_launch` would run; None where the agent is not installed."""
