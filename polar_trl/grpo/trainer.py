@@ -99,6 +99,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
         config = _read_config(model, args)
+        if args.vllm_max_model_length is not None:  # else the runner asks, once there is an engine
+            require_launch(harness, max_model_len=args.vllm_max_model_length, max_tokens=args.max_completion_length)
         tasks = {"train": read_tasks(train_dataset), "eval": read_tasks(eval_dataset)}
         all_tasks = [*tasks["train"].values(), *tasks["eval"].values()]
         backend = sandbox or build_default_backend(harness, all_tasks)
@@ -108,8 +110,6 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         require_a_step(len(tasks["train"]), args)
         refuse_uploads(args)
         own_output_dir(args)
-        if args.vllm_max_model_length is not None:  # before a model is loaded; else the runner asks
-            require_launch(harness, max_model_len=args.vllm_max_model_length, max_tokens=args.max_completion_length)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
         with _colocated(args):

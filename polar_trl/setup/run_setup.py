@@ -18,7 +18,7 @@ from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS, build_agent
-from polar_trl.harness.base import Harness
+from polar_trl.harness.base import Harness, require_launch
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
@@ -126,7 +126,14 @@ class RunParts:
 
 
 def build_parts(
-    run: RunArguments, tasks: Sequence[Task], *, run_id: str, check_jobs: int, is_first: bool = True
+    run: RunArguments,
+    tasks: Sequence[Task],
+    *,
+    run_id: str,
+    check_jobs: int,
+    is_first: bool = True,
+    max_model_len: int | None = None,
+    max_tokens: int = 1,
 ) -> RunParts:
     """Build the parts, ready to run these tasks: a fault is found before minutes go into loading a model.
 
@@ -134,10 +141,14 @@ def build_parts(
         run_id: Under which its sandboxes are known.
         check_jobs: Tasks whose solutions are checked at a time.
         is_first: Whether this process is the one of its machine that says what goes on.
+        max_model_len: The context window, in which the agent's own prompt must leave room; None: not known yet.
+        max_tokens: The most tokens of one answer.
 
     Raises `ConfigError`.
     """
     harness = build_harness(run)
+    if max_model_len is not None:
+        require_launch(harness, max_model_len=max_model_len, max_tokens=max_tokens)
     mounts = [*harness.folders, *list_environments(tasks)]
     backend = build_sandbox(run, tasks, mounts, run_id)
     try:

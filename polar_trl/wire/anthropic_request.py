@@ -240,7 +240,7 @@ def _parse_tool_use(block: Mapping[str, Any], path: str) -> ToolCall:
     else:
         arguments = read_call_arguments(block, "input", path) if value not in (None, []) else "{}"
     return ToolCall(
-        id=require_string(block, "id", path),
+        id=read_text(block, "id", path),
         name=require_string(block, "name", path),
         arguments=arguments,
         parse_status="ok" if is_json_object(arguments) else "malformed",
@@ -255,7 +255,7 @@ def _parse_tool_result(block: Mapping[str, Any], path: str, outer: _Blocks) -> M
     # with references alone, the tools themselves are what the model gets; say which
     text = "".join(inner.texts) or "\n".join(inner.tool_references)
     return Message(
-        role="tool", text=text, tool_call_id=require_string(block, "tool_use_id", path), images=tuple(inner.images)
+        role="tool", text=text, tool_call_id=read_field(block, "tool_use_id", str, path), images=tuple(inner.images)
     )
 
 

@@ -18,6 +18,7 @@ from polar_trl.types import ChatRequest, Message, RequestedSampling, ToolCall
 from polar_trl.wire.base import (
     ItemMemo,
     is_json_object,
+    list_parts,
     list_unread,
     read_call_arguments,
     read_field,
@@ -206,7 +207,7 @@ def _parse_content(raw: Any, path: str, place: str, parts: _Parts) -> None:
     content = read_fields(raw, path)
     parts.unread += list_unread(content, {"role", "parts"}, path)
     is_reply = content.get("role") == "model"
-    for index, part in enumerate(read_field(content, "parts", list, path) or []):
+    for index, part in enumerate(list_parts(content.get("parts"), f"{path}.parts")):
         # nothing but its place tells a call without an id from the others of the conversation
         _parse_part(part, f"{path}.parts[{index}]", parts, is_reply=is_reply, unnamed_id=f"unnamed_{place}_{index}")
 

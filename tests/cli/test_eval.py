@@ -278,6 +278,7 @@ def find_workers(out: Path) -> list[int]:
         (["--model_name_or_path", "README.md"], "'README.md' is a file; name the folder"),
         (["--attn_implementation", "odd"], "attn_implementation is not read here"),
         (["--grader", "nope.nope:nope"], "cannot be imported"),
+        (["--config", "configs/ladder_pi.yaml", "--vllm_max_model_length", "4096"], "window of 4096 tokens is too"),
         (["--config", "configs/nope.yaml"], "--config configs/nope.yaml cannot be read (No such file"),
         (["--base_url", "http://127.0.0.1:9/v1", "--num_engines", "2"], "num_engines must be 1 with base_url"),
         (["--served_name", "x"], "served_name is about a server; give its base_url"),

@@ -10,6 +10,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.by_task import GraderByTask
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.preflight import build_default_grader, read_model_config, require_bases
+from polar_trl.harness import build_agent
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.types import Task
@@ -42,6 +43,18 @@ def test_no_model_is_one_sentence(tmp_path: Path) -> None:
         ConfigError, match="model_name_or_path is needed: a model folder, a run's checkpoint-N, or a h"
     ):
         PolarGRPOTrainer(model=None, args=args, harness=ShellHarness("true"))  # type: ignore[arg-type]
+
+
+def test_a_window_that_the_agents_prompt_fills_is_refused_before_anything_is_loaded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polar_trl.grpo.trainer import PolarGRPOTrainer
+
+    monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path / "nothing is installed"))
+    args = PolarGRPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, vllm_max_model_length=4096)
+    with pytest.raises(ConfigError, match=r"codex: its own prompt has about 8400 tokens, and the context win.* 4096"):
+        PolarGRPOTrainer(model=str(tiny_model), args=args, harness=build_agent("codex"), train_dataset=[GRADED])
+    assert not (tmp_path / "run").exists()
 
 
 def test_parts_of_ones_own_derive_from_the_base_of_their_kind() -> None:
