@@ -4,12 +4,12 @@ An independent check: it compares with the recorded calls, shares no code with t
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from polar_trl.errors import LawError
 from polar_trl.reconstruct.merge import Reconstruction
-from polar_trl.types import Call, Rollout, Trajectory
+from polar_trl.types import Call, Rollout, Trajectory, begins_with
 
 
 def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
@@ -66,7 +66,8 @@ def _check_fidelity(where: str, trajectory: Trajectory, calls: Sequence[Call]) -
             raise LawError(
                 f"{at}: its span {start} to {end} is empty, or begins before the previous ended at {previous_end}"
             )
-        _compare(f"{at}: prompt ids", trajectory.token_ids[:start], call.prompt_ids)
+        if not begins_with(trajectory.token_ids, call.prompt_ids):
+            _compare(f"{at}: prompt ids", trajectory.token_ids[:start], tuple(call.prompt_ids))
         _compare(f"{at}: sampled ids", trajectory.token_ids[start:end], call.completion.token_ids)
         _compare(f"{at}: logprobs", trajectory.logprobs[start:end], call.completion.logprobs)
         _check_span_mask(at, trajectory, call, start, end)
@@ -130,13 +131,15 @@ def _check_drop_reasons(
     auxiliary = {call.index for call in calls if call.purpose == "auxiliary"}
     if auxiliary & trained:
         raise LawError(f"{where}: auxiliary calls {sorted(auxiliary & trained)} are trained")
-    prompts = {calls[index].prompt_ids for index in trained}
+    prompts: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
+    for index in trained:
+        prompts[len(calls[index].prompt_ids)].append(calls[index].prompt_ids)
     claimed = {
         "auxiliary": sum(len(calls[index].completion.token_ids) for index in auxiliary),
         "superseded": sum(
             len(call.completion.token_ids)
             for call in calls
-            if call.index not in auxiliary | trained and call.prompt_ids in prompts
+            if call.index not in auxiliary | trained and call.prompt_ids in prompts.get(len(call.prompt_ids), ())
         ),
     }
     for reason, num_tokens in claimed.items():
