@@ -84,6 +84,11 @@ class SharedSequence(Sequence[_T], Generic[_T]):
     def __repr__(self) -> str:
         return repr(tuple(self))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np  # which otherwise asks for one value after the other
+
+        return np.fromiter(self, dtype or np.int64, self._length)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedSequence, (tuple(self),)  # by sequence and base, a long session would be too deep to pickle
 
@@ -318,6 +323,12 @@ class Call:
     def is_answered(self) -> bool:
         """Tell whether the model said something; a budget message is the proxy's own."""
         return bool(self.completion.token_ids) or self.text_only
+
+    def goes_on_from(self, before: "Call") -> bool:
+        """Tell whether the prompt begins with that call's prompt and what was sampled after it."""
+        start, sampled = len(before.prompt_ids), before.completion.token_ids
+        prompt_ids = self.prompt_ids
+        return begins_with(prompt_ids, before.prompt_ids) and prompt_ids[start : start + len(sampled)] == sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

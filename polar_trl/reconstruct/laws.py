@@ -55,7 +55,8 @@ def _check_alignment(where: str, trajectory: Trajectory) -> None:
 
 def _check_fidelity(where: str, trajectory: Trajectory, calls: Sequence[Call]) -> None:
     """Check each span against its call; between spans and outside of them nothing may be trained."""
-    end = 0
+    token_ids, end = tuple(trajectory.token_ids), 0
+    checked: Sequence[int] = ()  # the prompt of the call before, with which a long session's next one begins
     for index in trajectory.call_indices:
         if not 0 <= index < len(calls):
             raise LawError(f"{where}: trains call {index}, but the rollout has calls 0 to {len(calls) - 1}")
@@ -66,14 +67,16 @@ def _check_fidelity(where: str, trajectory: Trajectory, calls: Sequence[Call]) -
             raise LawError(
                 f"{at}: its span {start} to {end} is empty, or begins before the previous ended at {previous_end}"
             )
-        if not begins_with(trajectory.token_ids, call.prompt_ids):
-            _compare(f"{at}: prompt ids", trajectory.token_ids[:start], tuple(call.prompt_ids))
-        _compare(f"{at}: sampled ids", trajectory.token_ids[start:end], call.completion.token_ids)
+        known = len(checked) if begins_with(call.prompt_ids, checked) else 0
+        if token_ids[known:start] != call.prompt_ids[known:]:
+            _compare(f"{at}: prompt ids", token_ids[:start], tuple(call.prompt_ids))
+        _compare(f"{at}: sampled ids", token_ids[start:end], call.completion.token_ids)
+        checked = call.prompt_ids
         _compare(f"{at}: logprobs", trajectory.logprobs[start:end], call.completion.logprobs)
         _check_span_mask(at, trajectory, call, start, end)
         _check_untrained(f"{at}: before its span", trajectory, previous_end, start)
-    if end == 0 or end != len(trajectory.token_ids):
-        raise LawError(f"{where}: {len(trajectory.token_ids)} tokens, but its last call ends at {end}")
+    if end == 0 or end != len(token_ids):
+        raise LawError(f"{where}: {len(token_ids)} tokens, but its last call ends at {end}")
 
 
 def _check_span_mask(at: str, trajectory: Trajectory, call: Call, start: int, end: int) -> None:

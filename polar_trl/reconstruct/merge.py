@@ -19,7 +19,6 @@ from polar_trl.types import (
     Rollout,
     SharedSequence,
     Trajectory,
-    begins_with,
     count_shared,
     pack_ids,
     share_ids,
@@ -141,11 +140,6 @@ def _count_ids(call: Call) -> int:
     return len(call.prompt_ids) + len(call.completion.token_ids)
 
 
-def _goes_on(call: Call, before: Call) -> bool:
-    start, end = len(before.prompt_ids), _count_ids(before)
-    return begins_with(call.prompt_ids, before.prompt_ids) and call.prompt_ids[start:end] == before.completion.token_ids
-
-
 def _find_drops(calls: Sequence[Call]) -> dict[int, DropReason]:
     """Map each call whose samples are not trained to its drop reason. Calls without samples are not listed."""
     drops: dict[int, DropReason] = {call.index: "auxiliary" for call in calls if call.purpose == "auxiliary"}
@@ -172,7 +166,7 @@ def _find_continued(siblings: Sequence[Call], calls: Sequence[Call]) -> set[int]
     """
     continued = set()
     for later in calls:
-        parents = [call for call in siblings if call.index < later.index and _goes_on(later, call)]
+        parents = [call for call in siblings if call.index < later.index and later.goes_on_from(call)]
         if parents:
             longest = max(parents, key=lambda call: (len(call.completion.token_ids), call.index))
             continued.add(longest.index)

@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -253,9 +253,9 @@ def _render_call(call: Call, earlier: Sequence[Call]) -> dict[str, Any]:
 class _Parent:
     """The parts of a call that one which continues it begins with."""
 
-    prompt_ids: SharedSequence[int] = SharedSequence(())
+    prompt_ids: SharedSequence[int] = field(default_factory=lambda: SharedSequence(()))
     sampled_ids: TokenIds = ()
-    messages: SharedSequence[Message] = SharedSequence(())
+    messages: SharedSequence[Message] = field(default_factory=lambda: SharedSequence(()))
     replies: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
 
