@@ -50,6 +50,11 @@ class SharedSequence(Sequence[_T], Generic[_T]):
         self.base = base
         self._length = len(own) + (0 if base is None else len(base))
 
+    @classmethod
+    def of(cls, values: Sequence[_T]) -> "SharedSequence[_T]":
+        """Return the values as such a sequence; the same object where they are one already."""
+        return values if isinstance(values, SharedSequence) else cls(values)
+
     def __len__(self) -> int:
         return self._length
 
@@ -110,11 +115,15 @@ def count_shared(one: Sequence[_T], other: Sequence[_T]) -> int:
     while one is not other:
         if not (isinstance(one, SharedSequence) and isinstance(other, SharedSequence)):
             return 0
-        one, other = (one.base or (), other) if len(one) >= len(other) else (one, other.base or ())
+        # of two of one length, one that adds nothing may begin with the other
+        if len(one) > len(other) or (len(one) == len(other) and (not one.own or other.own)):
+            one = one.base or ()
+        else:
+            other = other.base or ()
     return len(one)
 
 
-def begins_with(whole: Sequence[_T], prefix: Sequence[_T]) -> bool:
+def begins_with(whole: Sequence[Any], prefix: Sequence[Any]) -> bool:
     """Tell whether `whole` begins with `prefix`. What they share is not compared again."""
     if len(prefix) > len(whole):
         return False
@@ -126,9 +135,8 @@ def begins_with(whole: Sequence[_T], prefix: Sequence[_T]) -> bool:
 
 def share_ids(ids: Sequence[int], base: Sequence[int] = ()) -> SharedSequence[int]:
     """Hold token ids in eight bytes each; those of `base`, which they must begin with, not again."""
-    if isinstance(base, SharedSequence):
-        return SharedSequence(array("q", ids[len(base) :]), base)
-    return SharedSequence(array("q", ids))
+    shared = base if isinstance(base, SharedSequence) else None
+    return SharedSequence(array("q", ids if shared is None else ids[len(shared) :]), shared)
 
 
 def pack_ids(ids: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:

@@ -265,16 +265,12 @@ class _Parent:
             return cls()
         call = earlier[index]
         return cls(
-            prompt_ids=_share(call.prompt_ids),
+            prompt_ids=SharedSequence.of(call.prompt_ids),
             sampled_ids=call.completion.token_ids,
-            messages=_share(call.request.messages),
+            messages=SharedSequence.of(call.request.messages),
             replies=(call.message,),
             tools=call.request.tools,
         )
-
-
-def _share(values: Sequence[_T]) -> SharedSequence[_T]:
-    return values if isinstance(values, SharedSequence) else SharedSequence(values)
 
 
 def _is_whole(last: bytes) -> bool:

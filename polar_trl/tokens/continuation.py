@@ -85,14 +85,13 @@ class Continuations:
 
         reply = request.messages[num_matched - 1]
         new_messages = _restore_call_ids(request.messages[num_matched:], reply, parent.message)
-        request = replace(
-            request, messages=SharedSequence((parent.message, *new_messages), _share(parent.request.messages))
-        )
+        before = SharedSequence.of(parent.request.messages)
+        request = replace(request, messages=SharedSequence((parent.message, *new_messages), before))
         if new_messages and all(message.role != "assistant" for message in new_messages):
-            ids = self._extend(parent, new_messages, request.tools)
-            if ids is not None:
+            extended = self._extend(parent, new_messages, request.tools)
+            if extended is not None:
                 return Prompt(
-                    ids=ids, parent=parent.index, parent_ids=parent.prompt_ids, forked=False, request=request
+                    ids=extended, parent=parent.index, parent_ids=parent.prompt_ids, forked=False, request=request
                 )
         ids = self._renderer.render(request.messages, request.tools)
         return Prompt(ids=ids, parent=None, forked=True, request=request)
@@ -140,10 +139,6 @@ class Continuations:
             if call is not None:
                 parent, num_matched = call, position
         return parent, num_matched
-
-
-def _share(messages: Sequence[Message]) -> SharedSequence[Message]:
-    return messages if isinstance(messages, SharedSequence) else SharedSequence(messages)
 
 
 def _restore_call_ids(

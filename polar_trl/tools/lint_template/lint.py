@@ -223,7 +223,7 @@ def _check_tokenizer(model: LoadedModel, policy: Policy, recorded: Sequence[Call
     for call in checked:
         ids, recorded_message = call.completion.token_ids, call.message
         readable = max(ids) < size
-        message = renderer.parse(call.prompt_ids, ids, call.request.tools) if readable else None
+        message = renderer.parse(tuple(call.prompt_ids), ids, call.request.tools) if readable else None
         if (
             message is not None
             and message.text.strip().startswith(recorded_message.text.strip())
