@@ -100,7 +100,8 @@ class TemplateRenderer:
         if turn_end_id != self._turn_end.id:
             raise RenderError(f"the end of turn {self._turn_end.text!r} was encoded as part of another token")
         close = () if completion_ids[-1] in self.stop_token_ids else (turn_end_id,)
-        return prompt_ids + (*completion_ids, *close, *ids)
+        tail = (*close, *ids)
+        return prompt_ids + (completion_ids + tail)
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse text, reasoning in <think> tags (if the template knows them), and JSON calls in <tool_call> tags."""
