@@ -2,16 +2,13 @@
 
 import pickle
 from array import array
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_trl.recording.log import read_record
-from polar_trl.types import SharedSequence, TokenIds, begins_with, count_shared, share_ids
+from polar_trl.types import SharedSequence, begins_with, count_shared, share_ids
 
 PARTS = st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=6)
 
@@ -29,7 +26,7 @@ def test_it_is_as_the_tuple_of_its_values(parts: list[list[int]], start: int, st
     assert (ids == plain) and (plain == ids) and hash(ids) == hash(plain) and repr(ids) == repr(plain)
     assert (len(ids), list(ids), ids[start:stop:step]) == (len(plain), list(plain), plain[start:stop:step])
     assert [ids[i] for i in range(-len(plain), len(plain))] == [plain[i] for i in range(-len(plain), len(plain))]
-    assert ids + (7,) == (*plain, 7) and pickle.loads(pickle.dumps(ids)) == plain
+    assert ids.__add__((7,)) == (*plain, 7) and pickle.loads(pickle.dumps(ids)) == plain
     assert np.array(ids, dtype=np.int64).tolist() == list(plain)
     with pytest.raises(IndexError):
         ids[len(plain)]
