@@ -42,7 +42,7 @@ from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.step import SessionRows
 from polar_trl.grpo.weights.engine_sync import EngineSync
-from polar_trl.harness.base import Harness
+from polar_trl.harness.base import Harness, check_launches
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.run_folder import disk_errors
@@ -108,6 +108,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         require_a_step(len(tasks["train"]), args)
         refuse_uploads(args)
         own_output_dir(args)
+        check_launches(harness, all_tasks)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
         with _colocated(args):

@@ -18,8 +18,9 @@ from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS, build_agent
-from polar_trl.harness.base import Harness
-from polar_trl.harness.shell import ShellHarness
+from polar_trl.harness.base import Harness, check_launches
+from polar_trl.harness.own import is_class_name, load_harness
+from polar_trl.harness.shell import PLACEHOLDERS, ShellHarness
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
@@ -44,20 +45,22 @@ class RunArguments:
     agent: str = field(
         default="shell",
         metadata={
-            "help": f"The agent: one of {', '.join(AGENTS)}, or 'shell' for whatever agent_command runs. "
-            "See polar-trl doctor."
+            "help": f"The agent: one of {', '.join(AGENTS)}, 'package.module:Class' for a class of your own, or "
+            "'shell' for whatever agent_command runs. See polar-trl doctor."
         },
     )
     agent_options: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Options of the named agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them."
+            "help": "Options of the agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them. Those of "
+            "agent_command: auxiliary_without_tools, where its requests without tools are no work on the task."
         },
     )
     agent_command: str | None = field(
         default=None,
         metadata={
-            "help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."
+            "help": f"Shell command that runs the agent; {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)} are "
+            "filled in."
         },
     )
     sandbox: str = field(
@@ -138,6 +141,7 @@ def build_parts(
     Raises `ConfigError`.
     """
     harness = build_harness(run)
+    check_launches(harness, tasks)
     mounts = [*harness.folders, *list_environments(tasks)]
     backend = build_sandbox(run, tasks, mounts, run_id)
     try:
@@ -168,21 +172,27 @@ def build_harness(run: RunArguments) -> Harness:
         if not run.agent_command:
             known = ", ".join(AGENTS)
             raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
-        if options:
-            raise ConfigError("agent_options are for the agents that are known by name; agent_command takes none")
+        if unknown := set(options or {}) - {"auxiliary_without_tools"}:
+            raise ConfigError(
+                f"agent_options has {', '.join(sorted(map(str, unknown)))}; agent_command takes auxiliary_without_tools"
+            )
         return ShellHarness(
             run.agent_command,
             files=read_agent_files(run.agent_files),
             folders=find_agent_folders(run.agent_folders),
+            **(options or {}),
         )
-    if run.agent not in AGENTS:
-        raise ConfigError(f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}")
+    if run.agent not in AGENTS and not is_class_name(run.agent):
+        raise ConfigError(
+            f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}, and classes of your own as "
+            "package.module:Class"
+        )
     for name in ("agent_command", "agent_files", "agent_folders"):
         if getattr(run, name):
             raise ConfigError(
                 f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
             )
-    return build_agent(run.agent, options)
+    return load_harness(run.agent, options) if is_class_name(run.agent) else build_agent(run.agent, options)
 
 
 def build_limits(run: RunArguments) -> Limits:
