@@ -4,7 +4,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Harness
@@ -45,7 +45,7 @@ def load_harness(agent: str, options: Mapping[str, Any] | None = None) -> Harnes
     except TypeError as error:
         raise ConfigError(f"agent {agent!r}: agent_options do not fit its arguments: {error}") from error
     try:
-        harness: Harness = kind(**(options or {}))
+        harness: Harness = cast(Any, kind)(**(options or {}))
     except ConfigError:
         raise
     except Exception as error:
