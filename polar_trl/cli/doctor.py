@@ -34,8 +34,8 @@ examples:
 An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
 its own shell tool, and its calls continue each other token for token. Exits with 1 if one that was asked for does not.
 
-An own agent, by its command (anything with a space or a slash in it) or its class, works if it calls the model, ends as
-it should, and runs a tool that looks like a shell; what it spoke, sent and was refused is printed.
+An own agent, by its command (anything with a space or a slash in it) or its class, works if it calls the model, ends
+as it should, and runs a tool that looks like a shell; what it spoke, sent and was refused is printed.
 
 With --security nothing is asked of agents: a script attacks each kind of sandbox from inside, and harms nothing where
 it succeeds. Exits with 1 if the sandbox of --sandbox, or else the one that a run takes by itself (docker where an
@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--agent_files", metavar="FILE", nargs="+", default=[], help="as in a run file")
     parser.add_argument("--agent_folders", metavar="FOLDER", nargs="+", default=[], help="as in a run file")
     parser.add_argument(
-        "--model", help="a folder or hub name with a tokenizer, to count own agents' prompts in tokens"
+        "--model", help="a folder or hub name with a tokenizer: counts the tokens of own agents' prompts"
     )
     parser.add_argument("--install", action="store_true", help="install those that are missing")
     parser.add_argument(
@@ -129,9 +129,13 @@ def _build(name: str, args: argparse.Namespace) -> Harness:
 
     is_command = any(character in name for character in " \t\n/")
     if is_command or is_class_name(name):
-        keys = {"agent": "shell", "agent_command": name} if is_command else {"agent": name}
-        options = {key: getattr(args, key) for key in ("agent_options", "agent_files", "agent_folders")}
-        return build_harness(RunArguments(tasks="", **keys, **options))
+        run = RunArguments(tasks="", agent="shell" if is_command else name, agent_command=name if is_command else None)
+        run.agent_options, run.agent_files, run.agent_folders = (
+            args.agent_options,
+            args.agent_files,
+            args.agent_folders,
+        )
+        return build_harness(run)
     known, at, version = name.partition("@")
     if known not in AGENTS:
         raise ConfigError(
@@ -168,8 +172,8 @@ def _print_trial(name: str, trial: "Trial") -> None:
         unit = "bytes; --model counts tokens" if counted is None else "tokens"
         sizes = trial.prompt_bytes if counted is None else counted
         print(f"  prompts: {sizes[0]} first, {max(sizes)} longest ({unit})")
-        asked = ", ".join(map(str, trial.max_tokens)) or "no limit"
-        print(f"  answers: asks for {asked} tokens at most")
+        asked = ", ".join(map(str, trial.max_tokens))
+        print(f"  answers: {f'asks for at most {asked} tokens' if asked else 'sets no limit of their length'}")
         print(f"  tools: {', '.join(trial.tools) or 'none'}")
     for title, counts in (("unread fields", trial.unread), ("counted", trial.counters)):
         if counts:

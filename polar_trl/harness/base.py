@@ -13,8 +13,8 @@ from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 INSTRUCTION_FILE = ".polar/instruction.txt"
 """Path under HOME of the instruction for agents that read it from stdin, so that it may be of any length."""
 MAX_ARGUMENT_BYTES = 127 << 10
-"""Of a text that a program gets as one argument or variable: Linux takes 128 KiB (MAX_ARG_STRLEN), a name before it and
-a NUL byte after it included."""
+"""Of a text that a program gets as one argument or variable: Linux takes 128 KiB (MAX_ARG_STRLEN), a name before it
+and a NUL byte after it included."""
 SHORT_PROMPT = """\
 You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
 Use the tools to look at files, change them and run commands. Check your work by running it.
@@ -57,7 +57,7 @@ class Harness(Protocol):
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Build the command, environment and settings files for a task and an endpoint. Pure.
 
-        Called for each task before a model is loaded, too. Raises `ConfigError` for one that the agent cannot be given.
+        Called for each task before a model is loaded, too. Raises `ConfigError` for one that it cannot be given.
         """
         ...
 

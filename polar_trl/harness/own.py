@@ -19,7 +19,7 @@ def is_class_name(agent: str) -> bool:
 
 
 def load_harness(agent: str, options: Mapping[str, Any] | None = None) -> Harness:
-    """Import `package.module:Class` and build it. `options` are its arguments. Raises `ConfigError` where it cannot."""
+    """Import `package.module:Class` and build it; `options` are its arguments. Raises `ConfigError`."""
     module_name, _, name = agent.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -1,7 +1,7 @@
 """Run Qwen Code (`@qwen-code/qwen-code`) on Node 22, with its settings in HOME and in environment variables.
 
-Verified at 0.24.4. The instruction is an argument, up to 120 kB: the kernel takes none longer than 128 kB. A longer one
-comes by stdin, where this version waits half a second for the first byte, and ends without a call after that.
+Verified at 0.24.4. The instruction is an argument, up to 120 kB: the kernel takes none longer than 128 kB. A longer
+one comes by stdin, where this version waits half a second for the first byte, and ends without a call after that.
 """
 
 import json

@@ -173,9 +173,8 @@ def build_harness(run: RunArguments) -> Harness:
             known = ", ".join(AGENTS)
             raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
         if unknown := set(options or {}) - {"auxiliary_without_tools"}:
-            raise ConfigError(
-                f"agent_options has {', '.join(sorted(map(str, unknown)))}; agent_command takes auxiliary_without_tools"
-            )
+            names = ", ".join(sorted(map(str, unknown)))
+            raise ConfigError(f"agent_options has {names}; those of agent_command are: auxiliary_without_tools")
         return ShellHarness(
             run.agent_command,
             files=read_agent_files(run.agent_files),

@@ -1,7 +1,8 @@
 """Try an agent of which nothing is known: what it asks of a model, and what a run would make of it.
 
-A scripted model reads the tools that each request declares: it calls the first that looks like a shell, once, then ends
-the task (by a tool that looks made for it, or with a text). An agent without tools is given the command as a code block.
+A scripted model reads the tools that each request declares: it calls the first that looks like a shell, once, then
+ends the task (by a tool that looks made for it, or with a text). An agent without tools gets the command in a code
+block.
 """
 
 import json
@@ -216,7 +217,8 @@ def _list_notes(finished: RolloutResult, script: _Script) -> list[str]:
     bare = sum(not call.request.tools for call in policy)
     notes = []
     if script.shell is None and rollout.calls:
-        notes.append("no tool of it looks like a shell, so none was tried")
+        ran = "ran" if rollout.reward == 1.0 else "did not run"
+        notes.append(f"it declares no tool that looks like a shell, and {ran} a command in a code block")
     if 0 < bare < len(policy):
         notes.append(
             f"{bare} of its calls declare no tools: titles, summaries and the like are left out of training by "
