@@ -109,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             trials[name] = try_agent(harness, backend=backend, delay_s=args.answer_s, count_tokens=count_tokens)
     if args.json:
-        print(json.dumps({"agents": {name: asdict(found) for name, found in {**checkups, **trials}.items()}}))
+        reports = {name: asdict(c) for name, c in checkups.items()} | {name: asdict(t) for name, t in trials.items()}
+        print(json.dumps({"agents": reports}))
     else:
         if checkups:
             _print_checkups(checkups)
@@ -129,12 +130,10 @@ def _build(name: str, args: argparse.Namespace) -> Harness:
 
     is_command = any(character in name for character in " \t\n/")
     if is_command or is_class_name(name):
-        run = RunArguments(tasks="", agent="shell" if is_command else name, agent_command=name if is_command else None)
-        run.agent_options, run.agent_files, run.agent_folders = (
-            args.agent_options,
-            args.agent_files,
-            args.agent_folders,
-        )
+        run = RunArguments(tasks="", agent=name, agent_options=args.agent_options)
+        if is_command:
+            run.agent, run.agent_command = "shell", name
+        run.agent_files, run.agent_folders = args.agent_files, args.agent_folders
         return build_harness(run)
     known, at, version = name.partition("@")
     if known not in AGENTS:
