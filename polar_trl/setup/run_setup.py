@@ -6,6 +6,7 @@ Settings that nothing would read, and tasks whose graders do not tell their solu
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -294,11 +295,12 @@ def read_agent_files(names: list[str]) -> dict[str, str]:
 
 
 def find_agent_folders(names: list[str]) -> list[Path]:
-    """Find the folders; their absolute paths."""
+    """Find the folders; their absolute paths, as they were named and where a link leads."""
     if isinstance(names, str):
         raise ConfigError(f"agent_folders must be a list, such as [{names}]")
-    folders = [Path(name).resolve() for name in names]
+    folders = [Path(os.path.abspath(name)) for name in names]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"agent_folders: {folder} is no folder")
-    return folders
+    # commands name the one, and what was installed there may name the other
+    return list(dict.fromkeys(path for folder in folders for path in (folder, folder.resolve())))

@@ -105,7 +105,7 @@ def try_agent(
         prompt_tokens=None if count_tokens is None else [count_tokens(call.request) for call in calls],
         max_tokens=sorted({n for call in calls if (n := call.request.sampling.max_tokens) is not None}),
         tools=sorted({tool.name for call in calls for tool in call.request.tools}),
-        unread=dict(Counter(path for call in calls for path in dict.fromkeys(call.request.unread))),
+        unread=dict(Counter(path for call in calls for path in {re.sub(r"\[\d+\]", "[]", path) for path in call.request.unread})),
         counters=dict(finished.rollout.counters),
         forks=finished.reconstruction.counters["forks"],
         notes=_list_notes(finished, script),
