@@ -82,7 +82,7 @@ def try_agent(name: str, folder: Path) -> dict[str, object]:
 
 
 def find_python(folder: Path) -> list[str]:
-    """Find the folder of the Python that a virtual environment was made with, where the system's own do not hold it."""
+    """Find the folder of the Python that a virtual environment was made with, unless it is the system's own."""
     settings = folder / "pyvenv.cfg"
     if not settings.exists():
         return []

@@ -60,8 +60,8 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl doctor pi@1.5.2 --install": "tests/cli/test_doctor.py::test_another_version_is_tried",
     "polar-trl doctor .*my-agent/run --yes .*": Run("works: yes"),
     "PYTHONPATH=. polar-trl doctor my_agents:MyAgent .*": Run("works: yes"),
-    "PYTHONPATH=. accelerate launch scripts/train.py .* --agent my_agents:MyAgent .*": Run(
-        "check it: +polar-trl replay runs/class", OWN_AGENT_STEP
+    "PYTHONPATH=. accelerate launch scripts/train.py .* --agent my_agents:MyAgent .*": (
+        "tests/harness/test_own.py::test_a_run_file_names_a_class"
     ),
     "npm install --prefix agents/continue .*": TRIED,
     "polar-trl doctor .*agents/continue .*": TRIED,
