@@ -105,7 +105,7 @@ def try_agent(
         prompt_tokens=None if count_tokens is None else [count_tokens(call.request) for call in calls],
         max_tokens=sorted({n for call in calls if (n := call.request.sampling.max_tokens) is not None}),
         tools=sorted({tool.name for call in calls for tool in call.request.tools}),
-        unread=dict(Counter(path for call in calls for path in {re.sub(r"\[\d+\]", "[]", path) for path in call.request.unread})),
+        unread=dict(Counter(path for call in calls for path in _name_fields(call.request.unread))),
         counters=dict(finished.rollout.counters),
         forks=finished.reconstruction.counters["forks"],
         notes=_list_notes(finished, script),
@@ -188,6 +188,11 @@ def _call(tool: dict[str, Any], arguments: dict[str, Any]) -> ToolCall:
         sample = schema["enum"][0] if schema.get("enum") else samples.get(kind, _END)
         arguments.setdefault(key, sample)
     return ToolCall(id="", name=tool["name"], arguments=json.dumps(arguments))
+
+
+def _name_fields(paths: Sequence[str]) -> list[str]:
+    """Name each field once, wherever in a list it stands."""
+    return list(dict.fromkeys(re.sub(r"\[\d+\]", "[]", path) for path in paths))
 
 
 def _find_fault(finished: RolloutResult, watched: _Watched, script: _Script) -> str:
