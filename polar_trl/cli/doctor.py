@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,9 +12,9 @@ from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.base import AgentHarness, Harness
 from polar_trl.harness.own import is_class_name
 from polar_trl.sandbox import KINDS, choose_kind
-from polar_trl.types import ChatRequest
 
 if TYPE_CHECKING:
+    from polar_trl.tokens.base import Renderer
     from polar_trl.tools.doctor import Checkup
     from polar_trl.tools.own_agent import Trial
     from polar_trl.tools.security import Row
@@ -28,6 +28,7 @@ examples:
   polar-trl doctor my_agents:Mine          an own class, as agent: my_agents:Mine of a run file
   polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
+  polar-trl doctor codex pi --model MODEL --window 8192   does their own prompt fit, by this model's tokenizer?
   polar-trl doctor --security              attack the sandboxes of this machine, in under a minute
   polar-trl doctor --security --sandbox docker --image python:3.11 --json
 
@@ -61,12 +62,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--agent_options", metavar="JSON", help="options of own agents, as in a run file")
     parser.add_argument("--agent_files", metavar="FILE", nargs="+", default=[], help="as in a run file")
     parser.add_argument("--agent_folders", metavar="FOLDER", nargs="+", default=[], help="as in a run file")
-    parser.add_argument(
-        "--model", help="a folder or hub name with a tokenizer: counts the tokens of own agents' prompts"
-    )
     parser.add_argument("--install", action="store_true", help="install those that are missing")
     parser.add_argument(
         "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
+    )
+    parser.add_argument("--model", help="count the tokens of each agent's first prompt as this model is shown it")
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="TOKENS",
+        help="context window that they must fit (vllm_max_model_length)",
     )
     parser.add_argument(
         "--sandbox",
@@ -93,21 +98,22 @@ def run(args: argparse.Namespace) -> int:
         return _run_security(args)
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
+    if args.window is not None and (args.model is None or args.window < 1):
+        raise ConfigError("--window is a number of tokens from 1, and needs the --model whose tokens they are")
+    model = None if args.model is None else _load_model(args.model)
     harnesses = {name: _build(name, args) for name in dict.fromkeys(args.agents or AGENTS)}
     # agents of Node share it, and a container takes a folder once
     mounts = list(dict.fromkeys(folder for harness in harnesses.values() for folder in harness.folders))
     backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=mounts)
-    count_tokens = _build_counter(args.model) if args.model else None
     checkups: dict[str, Checkup] = {}
     trials: dict[str, Trial] = {}
+    settings = {"backend": backend, "delay_s": args.answer_s, "model": model, "window": args.window}
     for name, harness in harnesses.items():
         print(f"polar-trl: trying {name} ...", file=sys.stderr)
         if _is_known(name):
-            checkups[name] = check_agent(
-                cast(AgentHarness, harness), name, install=args.install, delay_s=args.answer_s, backend=backend
-            )
+            checkups[name] = check_agent(cast(AgentHarness, harness), name, install=args.install, **settings)
         else:
-            trials[name] = try_agent(harness, backend=backend, delay_s=args.answer_s, count_tokens=count_tokens)
+            trials[name] = try_agent(harness, **settings)
     if args.json:
         reports = {name: asdict(c) for name, c in checkups.items()} | {name: asdict(t) for name, t in trials.items()}
         print(json.dumps({"agents": reports}))
@@ -144,21 +150,26 @@ def _build(name: str, args: argparse.Namespace) -> Harness:
     return build_agent(known, {"version": version} if at else None)
 
 
-def _build_counter(model: str) -> Callable[[ChatRequest], int]:
-    from polar_trl.tools.lint_template import load_model
+def _load_model(name: str) -> "Renderer":
+    from transformers import AutoTokenizer
 
-    renderer = load_model(model).renderers["keep"]
-    return lambda request: len(renderer.render(request.messages, request.tools))
+    from polar_trl.tokens.load import load_renderer
+
+    try:
+        return load_renderer(AutoTokenizer.from_pretrained(name), name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: {name} has no tokenizer that can be read: {error}") from error
 
 
 def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("agent", "installed", "verified", "works", "why")
+    table = Table("agent", "installed", "verified", "works", "prompt", "why")
     for name, checkup in checkups.items():
         works = "yes" if checkup.works else "no"
-        table.add_row(name, checkup.installed or "-", checkup.verified, works, checkup.why)
+        prompt = "-" if checkup.prompt_tokens is None else f"{checkup.prompt_tokens} tokens"
+        table.add_row(name, checkup.installed or "-", checkup.verified, works, prompt, checkup.why)
     Console().print(table)
 
 

@@ -23,6 +23,9 @@ When the task is done, answer with a short summary and call no tool.
 """System prompt in place of an agent's own."""
 
 
+_PROBE = Task(id="start", instruction="-")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """The command of one session in its sandbox, with its environment and settings files."""
@@ -31,6 +34,31 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     """Path relative to HOME -> text: the agent's own settings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSize:
+    """The tokens of an agent's first prompt with an instruction of one word: system prompt, tools and context.
+
+    Counted at the verified versions with the 151,000 tokens of Qwen's vocabulary, and rounded down. Smaller
+    vocabularies need more, SmolLM2's 6 to 30 % (`polar-trl doctor --model`).
+    """
+
+    default: int
+    short: int | None = None
+    """With the option `short_prompt`; None where the agent has no such option."""
+
+    def require_fit(self, name: str, endpoint: Endpoint, *, is_short: bool = False) -> None:
+        """Raise `ConfigError` where the prompt leaves no room in the context window."""
+        tokens = self.short if is_short and self.short is not None else self.default
+        if tokens < endpoint.max_model_len:
+            return
+        has_shorter = self.short is not None and not is_short
+        shorter = f", or set agent_options to {{short_prompt: true}} (about {self.short})" if has_shorter else ""
+        raise ConfigError(
+            f"{name}: its own prompt has about {tokens} tokens, and the context window is {endpoint.max_model_len}: "
+            f"set vllm_max_model_length higher{shorter}"
+        )
 
 
 class Harness(Protocol):
@@ -57,7 +85,8 @@ class Harness(Protocol):
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Build the command, environment and settings files for a task and an endpoint. Pure.
 
-        Called for each task before a model is loaded, too. Raises `ConfigError` for one that it cannot be given.
+        Raises `ConfigError` where the agent cannot work there, or cannot be given the task; a run asks for each before
+        a model is loaded.
         """
         ...
 
@@ -74,6 +103,7 @@ class AgentHarness(Harness, Protocol):
     """A known command-line agent, whose behaviour was verified at one version."""
 
     verified_version: str
+    prompt_size: PromptSize
 
     def find_installed_version(self) -> str | None:
         """Return the version that `build_launch` would run; None where the agent is not installed."""
@@ -134,9 +164,12 @@ class PackagedAgent:
         return "policy" if request.tools else "auxiliary"
 
 
-def check_launches(harness: Harness, tasks: Sequence[Task]) -> None:
-    """Raise `ConfigError` for the first task that the agent cannot be given, before time goes into loading a model."""
-    endpoint = Endpoint(origin="http://127.0.0.1:1", api_key="none", model="policy")
+def require_launch(harness: Harness, tasks: Sequence[Task] = (_PROBE,), **limits: int) -> None:
+    """Have an agent build a launch for each task. `limits` are the `Endpoint`'s: `max_model_len`, `max_tokens`.
+
+    Raises its `ConfigError`, such as for a context window that its prompt fills, or an instruction that is too long.
+    """
+    endpoint = Endpoint(origin="http://127.0.0.1:1", api_key="none", model="policy", **limits)
     for task in tasks:
         _count_bytes(task)
         launch: object = harness.build_launch(task, endpoint)

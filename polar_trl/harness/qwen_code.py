@@ -9,7 +9,7 @@ import shlex
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, check_instruction
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, PromptSize, check_instruction
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
 from polar_trl.types import ChatRequest, Endpoint, Purpose, Task, ToolCall
 
@@ -42,6 +42,7 @@ class QwenCodeHarness(PackagedAgent):
 
     name = "qwen_code"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=15_600, short=7100)
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class QwenCodeHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch Qwen Code with the instruction as an argument, or on stdin where it is too long for one."""
+        self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
         check_instruction(task)
         auth_type, url_name, key_name, path = _APIS[self._api]
         arguments = [

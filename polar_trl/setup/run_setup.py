@@ -19,7 +19,7 @@ from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS, build_agent
-from polar_trl.harness.base import Harness, check_launches
+from polar_trl.harness.base import Harness, require_launch
 from polar_trl.harness.own import is_class_name, load_harness
 from polar_trl.harness.shell import PLACEHOLDERS, ShellHarness
 from polar_trl.sandbox import build_backend, choose_kind
@@ -142,7 +142,7 @@ def build_parts(
     Raises `ConfigError`.
     """
     harness = build_harness(run)
-    check_launches(harness, tasks)
+    require_launch(harness, tasks)
     mounts = [*harness.folders, *list_environments(tasks)]
     backend = build_sandbox(run, tasks, mounts, run_id)
     try:

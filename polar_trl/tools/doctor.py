@@ -18,6 +18,7 @@ from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import START, ByteRenderer
 from polar_trl.types import Message, Task, TokenIds
 
@@ -37,6 +38,8 @@ class Checkup:
     works: bool
     why: str
     """What is wrong and what to do; empty where it works."""
+    prompt_tokens: int | None = None
+    """Of its first request, as a model's chat format writes it; None where no model was given, or none was asked."""
 
 
 def check_agent(
@@ -46,6 +49,8 @@ def check_agent(
     install: bool = True,
     delay_s: float = 0.0,
     backend: SandboxBackend | None = None,
+    model: Renderer | None = None,
+    window: int | None = None,
 ) -> Checkup:
     """Run one session of two turns: a shell command that writes a file, then the end.
 
@@ -55,7 +60,10 @@ def check_agent(
         install: Install it first where it is missing.
         delay_s: How long the scripted model takes for each answer.
         backend: Where it runs; None is the default sandbox.
+        model: The chat format by which its first prompt is counted.
+        window: The context window that this prompt has to fit.
     """
+    num_tokens: int | None = None
     try:
         if install:
             harness.install()
@@ -63,10 +71,16 @@ def check_agent(
         if installed is None:
             why = f"{name} is not installed; run: polar-trl doctor --install {name}"
         else:
-            why = _find_fault(harness, delay_s, backend or build_backend("auto", mounts=harness.folders))
+            finished = _try(harness, delay_s, backend or build_backend("auto", mounts=harness.folders))
+            num_tokens = None if model is None else _count_first_prompt(finished, model)
+            why = _find_fault(finished)
+            if not why and window is not None and num_tokens is not None and num_tokens >= window:
+                why = f"its first prompt has {num_tokens} tokens, and the context window is {window}"
     except PolarError as error:
         installed, why = harness.find_installed_version(), str(error)
-    return Checkup(installed=installed, verified=harness.verified_version, works=not why, why=why)
+    return Checkup(
+        installed=installed, verified=harness.verified_version, works=not why, why=why, prompt_tokens=num_tokens
+    )
 
 
 def run_scripted_session(
@@ -109,8 +123,8 @@ def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]
     return answer
 
 
-def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend) -> str:
-    """Say why the agent does not work here; "" where it does."""
+def _try(harness: AgentHarness, delay_s: float, backend: SandboxBackend) -> RolloutResult:
+    """Run the session of two turns."""
     text, tool_calls = harness.build_last_message("The file is written.")
     replies = [
         Message(
@@ -127,7 +141,16 @@ def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend) 
         agent_timeout_s=180.0 + 4 * delay_s,
         grader='test "$(cat doctor.txt)" = hello',
     )
-    finished = run_scripted_session(harness, replies, task, delay_s=delay_s, backend=backend)
+    return run_scripted_session(harness, replies, task, delay_s=delay_s, backend=backend)
+
+
+def _count_first_prompt(finished: RolloutResult, model: Renderer) -> int | None:
+    first = next((call.request for call in finished.rollout.calls if call.purpose == "policy"), None)
+    return None if first is None else len(model.render(first.messages, first.tools))
+
+
+def _find_fault(finished: RolloutResult) -> str:
+    """Say why the agent does not work here; "" where it does."""
     rollout, counters = finished.rollout, finished.reconstruction.counters
     if rollout.error is not None:
         return rollout.error

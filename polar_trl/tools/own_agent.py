@@ -8,17 +8,18 @@ block.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from polar_trl.errors import PolarError
-from polar_trl.harness.base import Harness, Launch, check_launches
+from polar_trl.harness.base import Harness, Launch, require_launch
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import RolloutResult
 from polar_trl.sandbox.base import ExecResult, SandboxBackend
+from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import END, START
 from polar_trl.tools.doctor import RENDERER, run_scripted_session
 from polar_trl.types import Call, ChatRequest, Endpoint, Message, Purpose, Task, TokenIds, ToolCall
@@ -67,14 +68,16 @@ def try_agent(
     *,
     backend: SandboxBackend,
     delay_s: float = 0.0,
-    count_tokens: Callable[[ChatRequest], int] | None = None,
+    model: Renderer | None = None,
+    window: int | None = None,
 ) -> Trial:
     """Run one session in which the agent is told to write a file.
 
     Args:
         backend: Where it runs.
         delay_s: How long the scripted model takes for each answer.
-        count_tokens: Counts a prompt's tokens, for a report in those of a model.
+        model: The chat format by which its prompts are counted.
+        window: The context window that its first prompt has to fit.
     """
     task = Task(
         id="doctor",
@@ -85,7 +88,7 @@ def try_agent(
     watched = _Watched(harness)
     script = _Script()
     try:
-        check_launches(harness, [task])
+        require_launch(harness, [task])
         harness.install()
         finished = run_scripted_session(
             watched, script.answer, task, backend=backend, delay_s=delay_s, limits=SessionLimits(max_calls=MAX_CALLS)
@@ -93,7 +96,10 @@ def try_agent(
     except PolarError as error:
         return Trial(works=False, why=str(error), dialects={}, unread={}, counters={})
     calls = finished.rollout.calls
+    counted = None if model is None else [len(model.render(c.request.messages, c.request.tools)) for c in calls]
     why = _find_fault(finished, watched, script)
+    if not why and counted and window is not None and counted[0] >= window:
+        why = f"its first prompt has {counted[0]} tokens, and the context window is {window}"
     return Trial(
         works=not why,
         why=why,
@@ -102,7 +108,7 @@ def try_agent(
         auxiliary=sum(call.purpose == "auxiliary" for call in calls),
         without_tools=sum(not call.request.tools for call in calls),
         prompt_bytes=[len(call.prompt_ids) for call in calls],
-        prompt_tokens=None if count_tokens is None else [count_tokens(call.request) for call in calls],
+        prompt_tokens=counted,
         max_tokens=sorted({n for call in calls if (n := call.request.sampling.max_tokens) is not None}),
         tools=sorted({tool.name for call in calls for tool in call.request.tools}),
         unread=dict(Counter(path for call in calls for path in _name_fields(call.request.unread))),

@@ -20,7 +20,8 @@ def test_it_says_of_each_agent_that_it_works(capsys: pytest.CaptureFixture[str])
     assert report["agents"].keys() == {"codex", "pi"}
     for name, checkup in report["agents"].items():
         version = AGENTS[name].verified_version
-        assert checkup == {"installed": version, "verified": version, "works": True, "why": ""}
+        about = {"installed": version, "verified": version, "works": True, "why": "", "prompt_tokens": None}
+        assert checkup == about
 
 
 def test_what_is_not_installed_is_no_failure_unless_it_was_asked_for(
@@ -43,6 +44,26 @@ def test_an_agent_that_does_not_run_the_command_is_found_out(
     assert main(["doctor", "pi", "--install", "--json"]) == 1
     (checkup,) = json.loads(capsys.readouterr().out)["agents"].values()
     assert not checkup["works"] and "the shell command of the first turn was not run" in checkup["why"]
+
+
+def test_a_prompt_is_counted_by_a_models_tokenizer_and_has_to_fit_the_window(
+    capsys: pytest.CaptureFixture[str], smollm2: Path
+) -> None:
+    model = str(smollm2)
+    assert main(["doctor", "pi", "--install", "--json", "--model", model, "--window", "100000"]) == 0
+    (fits,) = json.loads(capsys.readouterr().out)["agents"].values()
+    assert fits["works"] and fits["prompt_tokens"] > PiHarness.prompt_size.default
+    assert main(["doctor", "pi", "--json", "--model", model, "--window", "900"]) == 1
+    (small,) = json.loads(capsys.readouterr().out)["agents"].values()
+    assert small["why"] == f"its first prompt has {fits['prompt_tokens']} tokens, and the context window is 900"
+    assert main(["doctor", "pi", "--model", model]) == 0
+    assert f"{fits['prompt_tokens']} tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [["--window", "9"], ["--window", "0", "--model", "x"], ["--model", "/nowhere"]])
+def test_a_window_needs_a_model_that_is_there(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(["doctor", "pi", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])

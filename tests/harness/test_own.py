@@ -8,7 +8,7 @@ import pytest
 
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Harness, Launch, check_launches
+from polar_trl.harness.base import Harness, Launch, require_launch
 from polar_trl.harness.own import is_class_name, load_harness
 from polar_trl.setup.run_setup import RunArguments, build_harness
 from polar_trl.types import Task
@@ -73,7 +73,7 @@ def test_a_run_file_names_a_class() -> None:
     for given in (options, json.dumps(options)):
         harness = build_harness(run_with(agent="own_agents.good:Mine", agent_options=given))
         assert (harness.name, harness.folders) == ("mine", ())
-        check_launches(harness, [Task(id="t", instruction="x")])
+        require_launch(harness, [Task(id="t", instruction="x")])
     assert load_harness("own_agents.good:Bare").name == "bare"
     with pytest.raises(ConfigError, match="agent_command is read only with agent: shell"):
         build_harness(run_with(agent="own_agents.good:Mine", agent_command="true"))
@@ -112,12 +112,12 @@ def test_a_class_that_cannot_be_used_is_one_sentence(agent: str, options: dict[s
 
 def test_what_build_launch_gives_must_be_a_launch() -> None:
     with pytest.raises(ConfigError, match="agent late: build_launch gives a str, and not a Launch"):
-        check_launches(load_harness("own_agents.good:Late"), [Task(id="t", instruction="x")])
+        require_launch(load_harness("own_agents.good:Late"), [Task(id="t", instruction="x")])
 
 
 def test_an_instruction_that_is_no_text_is_found_for_any_agent() -> None:
     with pytest.raises(ConfigError, match="task b: the instruction holds half a surrogate pair at position 0"):
-        check_launches(
+        require_launch(
             load_harness("own_agents.good:Bare"), [Task(id="a", instruction=""), Task(id="b", instruction="\udc80")]
         )
 

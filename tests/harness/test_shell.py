@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import MAX_ARGUMENT_BYTES, check_launches
+from polar_trl.harness.base import MAX_ARGUMENT_BYTES, require_launch
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.types import ChatRequest, Endpoint, Task, Tool
@@ -147,7 +147,7 @@ def digest_in_sandbox(tmp_path: Path, command: str, instruction: str) -> str:
 def test_an_instruction_that_no_argument_can_carry_needs_a_file(command: str) -> None:
     tasks = [Task(id="short", instruction="x"), Task(id="long", instruction="é" * (MAX_ARGUMENT_BYTES // 2 + 1))]
     with pytest.raises(ConfigError, match=r"task long: the instruction has 130050 bytes.* write \{instruction_file\}"):
-        check_launches(ShellHarness(command), tasks)
+        require_launch(ShellHarness(command), tasks)
 
 
 def test_a_file_of_its_own_may_read_the_variable() -> None:
