@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness import AGENTS, build_agent
+from polar_trl.harness import AGENTS
 from polar_trl.harness.base import AgentHarness, Harness
 from polar_trl.harness.own import is_class_name
 from polar_trl.sandbox import KINDS, choose_kind
@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="*",
         help=f"of {', '.join(AGENTS)} (default: all), NAME@VERSION, the command of an own agent or its class",
     )
-    parser.add_argument("--agent_options", metavar="JSON", help="options of own agents, as in a run file")
+    parser.add_argument("--agent_options", metavar="JSON", help="options of the agents, as in a run file")
     parser.add_argument("--agent_files", metavar="FILE", nargs="+", default=[], help="as in a run file")
     parser.add_argument("--agent_folders", metavar="FOLDER", nargs="+", default=[], help="as in a run file")
     parser.add_argument("--install", action="store_true", help="install those that are missing")
@@ -132,22 +132,23 @@ def _is_known(name: str) -> bool:
 
 def _build(name: str, args: argparse.Namespace) -> Harness:
     """Build an agent from its name, its name and version, its class or its command. Raises `ConfigError`."""
-    from polar_trl.setup.run_setup import RunArguments, build_harness
+    from polar_trl.setup.run_setup import RunArguments, build_harness, read_agent_options
 
-    is_command = any(character in name for character in " \t\n/")
-    if is_command or is_class_name(name):
-        run = RunArguments(tasks="", agent=name, agent_options=args.agent_options)
-        if is_command:
-            run.agent, run.agent_command = "shell", name
-        run.agent_files, run.agent_folders = args.agent_files, args.agent_folders
-        return build_harness(run)
-    known, at, version = name.partition("@")
-    if known not in AGENTS:
-        raise ConfigError(
-            f"agent {name!r} is not known; known are {', '.join(AGENTS)}, each as NAME@VERSION too. An own agent is a "
-            "command with a space or a slash in it, or a class as package.module:Class"
-        )
-    return build_agent(known, {"version": version} if at else None)
+    options = read_agent_options(args.agent_options)
+    run = RunArguments(tasks="", agent=name, agent_options=options)
+    run.agent_files, run.agent_folders = args.agent_files, args.agent_folders
+    if any(character in name for character in " \t\n/"):
+        run.agent, run.agent_command = "shell", name
+    elif not is_class_name(name):
+        run.agent, at, version = name.partition("@")
+        if run.agent not in AGENTS:
+            raise ConfigError(
+                f"agent {name!r} is not known; known are {', '.join(AGENTS)}, each as NAME@VERSION too. An own agent "
+                "is a command with a space or a slash in it, or a class as package.module:Class"
+            )
+        if at:
+            options["version"] = version
+    return build_harness(run)
 
 
 def _load_model(name: str) -> "Renderer":

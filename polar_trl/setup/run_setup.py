@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,26 +161,19 @@ def build_parts(
 
 def build_harness(run: RunArguments) -> Harness:
     """Build the agent that the settings name."""
-    options = run.agent_options
-    if isinstance(options, str):
-        try:
-            options = json.loads(options)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"agent_options is not JSON: {error}") from error
-    if options is not None and not isinstance(options, dict):
-        raise ConfigError("agent_options must be a mapping of names to values")
+    options = read_agent_options(run.agent_options)
     if run.agent == "shell":
         if not run.agent_command:
             known = ", ".join(AGENTS)
             raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
-        if unknown := set(options or {}) - {"auxiliary_without_tools"}:
+        if unknown := set(options) - {"auxiliary_without_tools"}:
             names = ", ".join(sorted(map(str, unknown)))
             raise ConfigError(f"agent_options has {names}; those of agent_command are: auxiliary_without_tools")
         return ShellHarness(
             run.agent_command,
             files=read_agent_files(run.agent_files),
             folders=find_agent_folders(run.agent_folders),
-            **(options or {}),
+            **options,
         )
     if run.agent not in AGENTS and not is_class_name(run.agent):
         raise ConfigError(
@@ -193,6 +186,18 @@ def build_harness(run: RunArguments) -> Harness:
                 f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
             )
     return load_harness(run.agent, options) if is_class_name(run.agent) else build_agent(run.agent, options)
+
+
+def read_agent_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Read the options of an agent, from JSON where they are a text."""
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"agent_options is not JSON: {error}") from error
+    if options is not None and not isinstance(options, dict):
+        raise ConfigError("agent_options must be a mapping of names to values")
+    return dict(options or {})
 
 
 def build_limits(run: RunArguments) -> Limits:

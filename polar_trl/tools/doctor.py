@@ -108,7 +108,7 @@ def run_scripted_session(
             grader=CommandGrader(task.grader) if task.grader else None,
             config=RolloutConfig(limits=limits),
         )
-        return runner.run([Job(rollout_id=f"doctor-{harness.name}", group_id="doctor", task=task)])[0]
+        return runner.run([Job(rollout_id="doctor", group_id="doctor", task=task)])[0]
 
 
 def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:

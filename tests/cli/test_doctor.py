@@ -91,8 +91,8 @@ def test_odd_options_are_named(name: str, options: dict[str, object], message: s
 def test_another_version_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "pi@1.5.2", "pi@1.5.999", "--install", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)["agents"]
-    good = {"installed": "1.5.2", "verified": PiHarness.verified_version, "works": True, "why": ""}
-    assert report["pi@1.5.2"] == good
+    assert report["pi@1.5.2"].items() >= {"installed": "1.5.2", "works": True, "why": ""}.items()
+    assert report["pi@1.5.2"]["verified"] == PiHarness.verified_version
     assert report["pi@1.5.999"]["why"] == "@earendil-works/pi-coding-agent: the registry has no version 1.5.999"
 
 

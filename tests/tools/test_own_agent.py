@@ -9,6 +9,7 @@ import pytest
 
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox import build_backend
+from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.tools import own_agent
 from polar_trl.tools.own_agent import Trial, try_agent
 
@@ -29,6 +30,11 @@ def post(path, body):
 def chat():
     tools = [{"type": "function", "function": tool} for tool in options["tools"]]
     messages = [{"role": "user", "content": sys.argv[2]}]
+    if options.get("refused"):
+        try:
+            post("/v1/chat/completions", {"messages": [{"role": "king"}]})
+        except SystemExit:
+            pass
     if options.get("title"):
         post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Give this talk a title."}]})
     for turn in range(options.get("turns", 9)):
@@ -139,13 +145,27 @@ def test_a_tool_that_ends_the_task_is_called(monkeypatch: pytest.MonkeyPatch) ->
         ([BASH], {"exit": 3}, "it did not end as it should (exit code 3; it printed: ''), after 2 calls"),
         ([BASH], {"runs": False}, "its tool Bash was called, and the file that the command writes is not in the work"),
         ([BASH], {"turns": 0}, "the agent got no answer of the model (exit code 0; it printed nothing)"),
-        ([BASH], {"body": {"messages": "x"}}, "it printed: 'status 400: "),
+        ([BASH], {"body": {"messages": "x"}}, "refused, and it asked for nothing more: messages: must be an array"),
         ([], {"auxiliary_without_tools": True}, "each of its 1 calls is auxiliary, so that nothing would be trained"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(tools: Sequence[object], options: dict[str, Any], why: str) -> None:
     trial = run_doctor(*tools, **options)
     assert not trial.works and why in trial.why and "\n" not in trial.why
+
+
+def test_a_refusal_that_it_got_over_is_counted() -> None:
+    trial = run_doctor(BASH, refused=True)
+    assert trial.works and [count for name, count in trial.counters.items() if name.startswith("refused_")] == [1]
+
+
+def test_the_first_prompt_has_to_fit_the_window() -> None:
+    harness = ShellHarness("python3 -I -S ~/agent.py '{\"tools\": []}' {instruction}", files={"agent.py": AGENT})
+    for window, why in ((65, ""), (64, "its first prompt has 64 tokens, and the context window is 64")):
+        backend = build_backend("auto")
+        trial = try_agent(harness, backend=backend, model=ByteRenderer(), window=window)
+        backend.close()
+        assert (trial.why, trial.prompt_tokens) == (why, trial.prompt_bytes)
 
 
 def test_titles_are_pointed_out_and_left_out() -> None:
