@@ -213,8 +213,8 @@ def _check_window(endpoint: Endpoint) -> None:
     least = 2 * _MARGIN_TOKENS
     if endpoint.max_model_len < least:
         raise ConfigError(
-            f"pi: a context window of {endpoint.max_model_len} tokens is too small; Pi leaves {_MARGIN_TOKENS} free "
-            f"beside its own prompt of about {PiHarness.prompt_size.default}, and asks for one token beyond that. "
+            f"pi: a context window of {endpoint.max_model_len} tokens is too small; Pi leaves {_MARGIN_TOKENS} free, "
+            f"beside its own prompt of about {PiHarness.prompt_size.default}, and asks for a single token beyond. "
             f"Set vllm_max_model_length to {least} or more"
         )
 
