@@ -161,8 +161,8 @@ class Proxy:
             origin=origin,
             api_key=api_key,
             model=self._backend.model,
-            max_model_len=self._backend.engine.max_model_len,
-            max_tokens=self._backend.params.max_tokens,
+            max_model_len=self.max_model_len,
+            max_tokens=self.max_tokens,
         )
 
     def close_session(self, api_key: str) -> None:
@@ -178,6 +178,16 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(session.close(), self._loop).result()
         if session.broken_law is not None:
             raise session.broken_law
+
+    @property
+    def max_model_len(self) -> int:
+        """The engine's: tokens of a prompt and its answer together."""
+        return self._backend.engine.max_model_len
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one answer."""
+        return self._backend.params.max_tokens
 
     @property
     def policy_version(self) -> int:

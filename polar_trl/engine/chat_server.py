@@ -56,7 +56,7 @@ class ChatServer(Engine):
             if error.status in (401, 403, 404):
                 raise  # the server does not know us, or the model: no fault of the agent's
             kind: WireErrorKind = "context_overflow" if _is_overflow(error) else "invalid_request"
-            raise WireError(str(error), kind=kind) from error
+            raise WireError(str(error), kind=kind, reason="server") from error
         return _parse_reply(answer)
 
     def probe(self, params: GenerationParams) -> None:

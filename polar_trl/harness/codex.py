@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, PromptSize
 from polar_trl.harness.install import NpmPackage
 from polar_trl.types import Endpoint, Task, ToolCall
 
@@ -54,6 +54,7 @@ class CodexHarness(PackagedAgent):
 
     name = "codex"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=8400, short=1500)
 
     def __init__(self, *, short_prompt: bool = False, images: bool = False, version: str = VERIFIED_VERSION) -> None:
         self._short_prompt = short_prompt
@@ -63,6 +64,7 @@ class CodexHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch Codex with the instruction on stdin, its events as JSON lines on stdout."""
+        self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
         program = self._find_build() / "bin" / "codex"
         files = {INSTRUCTION_FILE: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
         if self._short_prompt:

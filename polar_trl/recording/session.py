@@ -1,6 +1,7 @@
 """Turn one session's requests into recorded calls: recognize a retry, build the prompt, sample, record.
 
-Runs on the proxy's event loop. A request is sampled once, however often it is sent, and every answer is on record.
+Runs on the proxy's event loop. A request that is sent again because its answer was lost is not sampled again, and
+every answer is on record.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from polar_trl.errors import (
 from polar_trl.recording.bounds import BUDGET_TEXT, SessionBounds
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
-from polar_trl.recording.turn import Turn
+from polar_trl.recording.refusals import Refusals
+from polar_trl.recording.turn import Turn, Turns
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose, share_ids
@@ -134,12 +136,12 @@ class Session:
         self._log = log
         self.limits = limits
         self.bounds = SessionBounds(log, self._stop, max_requests=limits.max_requests)
+        self.refusals = Refusals(log)
         self._reader = RequestReader(backend.engine.max_model_len)
         self._continuations = Continuations(backend.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
         self._lock = asyncio.Lock()
-        self._turns: dict[bytes, Turn] = {}
-        """The turn that answers or answered a question."""
+        self._turns = Turns(log)
         self._running: set[Turn] = set()
         self._num_turns = 0
         self._num_known_bytes = 0
@@ -154,25 +156,25 @@ class Session:
 
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
-        async with self._lock:
+        async with self._lock, self.refusals.noting(is_call=True):
             if self._log.num_bytes > self.limits.compute_max_record(self._backend.engine.max_model_len):
                 self.bounds.exceed("record")
             self.bounds.check_open()
             read = await self._read(dialect, incoming)
             parsed, question, num_bytes = read.parsed, read.question, read.num_bytes
-            turn = self._turns.get(question)
-            if turn is not None:
-                self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
-            elif self.limits.are_used_up(len(self._log.calls) + len(self._running), self._num_sampled):
+            num_calls = len(self._log.calls) + len(self._running) + self._turns.num_replays
+            is_used_up = self.limits.are_used_up(num_calls, self._num_sampled)
+            purpose: Purpose = "policy"
+            turn = self._turns.find(question, is_budget_used_up=is_used_up)
+            if turn is None and is_used_up:
                 self.bounds.count_budget_message()
                 answer = partial(self._answer_over_budget, dialect.name, parsed.request)
                 turn = self._start(answer, question, 0)
-                self._forget(turn)  # it needs no recognition: the next one hears the same
-            else:
+                self._turns.forget(turn)  # it needs no recognition: the next one hears the same
+            elif turn is None:
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 if len(prompt.ids) >= self._backend.engine.max_model_len:
-                    self._log.count("context_overflows")
                     raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
                 if prompt.forked:
                     self._log.count("prompts_forked")
@@ -186,13 +188,15 @@ class Session:
                 answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
             turn.num_waiting += 1
+            if purpose == "policy":
+                self.refusals.go_on()
         if self.bounds.has_ended:
             self._abort(turn)
         return turn, parsed
 
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
         """Count the tokens that this request's prompt would have. Samples nothing and records nothing."""
-        async with self._lock:
+        async with self._lock, self.refusals.noting(is_call=False):
             self.bounds.check_open()
             read = await self._read(dialect, incoming)
             prompt = await self._work_out_prompt(read.parsed.request, read.num_bytes)
@@ -201,6 +205,7 @@ class Session:
     def leave(self, turn: Turn) -> None:
         """Note that a connection has its answer, or has hung up. The last one to hang up aborts the generation."""
         turn.num_waiting -= 1
+        turn.was_given = turn.was_given or turn.task.done()
         if turn.num_waiting == 0:
             self._abort(turn)
 
@@ -241,7 +246,7 @@ class Session:
             number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
         )
         self._num_turns += 1
-        self._turns[question] = turn
+        self._turns.add(turn)
         self._running.add(turn)
         turn.task = asyncio.create_task(answer(turn))
         turn.task.add_done_callback(partial(self._end, turn))
@@ -251,27 +256,22 @@ class Session:
         self._running.discard(turn)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
-            self._forget(turn)  # what failed may be tried again
-        if error is not None and not isinstance(error, WireError):
-            self.note_fault(error)  # here, since nobody may be left who waits for the turn
+            self._turns.forget(turn)  # what failed may be tried again
+        # here, since nobody may be left who waits for the turn
+        if isinstance(error, WireError):
+            self.refusals.note(error, is_call=True)
+        elif error is not None:
+            self.note_fault(error)
 
     def _abort(self, turn: Turn) -> None:
         if turn.sampled or turn.task.done() or turn.task.cancelling():
             return
         self._log.count("calls_aborted")
-        self._forget(turn)
+        self._turns.forget(turn)
         turn.task.cancel()
 
-    def _forget(self, turn: Turn) -> None:
-        if self._turns.get(turn.question) is turn:
-            del self._turns[turn.question]
-
     async def _read(self, dialect: Dialect, incoming: Incoming) -> ReadRequest:
-        try:
-            return await self._backend.work(count_bytes(incoming), partial(self._reader.read, dialect, incoming))
-        except ContextOverflowError:
-            self._log.count("context_overflows")
-            raise
+        return await self._backend.work(count_bytes(incoming), partial(self._reader.read, dialect, incoming))
 
     async def _work_out_prompt(self, request: ChatRequest, num_bytes: int) -> Prompt:
         weight = max(num_bytes, ENCODING_WEIGHT * (num_bytes - self._num_known_bytes))
@@ -284,7 +284,7 @@ class Session:
         try:
             return self._continuations.build_prompt(request)
         except RenderError as error:
-            raise WireError(str(error)) from error
+            raise WireError(str(error), reason="template") from error
 
     def _build_params(self, prompt: Prompt) -> GenerationParams:
         params, limit = self._backend.params, self.limits.max_sampled_tokens

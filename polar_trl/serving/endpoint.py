@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,6 +29,8 @@ from polar_trl.wire.base import MAX_BODY_BYTES, Dialect, Incoming, ReplyHead, Ro
 _log = logging.getLogger(__name__)
 
 HEADER_DELAY_S = 0.02
+MAX_PATH_LENGTH = 200
+"""Of a path that nobody serves, in the words of its refusal."""
 
 
 def build_app(
@@ -40,7 +43,7 @@ def build_app(
     for dialect, route in sorted(served, key=lambda pair: pair[1].header is None):
         endpoint = _DialectEndpoint(sessions, connections, dialect, route, model, ping_interval_s)
         routes.append(_HeaderRoute(route, endpoint))
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: partial(_render_http_error, sessions)})
     app.router.redirect_slashes = False
     return app
 
@@ -90,7 +93,8 @@ class _DialectEndpoint:
             session = self._identify(request)
             session.bounds.check_open()
             with self._connections.holding_bytes(session) as hold:
-                incoming = _describe(request, await _read_body(request, hold))
+                async with session.refusals.noting(is_call=self._kind == "chat"):
+                    incoming = _describe(request, await _read_body(request, hold))
                 if self._kind == "count":
                     num_tokens = await session.count_prompt_tokens(self._dialect, incoming)
                     return await _send_whole(send, self._dialect.render_count(num_tokens))
@@ -104,9 +108,13 @@ class _DialectEndpoint:
             await _send_error(send, self._dialect, error)
 
     def _identify(self, request: Request) -> Session:
-        session = self._sessions.get(parse_key(_describe(request)) or "")
-        if session is None or not request.scope["connection"].adopt(session):
-            raise WireError("unknown API key: use the key of a running session", status=401, kind="authentication")
+        session, connection = self._sessions.get(parse_key(_describe(request)) or ""), request.scope["connection"]
+        if session is None or not connection.adopt(session):
+            message = "unknown API key: use the key of a running session"
+            error = WireError(message, status=401, kind="authentication", reason="key")
+            if connection.session is not None and not connection.session.bounds.has_ended:
+                connection.session.refusals.note(error, is_call=False)
+            raise error
         return session
 
     async def _reply(self, session: Session, incoming: Incoming, receive: Receive, send: Send) -> None:
@@ -221,8 +229,12 @@ async def _reply_alive(request: Request) -> Response:
     return Response()
 
 
-async def _render_http_error(request: Request, error: Exception) -> Response:
+async def _render_http_error(sessions: Mapping[str, Session], request: Request, error: Exception) -> Response:
     """Answer a path that no dialect has a route for."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path} is not served here"
+    message = f"{request.method} {request.url.path[:MAX_PATH_LENGTH]} is not served here"
+    session = sessions.get(parse_key(_describe(request)) or "") or request.scope["connection"].session
+    if session is not None:
+        refusal = WireError(message, status=status, kind="not_found", reason="path")
+        session.refusals.note(refusal, is_call=False)
     return JSONResponse({"error": {"message": message, "type": "not_found", "code": status}}, status_code=status)

@@ -91,7 +91,7 @@ class Google:
         if isinstance(error, ContextOverflowError):
             text = (
                 f"The input token count ({error.num_tokens}) exceeds the maximum number of tokens allowed "
-                f"({error.max_tokens - 1})."
+                f"({error.max_tokens - 1}). {error.advice}"
             )
         status = "RESOURCE_EXHAUSTED" if error.status == 429 else _STATUS_NAMES[error.kind]
         body: dict[str, Any] = {"code": error.status, "message": text, "status": status}

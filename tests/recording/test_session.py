@@ -333,7 +333,7 @@ def test_a_session_out_of_budget_keeps_little_of_what_it_is_sent(workers: Thread
                 with pytest.raises(WireError, match="budget of this session is used up") as caught:
                     await bench.begin(incoming)
                 assert caught.value.status == 403
-        assert len(bench.session._turns) == 1
+        assert len(bench.session._turns._turns) == 1
 
     bench = Bench(ScriptedEngine(lambda _: (1,), max_model_len=1 << 20), workers, limits=SessionLimits(max_calls=1))
     asyncio.run(run(bench))
