@@ -9,7 +9,6 @@ from hashlib import sha256
 import orjson
 
 from polar_trl.errors import ContextOverflowError, WireError
-from polar_trl.tokens.canonical import canonical_arguments
 from polar_trl.types import ChatRequest, Message, Tool
 from polar_trl.wire.base import (
     MAX_BODY_BYTES,
@@ -105,16 +104,18 @@ class RequestReader:
             is_known = is_known and index < len(known) and known[index][0] is message
             digest = known[index][1] if is_known else sha256(digest + _spell(message)).digest()
             self._walked.append((message, digest))
-        rest = orjson.dumps((dialect_name, replace(request, messages=(), tools=(), stream=False))).decode()
-        return sha256(digest + sha256(canonical_arguments(rest)).digest() + tools).digest()
+        rest = orjson.dumps((dialect_name, replace(request, messages=(), tools=(), stream=False)))
+        return sha256(digest + sha256(rest).digest() + tools).digest()
 
 
 def _spell(message: Message) -> bytes:
-    """Write a message so that the order of keys and the spelling of numbers in tool arguments are no difference."""
-    if not message.tool_calls:
-        return orjson.dumps(message)
-    calls = [
-        replace(call, arguments=canonical_arguments(call.arguments).decode("utf-8", "replace"))
-        for call in message.tool_calls
-    ]
-    return orjson.dumps(replace(message, tool_calls=tuple(calls)))
+    """Write a message so that the order of the keys in tool arguments is no difference."""
+    calls = tuple(replace(call, arguments=_sort_keys(call.arguments)) for call in message.tool_calls)
+    return orjson.dumps(replace(message, tool_calls=calls) if calls else message)
+
+
+def _sort_keys(arguments: str) -> str:
+    try:
+        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return arguments

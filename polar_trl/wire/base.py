@@ -95,7 +95,7 @@ class ItemMemo:
 
     def __init__(self) -> None:
         self._last: list[tuple[Any, object, Any]] = []
-        """Each item raw, as `_spell_exactly` has it, and parsed."""
+        """Each item raw, its `_hash_exactly` where it holds a number, and parsed."""
 
     def forget(self) -> None:
         """Let go of the last request."""
@@ -110,10 +110,10 @@ class ItemMemo:
         for index, item in enumerate(raw):
             if index < len(last) and last[index][0] == item:
                 _, exact, parsed = last[index]
-                if exact is not None and (now := _spell_exactly(item)) != exact:
+                if exact is not None and (now := _hash_exactly(item)) != exact:
                     exact, parsed = now, parse_item(item, index)
             else:
-                exact, parsed = _spell_exactly(item) if _holds_number(item) else None, parse_item(item, index)
+                exact, parsed = _hash_exactly(item) if _holds_number(item) else None, parse_item(item, index)
             self._last.append((item, exact, parsed))
         return [parsed for _, _, parsed in self._last]
 
@@ -131,10 +131,10 @@ def _holds_number(item: Any) -> bool:
     return False
 
 
-def _spell_exactly(item: Any) -> object:
-    """Write an item so that what differs in JSON differs here; nothing equals one that is nested too deeply."""
+def _hash_exactly(item: Any) -> object:
+    """Hash an item so that what differs in JSON differs here; nothing equals one that is nested too deeply."""
     try:
-        return orjson.dumps(item, option=orjson.OPT_SORT_KEYS)
+        return hash(orjson.dumps(item, option=orjson.OPT_SORT_KEYS))
     except orjson.JSONEncodeError:
         return object()
 

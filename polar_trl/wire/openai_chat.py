@@ -162,7 +162,7 @@ def _parse_message(item: Any, index: int) -> Message:
     role = item.get("role")
     if role not in _ROLES:
         raise WireError(f"{path}.role: must be one of {', '.join(_ROLES)}")
-    content = parse_content(item, "content", path)
+    content = parse_content(item, "content", path, is_reply=role == "assistant")
     text, images = content.text, tuple(content.images)
     if role == "assistant":
         told = (read_reasoning(item.get(key)) for key in _REASONING_FIELDS)
@@ -205,7 +205,7 @@ def _parse_tools(body: dict[str, Any], unread: list[str]) -> tuple[Tool, ...]:
         path = f"tools[{index}]"
         if not isinstance(item, dict):
             raise WireError(f"{path}: must be an object, not {json_type(item)}")
-        kind = item.get("type") or "function"
+        kind = item.get("type") or ("function" if "function" in item else None)
         if kind not in _TOOL_TYPES:
             unread.append(path)
             continue

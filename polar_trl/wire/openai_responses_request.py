@@ -227,7 +227,7 @@ def _parse_assistant(start: int, items: list[dict[str, Any]]) -> _Turn:
         path = f"input[{index}]"
         kind = item.get("type") or "message"
         if kind == "message":
-            content = parse_content(item, "content", path)
+            content = parse_content(item, "content", path, is_reply=True)
             texts.append(content.text)
             reasonings += content.reasonings
             images += content.images

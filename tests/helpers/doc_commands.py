@@ -65,6 +65,9 @@ COMMANDS: dict[str, Run | str] = {
     ),
     "npm install --prefix agents/continue .*": TRIED,
     "polar-trl doctor .*agents/continue .*": TRIED,
+    "polar-trl doctor codex pi --model MODEL --window 16384": (
+        "tests/cli/test_doctor.py::test_a_prompt_is_counted_by_a_models_tokenizer_and_has_to_fit_the_window"
+    ),
     "polar-trl doctor --sandbox bwrap --json": Run('"works": true', "pi", containers=True),
     "polar-trl doctor --security( --json)?": SECURITY,
     "polar-trl doctor --security --sandbox docker --image IMAGE": (
