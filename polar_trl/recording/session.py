@@ -328,8 +328,10 @@ class Session:
             self._log.count("tokens_by_server", num_sampled)
         else:
             completion, num_sampled = reply, len(reply.token_ids)
-            message = self._backend.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
-            message, stop_text = _cut_at_stop(message, settings.params.stop)
+            parsed = self._backend.renderer.parse_reply(prompt.ids, completion.token_ids, prompt.request.tools)
+            message, stop_text = _cut_at_stop(parsed.message, settings.params.stop)
+            for name, num_lost in parsed.losses.items():
+                self._log.count(name, num_lost)
         call = self._record(
             turn,
             settings.dialect_name,
@@ -341,6 +343,8 @@ class Session:
             text_only=isinstance(reply, TextReply),
         )
         self._continuations.add(call)
+        if num_malformed := sum(tool_call.parse_status == "malformed" for tool_call in message.tool_calls):
+            self._log.count("tool_calls_malformed", num_malformed)
         self._num_sampled += num_sampled
         return call
 

@@ -12,12 +12,13 @@ from itertools import pairwise
 import orjson
 
 from polar_trl.errors import RenderError
+from polar_trl.tokens.base import Renderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
 
 START, END, CALL, THINK, THINK_END = range(256, 261)
 
 
-class ByteRenderer:
+class ByteRenderer(Renderer):
     """Implements `tokens.base.Renderer`; tools are written into a first turn of their own."""
 
     stop_token_ids: tuple[int, ...] = (END,)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from polar_trl.errors import RenderError
+from polar_trl.json_text import mend_json
 from polar_trl.types import Message, Tool
 
 SystemPlacement = Literal["anywhere", "first", "never"]
@@ -81,7 +82,7 @@ def _arguments(text: str, *, parse: bool) -> Any:
     if not parse:
         return text
     try:
-        value = json.loads(text)
+        value = json.loads(mend_json(text))
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

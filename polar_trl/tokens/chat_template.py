@@ -28,6 +28,7 @@ class ChatTokenizer(Protocol):
 
     chat_template: Any
     eos_token_id: int | None
+    added_tokens_decoder: dict[int, Any]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 

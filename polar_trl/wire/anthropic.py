@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from polar_trl.errors import WireError
+from polar_trl.json_text import mend_json
 from polar_trl.types import Call, Message
 from polar_trl.wire.anthropic_request import parse_request
 from polar_trl.wire.anthropic_tools import has_only_server_tools
@@ -143,7 +144,7 @@ def _spell_input(arguments: str) -> str:
     # objects that are nested too deeply to be read again are wrapped as well
     value = read_arguments(arguments)
     is_as_written = arguments.strip() and UNPARSED_ARGUMENTS not in value
-    return arguments if is_as_written else orjson.dumps(value).decode()
+    return mend_json(arguments) if is_as_written else orjson.dumps(value).decode()
 
 
 def _is_no_json(arguments: str) -> bool:

@@ -4,7 +4,6 @@ Pure: no sockets, no clocks, no tokens. A dialect never decides what is sampled;
 """
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import orjson
 
 from polar_trl.errors import WireError
+from polar_trl.json_text import load_json
 from polar_trl.types import Call, ChatRequest, Purpose, Tool
 
 _T = TypeVar("_T")
@@ -181,7 +181,7 @@ def read_arguments(arguments: str) -> dict[str, Any]:
     if not arguments.strip():
         return {}
     try:
-        value = orjson.loads(arguments)
+        value = load_json(arguments)
         orjson.dumps([[[[[[[[value]]]]]]]])  # it reads deeper than it writes, and the body of a reply lies around it
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         value = None
@@ -201,9 +201,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise WireError(f"the body holds more than {MAX_VALUES:,} values", status=413)
     with _COLLECTOR_PAUSE if len(body) > _LARGE_BODY_BYTES else nullcontext():
         try:
-            value = orjson.loads(body)
+            value = load_json(body)
         except orjson.JSONDecodeError as error:
-            value = _parse_with_lone_surrogates(body, error)
+            raise WireError(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise WireError(f"the body must be a JSON object, not {json_type(value)}")
     return value
@@ -263,16 +263,6 @@ class _CollectorPause:
 _COLLECTOR_PAUSE = _CollectorPause()
 
 
-def _parse_with_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> Any:
-    # JavaScript agents cut long tool output between the halves of an emoji and send the lone half as an escape;
-    # it has no UTF-8 form, so it becomes "?"
-    try:
-        text = json.dumps(json.loads(body), ensure_ascii=False)
-        return orjson.loads(text.encode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        raise WireError(f"the body is not valid JSON: {error}") from error
-
-
 def json_type(value: object) -> str:
     """Return the name that JSON gives to a value's type, for messages."""
     if value is None:
@@ -303,14 +293,6 @@ def require_string(holder: Mapping[str, Any], key: str, path: str) -> str:
     if not isinstance(value, str):
         raise WireError(f"{path}{'.' if path else ''}{key}: must be a string, not {json_type(value)}")
     return value
-
-
-def is_json_object(text: str) -> bool:
-    """Return whether a tool call's arguments are a JSON object."""
-    try:
-        return isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
-        return False
 
 
 def list_unread(holder: Mapping[str, Any], known: AbstractSet[str], path: str) -> tuple[str, ...]:

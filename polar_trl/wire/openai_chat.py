@@ -11,6 +11,7 @@ from typing import Any, get_args
 import orjson
 
 from polar_trl.errors import ContextOverflowError, WireError
+from polar_trl.json_text import is_json_object
 from polar_trl.types import Call, ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
 from polar_trl.wire.base import (
     Incoming,
@@ -19,7 +20,6 @@ from polar_trl.wire.base import (
     ReplyHead,
     Route,
     find_tool,
-    is_json_object,
     json_type,
     list_unread,
     parse_object,

@@ -14,8 +14,9 @@ from typing import Any
 import orjson
 
 from polar_trl.errors import WireError
+from polar_trl.json_text import is_json_object
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
-from polar_trl.wire.base import ItemMemo, is_json_object, json_type, list_unread, read_field, require_string
+from polar_trl.wire.base import ItemMemo, json_type, list_unread, read_field, require_string
 from polar_trl.wire.freeform import parse_input
 from polar_trl.wire.openai_responses_tools import (
     LOCAL_SHELL,
