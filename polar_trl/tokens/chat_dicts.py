@@ -43,7 +43,8 @@ def build_message_dict(message: Message, *, parse_arguments: bool) -> dict[str, 
 
     Args:
         message: Images raise `RenderError`.
-        parse_arguments: Give tool arguments as objects where they are valid JSON, else as the text that was sampled.
+        parse_arguments: Give tool arguments as objects where they are valid JSON, else as the text that was sampled;
+            half surrogates are U+FFFD in both.
     """
     if message.images:
         raise RenderError(
@@ -79,10 +80,11 @@ def build_tool_dict(tool: Tool) -> dict[str, Any]:
 def _arguments(text: str, *, parse: bool) -> Any:
     if not text.strip():
         return {} if parse else "{}"
+    text = mend_json(text)  # templates that read it themselves would write what no tokenizer takes
     if not parse:
         return text
     try:
-        value = json.loads(mend_json(text))
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

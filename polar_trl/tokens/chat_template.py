@@ -4,6 +4,7 @@ What a template accepts is found by trying, once, when it is wrapped:
 
 - system messages that it refuses or drops become user messages (or join the first system message);
 - user messages in a row are joined where it demands alternation;
+- calls whose arguments are no object become text where it takes objects only;
 - **prompted tools**: where it has no place for tools, or writes calls in a form that cannot be read back from a reply,
   the tools are listed in the system message, calls are JSON in <tool_call> tags, and results are user messages with
   <tool_response> tags.
@@ -17,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from polar_trl.errors import RenderError
+from polar_trl.json_text import is_json_object
 from polar_trl.tokens.canonical import canonical_arguments
 from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
 from polar_trl.tokens.tool_calls import UNNAMED, split_tagged_calls
@@ -62,11 +64,13 @@ class ChatTemplate:
         self.system: SystemPlacement = "anywhere"
         self.joins_users = False
         self.has_tools = True
+        self.has_text_arguments = True
         self.has_thinking = "<think>" in str(tokenizer.chat_template)
         self.write([_USER])  # a template that cannot write this is of no use: let its error out
         self.joins_users = not self._writes([_USER, replace(_USER, text="second question")], "second question")
         self.system = self._find_system_placement()
         self.has_tools = self._find_tools()
+        self.has_text_arguments = self._find_text_arguments()
 
     def write(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_reply: bool = True) -> str:
         """Write the conversation's text; with `opens_reply`, up to where the model's next reply begins.
@@ -75,6 +79,8 @@ class ChatTemplate:
         """
         if not self.has_tools:
             messages, tools = _write_tools_as_text(messages, tools), ()
+        elif not self.has_text_arguments:
+            messages = [_write_malformed_as_text(message) for message in messages]
         messages = place_system(messages, self.system, at_start=True)
         if self.joins_users:
             messages = _join_users(messages)
@@ -108,6 +114,10 @@ class ChatTemplate:
         # some templates move every instruction to the start, which would rewrite what came before
         return "anywhere" if 0 <= text.find(_REPLY.text) < text.find(system.text) else "first"
 
+    def _find_text_arguments(self) -> bool:
+        malformed = replace(_TOOL_CALL, arguments='{"probe_key": "probe val')
+        return self._writes([_USER, Message(role="assistant", tool_calls=(malformed,)), _USER], "probe val", [_TOOL])
+
     def _find_tools(self) -> bool:
         result = Message(role="tool", text="probe result", tool_call_id=_TOOL_CALL.id)
         asked = [_USER, Message(role="assistant", tool_calls=(_TOOL_CALL,)), result]
@@ -118,6 +128,15 @@ class ChatTemplate:
             return False
         name, arguments, _ = calls[-1]
         return name == _TOOL_CALL.name and canonical_arguments(arguments) == canonical_arguments(_TOOL_CALL.arguments)
+
+
+def _write_malformed_as_text(message: Message) -> Message:
+    """Move calls whose arguments are no object behind the message's text."""
+    malformed = [call for call in message.tool_calls if call.arguments.strip() and not is_json_object(call.arguments)]
+    if not malformed:
+        return message
+    text = "\n".join(filter(None, [message.text, *map(_write_call, malformed)]))
+    return replace(message, text=text, tool_calls=tuple(call for call in message.tool_calls if call not in malformed))
 
 
 def _write_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
