@@ -18,7 +18,8 @@ from polar_trl.errors import ConfigError, RenderError
 from polar_trl.json_text import is_json_object, replace_half_surrogates
 from polar_trl.tokens.base import DROPPED_TEXT, ParsedReply
 from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
-from polar_trl.tokens.plain_text import PlainText, SeamedTokenizer
+from polar_trl.tokens.encoding import PromptTokenizer
+from polar_trl.tokens.plain_text import PlainText
 from polar_trl.tokens.tagged_reply import TaggedReply, build_reply, find_turn_length, split_reply
 from polar_trl.tokens.tool_calls import UNNAMED, ParsedCall, parse_json_call, parse_xml_call
 from polar_trl.types import Message, TokenIds, Tool
@@ -30,6 +31,11 @@ FAMILIES = tuple(sorted(set(MODEL_RENDERER_MAP.values())))
 
 _TAGGED = ("qwen", "prime-qwen", "nemotron")
 """Beginnings of the names of families that write <think> and <tool_call> tags, with JSON or <function=> in them."""
+_NUM_OPENING_TOKENS = 64
+"""More than a chat format writes between the end of the last turn and the first sampled token."""
+_READING_OPENINGS = frozenset({"qwen3", "qwen3.5", "qwen3.6", "qwen3.8"})
+"""Families that read nothing of a prompt before the end of its last turn, which spares them copies of the history."""
+
 _PROBE_INSTRUCTION = Message(role="system", text="probe instruction")
 _PROBE_QUESTION = Message(role="user", text="probe question")
 
@@ -64,9 +70,10 @@ class FamilyRenderer:
         if thinking == "keep":
             config = config.model_copy(update={"thinking_retention": "all"})
         self._plain = PlainText(tokenizer)
-        seamed = SeamedTokenizer(tokenizer, self._plain)
+        if not isinstance(tokenizer, PromptTokenizer):
+            tokenizer = PromptTokenizer(tokenizer)
         try:
-            self._renderer = create_renderer(seamed, config, chat_template_kwargs=template_kwargs)
+            self._renderer = create_renderer(tokenizer, config, chat_template_kwargs=template_kwargs)
         except Exception as error:  # renderers asserts on missing tokens and raises pydantic's errors on bad switches
             raise ConfigError(f"the tokenizer does not fit the model family {family!r}: {error}") from error
         self._tokenizer = tokenizer
@@ -95,23 +102,23 @@ class FamilyRenderer:
         Raises `RenderError` if `renderers` breaks its promise to keep what was sampled.
         """
         dicts = self._build_dicts(new_messages, at_start=False)
+        opening = self._take_opening(prompt_ids)
         try:
             extended = self._renderer.bridge_to_next_turn(
-                list(prompt_ids), list(completion_ids), dicts, tools=self._build_tools(tools)
+                opening, list(completion_ids), dicts, tools=self._build_tools(tools)
             )
         except Exception as error:
             raise RenderError(f"the chat format of {self.family} refuses the new messages: {error}") from error
         if extended is None:
             return None
-        ids = tuple(extended.token_ids)
-        num_kept = len(prompt_ids) + len(completion_ids)
-        if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : num_kept] != completion_ids:
+        num_kept = len(opening) + len(completion_ids)
+        if extended.token_ids[:num_kept] != [*opening, *completion_ids]:
             raise RenderError(
                 f"renderers changed sampled tokens while continuing a {self.family} conversation "
                 f"({len(prompt_ids)} prompt and {len(completion_ids)} sampled tokens); use thinking='template', or "
                 "report the conversation"
             )
-        return ids
+        return prompt_ids + (completion_ids + tuple(extended.token_ids[num_kept:]))
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse the message that the sampled ids spell; text after a tool call is kept too."""
@@ -119,18 +126,18 @@ class FamilyRenderer:
 
     def parse_reply(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> ParsedReply:
         """As `Renderer.parse_reply`. Families whose format we know are read by their tags, others by `renderers`."""
-        reply = None if self.family.startswith(_TAGGED) else self._parse_by_family(prompt_ids, completion_ids, tools)
+        opening = self._take_opening(prompt_ids)
+        reply = None if self.family.startswith(_TAGGED) else self._parse_by_family(opening, completion_ids, tools)
         if reply is None:
             end = find_turn_length(completion_ids, self.stop_token_ids)
             text = self._tokenizer.decode(list(completion_ids[:end]), skip_special_tokens=False)
-            is_open = prompt_ends_in_reasoning(
-                self._tokenizer, list(prompt_ids), stop_ids=frozenset(self._own_stop_ids)
-            )
+            stop_ids = frozenset(self._own_stop_ids)
+            is_open = prompt_ends_in_reasoning(self._tokenizer, opening, stop_ids=stop_ids)
             reply = split_reply(text, has_thinking=True, is_open=is_open, tools=tools)
         return build_reply(reply, prompt_ids, completion_ids, self.stop_token_ids)
 
     def _parse_by_family(
-        self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]
+        self, opening: list[int], completion_ids: TokenIds, tools: Sequence[Tool]
     ) -> TaggedReply | None:
         """Return the reply as `renderers` reads it; None where it cannot."""
         end = find_turn_length(completion_ids, self.stop_token_ids)
@@ -138,7 +145,7 @@ class FamilyRenderer:
             end += 1
         ids = list(completion_ids[:end])
         try:
-            parsed = self._renderer.parse_response(ids, tools=_build_tools(tools), prompt_ids=list(prompt_ids))
+            parsed = self._renderer.parse_response(ids, tools=_build_tools(tools), prompt_ids=opening)
         except Exception as error:  # noqa: BLE001 - a number of 5000 digits, half an emoji as a name: it raises any
             logger.warning("%s cannot read a reply of %d tokens: %s", self.family, len(completion_ids), error)
             return None
@@ -156,6 +163,15 @@ class FamilyRenderer:
             return False
         rest = self._tokenizer.decode(ids[max(end for _, end in spans) :], skip_special_tokens=True).strip()
         return bool(rest) and rest not in (parsed.content or "")
+
+    def _take_opening(self, prompt_ids: TokenIds) -> list[int]:
+        """Take what the family reads of a prompt: from the end of the last turn on, or all of it."""
+        if self.family in _READING_OPENINGS:
+            tail = list(prompt_ids[-_NUM_OPENING_TOKENS:])
+            for position in range(len(tail) - 1, -1, -1):
+                if tail[position] in self._own_stop_ids:
+                    return tail[position:]
+        return list(prompt_ids)
 
     def _build_dicts(self, messages: Sequence[Message], *, at_start: bool) -> list[Any]:
         placed = place_system(self._plain.set_seams(messages), self._system, at_start=at_start)

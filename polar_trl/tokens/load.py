@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 from polar_trl.errors import ConfigError, RenderError
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict
+from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.families import FamilyRenderer
 from polar_trl.tokens.template import TemplateRenderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
@@ -80,6 +81,7 @@ def load_renderer(
     """
     kwargs = dict(template_kwargs or {})
     ends = tuple(dict.fromkeys((*end_ids, *_read_end_ids(model_name_or_path))))
+    tokenizer = PromptTokenizer(tokenizer)  # one for all that are tried
     if family == "auto":
         family = None
     if family is not None and family != "template":

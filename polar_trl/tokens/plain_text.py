@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polar_trl.types import Message, TokenIds, Tool
+from polar_trl.types import Message, Tool
 
 SEAM = "\ufdd0\ufdd1"
 """Two of Unicode's noncharacters, which no text holds; a text that does loses them."""
@@ -19,7 +19,7 @@ _NOTHING = re.compile(r"(?!)")
 
 
 class PlainText:
-    """Sets seams and encodes what has them.
+    """Sets seams; whoever encodes cuts at them (`encoding`).
 
     Special tokens are words in every message. Other added tokens (<tool_call> and <think> of Qwen) are words in tools'
     results, where the chat template has them as its own marks; in other messages templates themselves look for them.
@@ -29,7 +29,6 @@ class PlainText:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special}
         marks = {token.content for token in added if token.content in str(tokenizer.chat_template or "")}
@@ -52,13 +51,6 @@ class PlainText:
             for tool, (name, description, parameters) in zip(tools, sewn, strict=True)
         ]
 
-    def encode(self, text: str) -> TokenIds:
-        """Encode what a template wrote: each piece between seams for itself."""
-        ids: list[int] = []
-        for piece in text.split(SEAM):
-            ids += self._tokenizer.encode(piece, add_special_tokens=False)
-        return tuple(ids)
-
     def _sew(self, message: Message, pattern: re.Pattern[str]) -> Message:
         spoken = [message.text, message.reasoning or "", *(f"{c.name}{c.arguments}" for c in message.tool_calls)]
         if not any(map(pattern.search, spoken)):
@@ -70,23 +62,6 @@ class PlainText:
         reasoning = None if message.reasoning is None else _sew_text(message.reasoning, pattern)
         text = _sew_text(message.text, pattern)
         return replace(message, text=text, reasoning=reasoning, tool_calls=tuple(calls))
-
-
-class SeamedTokenizer:
-    """A tokenizer that cuts at seams, and is otherwise the one that it stands for; not to be called for offsets."""
-
-    def __init__(self, tokenizer: Any, plain: PlainText) -> None:
-        self._tokenizer = tokenizer
-        self._plain = plain
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._tokenizer, name)
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode, never with special tokens around."""
-        return list(self._plain.encode(text))
 
 
 def _compile(words: Iterable[str]) -> re.Pattern[str]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from polar_trl.errors import RenderError
 from polar_trl.tokens.base import ParsedReply
 from polar_trl.tokens.chat_template import ChatTemplate, ChatTokenizer
+from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.plain_text import PlainText
 from polar_trl.tokens.proof import find_turn_end, prove_continuation, write_tail
 from polar_trl.tokens.tagged_reply import build_reply, find_turn_length, split_reply
@@ -43,8 +44,10 @@ class TemplateRenderer:
         strict: bool = False,
         end_ids: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
         self._plain = PlainText(tokenizer)
+        if not isinstance(tokenizer, PromptTokenizer):
+            tokenizer = PromptTokenizer(tokenizer)
+        self._tokenizer: ChatTokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, kwargs=template_kwargs)
         self._turn_end = find_turn_end(self._template, tokenizer)
         self._continuation = prove_continuation(self._template, self._turn_end)
@@ -85,7 +88,8 @@ class TemplateRenderer:
         if not messages:
             raise RenderError("the conversation is empty; send at least one message")
         plain = self._plain
-        return plain.encode(self._template.write(plain.set_seams(messages), plain.set_seams_in_tools(tools)))
+        text = self._template.write(plain.set_seams(messages), plain.set_seams_in_tools(tools))
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def extend(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
@@ -99,11 +103,12 @@ class TemplateRenderer:
             return None
         text = self._turn_end.text + write_tail(self._template, self._turn_end, self._plain.set_seams(new_messages))
         # encoded together with the end of turn: some tokenizers put a space before the first word of a text
-        turn_end_id, *ids = self._plain.encode(text)
+        turn_end_id, *ids = self._tokenizer.encode(text, add_special_tokens=False)
         if turn_end_id != self._turn_end.id:
             raise RenderError(f"the end of turn {self._turn_end.text!r} was encoded as part of another token")
         close = () if completion_ids[-1] == turn_end_id else (turn_end_id,)
-        return (*prompt_ids, *completion_ids, *close, *ids)
+        tail = (*close, *ids)
+        return prompt_ids + (completion_ids + tail)
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse text, reasoning in <think> tags (if the template knows them), and calls in <tool_call> tags."""

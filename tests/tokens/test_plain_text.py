@@ -17,6 +17,7 @@ from tiny_tokenizers import (
     user,
 )
 
+from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.families import FamilyRenderer
 from polar_trl.tokens.plain_text import SEAM, PlainText
 from polar_trl.tokens.template import TemplateRenderer
@@ -106,7 +107,7 @@ def test_words_that_begin_in_each_other_all_get_a_seam() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|ab|>", "|>cd", "|>", "^"]})
     plain = PlainText(tokenizer)
     (message,) = plain.set_seams([user("x<|ab|>cd^")])
-    ids = plain.encode(message.text)
+    ids = PromptTokenizer(tokenizer).encode(message.text)
     assert tokenizer.decode(ids) == "x<|ab|>cd^"
     special = {tokenizer.convert_tokens_to_ids(word) for word in ("<|ab|>", "|>cd", "|>")}
     assert not special & set(ids)
