@@ -83,6 +83,10 @@ class ChatServer(Engine, Renderer):
         """Return no ids, as above."""
         return self.render(new_messages, tools)
 
+    def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
+        """Return no ids: whether a reply is continued is the server's to say."""
+        return ()
+
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Raise `RenderError`: there are no ids to parse."""
         raise RenderError("a text-only server gives no token ids, so there are none to parse")

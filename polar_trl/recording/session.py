@@ -169,6 +169,9 @@ class Session:
                 turn = self._start(answer, question, 0)
                 self._forget(turn)  # it needs no recognition: the next one hears the same
             else:
+                if open_calls := parsed.request.messages[-1].tool_calls:
+                    ids = ", ".join(tool_call.id for tool_call in open_calls)
+                    raise WireError(dialect.open_calls_error.format(ids=ids))
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 if len(prompt.ids) >= self._backend.engine.max_model_len:

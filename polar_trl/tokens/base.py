@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from polar_trl.errors import RenderError
 from polar_trl.types import Message, TokenIds, Tool
 
+NO_PREFILL = "This model does not support assistant message prefill. The conversation must end with a user message."
+"""Anthropic's words, of its own models that do not."""
 DROPPED_TEXT = "reply_text_dropped"
 """Replies with sampled text that is in no part of their message."""
 
@@ -41,6 +44,13 @@ class Renderer(Protocol):
         came before (its own rules drop earlier reasoning, say): the caller renders anew, and a fork begins.
         """
         ...
+
+    def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
+        """Return a prompt with the beginning of the reply behind it, from which the model goes on.
+
+        Raises `RenderError` where the format does not say how a reply begins.
+        """
+        raise RenderError(NO_PREFILL)
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse the sampled ids into an assistant message. Bad tool calls are kept and marked, never dropped."""

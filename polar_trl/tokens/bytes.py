@@ -40,6 +40,9 @@ class ByteRenderer(Renderer):
         # in this order the history, the long part, is copied once
         return prompt_ids + (completion_ids + closing + self._render_new(new_messages))
 
+    def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
+        return prompt_ids + self.spell(reply)[:-1]
+
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         ids = [token_id for token_id in completion_ids if token_id not in (START, END)]
         reasoning = None

@@ -52,7 +52,10 @@ _TOOL_CALL = ToolCall(id="probe0001", name="probe_tool", arguments='{"probe_key"
 
 
 class ChatTemplate:
-    """Writes conversations. `system`, `joins_users`, `has_tools` and `has_thinking` say what the template takes."""
+    """Writes conversations. `system`, `joins_users`, `has_tools` and `has_thinking` say what the template takes.
+
+    `reply_opening` is the mark at which a reply begins, "" where there is none.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, *, kwargs: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
@@ -66,7 +69,9 @@ class ChatTemplate:
         self.has_tools = True
         self.has_text_arguments = True
         self.has_thinking = "<think>" in str(tokenizer.chat_template)
-        self.write([_USER])  # a template that cannot write this is of no use: let its error out
+        whole = self.write([_USER])  # a template that cannot write this is of no use: let its error out
+        before = self.write([_USER], opens_reply=False)
+        self.reply_opening = whole.removeprefix(before).partition("<think>")[0] if whole.startswith(before) else ""
         self.joins_users = not self._writes([_USER, replace(_USER, text="second question")], "second question")
         self.system = self._find_system_placement()
         self.has_tools = self._find_tools()

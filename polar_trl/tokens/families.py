@@ -16,11 +16,11 @@ from renderers.reasoning import prompt_ends_in_reasoning
 
 from polar_trl.errors import ConfigError, RenderError
 from polar_trl.json_text import is_json_object, replace_half_surrogates
-from polar_trl.tokens.base import DROPPED_TEXT, ParsedReply
+from polar_trl.tokens.base import DROPPED_TEXT, NO_PREFILL, ParsedReply
 from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
 from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.plain_text import PlainText
-from polar_trl.tokens.tagged_reply import TaggedReply, build_reply, find_turn_length, split_reply
+from polar_trl.tokens.tagged_reply import TaggedReply, build_reply, find_turn_length, split_reply, write_reply_start
 from polar_trl.tokens.tool_calls import UNNAMED, ParsedCall, parse_json_call, parse_xml_call
 from polar_trl.types import Message, TokenIds, Tool
 
@@ -120,6 +120,14 @@ class FamilyRenderer:
             )
         return prompt_ids + (completion_ids + tuple(extended.token_ids[num_kept:]))
 
+    def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
+        """As `Renderer.continue_reply`."""
+        if not self.family.startswith(_TAGGED):
+            raise RenderError(NO_PREFILL)
+        (reply,) = self._plain.set_seams([reply])
+        text = write_reply_start(reply, has_thinking=True, is_open=self._is_thinking(self._take_opening(prompt_ids)))
+        return prompt_ids + tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse the message that the sampled ids spell; text after a tool call is kept too."""
         return self.parse_reply(prompt_ids, completion_ids, tools).message
@@ -131,9 +139,7 @@ class FamilyRenderer:
         if reply is None:
             end = find_turn_length(completion_ids, self.stop_token_ids)
             text = self._tokenizer.decode(list(completion_ids[:end]), skip_special_tokens=False)
-            stop_ids = frozenset(self._own_stop_ids)
-            is_open = prompt_ends_in_reasoning(self._tokenizer, opening, stop_ids=stop_ids)
-            reply = split_reply(text, has_thinking=True, is_open=is_open, tools=tools)
+            reply = split_reply(text, has_thinking=True, is_open=self._is_thinking(opening), tools=tools)
         return build_reply(reply, prompt_ids, completion_ids, self.stop_token_ids)
 
     def _parse_by_family(
@@ -163,6 +169,11 @@ class FamilyRenderer:
             return False
         rest = self._tokenizer.decode(ids[max(end for _, end in spans) :], skip_special_tokens=True).strip()
         return bool(rest) and rest not in (parsed.content or "")
+
+    def _is_thinking(self, opening: list[int]) -> bool:
+        stop_ids = frozenset(self._own_stop_ids)
+        is_open: bool = prompt_ends_in_reasoning(self._tokenizer, opening, stop_ids=stop_ids)
+        return is_open
 
     def _take_opening(self, prompt_ids: TokenIds) -> list[int]:
         """Take what the family reads of a prompt: from the end of the last turn on, or all of it."""

@@ -73,6 +73,15 @@ def build_reply(
     return ParsedReply(message=message, losses={**reply.losses, **({DROPPED_TEXT: 1} if is_cut else {})})
 
 
+def write_reply_start(reply: Message, *, has_thinking: bool, is_open: bool) -> str:
+    """Write a reply that is to be continued, behind a prompt that has opened reasoning already or has not."""
+    if not (reply.text or reply.reasoning):
+        return ""
+    if is_open:
+        return f"{reply.reasoning or ''}\n</think>\n\n{reply.text}"
+    return f"<think>\n{reply.reasoning}\n</think>\n\n{reply.text}" if has_thinking and reply.reasoning else reply.text
+
+
 def find_turn_length(completion_ids: TokenIds, stop_token_ids: Sequence[int]) -> int:
     """Count the tokens before the first that ends the turn."""
     ends = (index for index, token_id in enumerate(completion_ids) if token_id in stop_token_ids)

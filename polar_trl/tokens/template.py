@@ -14,7 +14,7 @@ from polar_trl.tokens.chat_template import ChatTemplate, ChatTokenizer
 from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.plain_text import PlainText
 from polar_trl.tokens.proof import find_turn_end, prove_continuation, write_tail
-from polar_trl.tokens.tagged_reply import build_reply, find_turn_length, split_reply
+from polar_trl.tokens.tagged_reply import build_reply, find_turn_length, split_reply, write_reply_start
 from polar_trl.types import Message, TokenIds, Tool
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,15 @@ class TemplateRenderer:
         tail = (*close, *ids)
         return prompt_ids + (completion_ids + tail)
 
+    def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
+        """As `Renderer.continue_reply`."""
+        has_thinking = self._template.has_thinking
+        (reply,) = self._plain.set_seams([reply])
+        text = write_reply_start(
+            reply, has_thinking=has_thinking, is_open=has_thinking and self._opens_thinking(prompt_ids)
+        )
+        return prompt_ids + tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse text, reasoning in <think> tags (if the template knows them), and calls in <tool_call> tags."""
         return self.parse_reply(prompt_ids, completion_ids, tools).message
@@ -136,15 +145,20 @@ class TemplateRenderer:
         return self._tokenizer.decode(said, skip_special_tokens=False)
 
     def _decode_opening(self, prompt_ids: TokenIds) -> str:
-        """Decode the last tokens of a prompt, from the last end of turn on."""
-        tail = list(prompt_ids[-_NUM_OPENING_TOKENS:])
-        for position in range(len(tail) - 1, -1, -1):
-            if tail[position] in self.stop_token_ids:
-                return self._tokenizer.decode(tail[position + 1 :], skip_special_tokens=False)
-        return self._tokenizer.decode(tail, skip_special_tokens=False)
+        """Decode a prompt from its last end of turn on, or its last tokens where it has none."""
+        stops = set(self.stop_token_ids)
+        for position in range(len(prompt_ids) - 1, -1, -1):
+            if prompt_ids[position] in stops:
+                return self._tokenizer.decode(list(prompt_ids[position + 1 :]), skip_special_tokens=False)
+        return self._tokenizer.decode(list(prompt_ids[-_NUM_OPENING_TOKENS:]), skip_special_tokens=False)
 
     def _opens_thinking(self, prompt_ids: TokenIds) -> bool:
-        return self._decode_opening(prompt_ids).rstrip().endswith("<think>")
+        text = self._decode_opening(prompt_ids)
+        opening = self._template.reply_opening
+        if opening and opening in text:
+            said = text.rpartition(opening)[2]  # by the template, and by a reply that is continued
+            return said.rfind("<think>") > said.rfind("</think>")
+        return text.rstrip().endswith("<think>")
 
     def _report(self, *, strict: bool) -> None:
         if strict and self.limits:

@@ -48,6 +48,10 @@ class Anthropic:
     """The Messages dialect."""
 
     name: str = "anthropic"
+    open_calls_error: str = (
+        "messages: `tool_use` ids were found without `tool_result` blocks immediately after: {ids}. Each `tool_use` "
+        "block must have a corresponding `tool_result` block in the next message."
+    )
     routes: tuple[Route, ...] = (
         Route(method="POST", path="/v1/messages", kind="chat"),
         Route(method="POST", path="/v1/messages/count_tokens", kind="count"),

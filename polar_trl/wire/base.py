@@ -115,6 +115,8 @@ class Dialect(Protocol):
 
     name: str
     routes: tuple[Route, ...]
+    open_calls_error: str
+    """The provider's words for a conversation that ends with tool calls, without the results; {ids} are the calls'."""
 
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
         """Parse the request into normal form. Raises `WireError` naming the field that is wrong.

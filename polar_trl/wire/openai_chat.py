@@ -50,6 +50,10 @@ class OpenAIChat:
     """The Chat Completions dialect."""
 
     name: str = "openai_chat"
+    open_calls_error: str = (
+        "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'. "
+        "The following tool_call_ids did not have response messages: {ids}"
+    )
     routes: tuple[Route, ...] = (
         Route(method="POST", path="/v1/chat/completions", kind="chat"),
         Route(method="GET", path="/v1/models", kind="models"),

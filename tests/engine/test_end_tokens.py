@@ -100,11 +100,7 @@ def test_ends_are_read_where_vllm_reads_them(
 
 @pytest.mark.parametrize("family", ["template", "qwen3", "qwen3.5"])
 def test_a_turn_that_ended_otherwise_is_closed_as_the_template_closes_it(family: str, tmp_path: Path) -> None:
-    templates = {
-        "template": CHATML,
-        "qwen3": read_trl_template("qwen3"),
-        "qwen3.5": read_trl_template("qwen3_5_think"),
-    }
+    files = {"qwen3": "qwen3", "qwen3.5": "qwen3_5_think"}
     tokenizer = build_tokenizer(read_trl_template(files[family]) if family in files else CHATML)
     (end,) = encode(tokenizer, "<|eot|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
