@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+UNPARSED_ARGUMENTS = "unparsed_arguments"
+"""Key under which arguments that are no JSON object travel in formats that carry objects only."""
 _ESCAPES = re.compile(
     r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )

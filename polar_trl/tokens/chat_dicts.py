@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from polar_trl.errors import RenderError
-from polar_trl.json_text import mend_json
+from polar_trl.json_text import UNPARSED_ARGUMENTS, mend_json
 from polar_trl.types import Message, Tool
 
 SystemPlacement = Literal["anywhere", "first", "never"]
@@ -75,6 +75,17 @@ def build_tool_dict(tool: Tool) -> dict[str, Any]:
         "type": "function",
         "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
     }
+
+
+def wrap_malformed(message: Message) -> Message:
+    """Make objects of arguments that are none, for formats that carry nothing else: as dialects do, which do not."""
+    calls = tuple(
+        call
+        if isinstance(_arguments(call.arguments, parse=True), dict)
+        else replace(call, arguments=json.dumps({UNPARSED_ARGUMENTS: call.arguments}, ensure_ascii=False))
+        for call in message.tool_calls
+    )
+    return message if calls == message.tool_calls else replace(message, tool_calls=calls)
 
 
 def _arguments(text: str, *, parse: bool) -> Any:

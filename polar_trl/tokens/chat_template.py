@@ -4,7 +4,7 @@ What a template accepts is found by trying, once, when it is wrapped:
 
 - system messages that it refuses or drops become user messages (or join the first system message);
 - user messages in a row are joined where it demands alternation;
-- calls whose arguments are no object become text where it takes objects only;
+- arguments that are no object are wrapped in one where it takes nothing else;
 - **prompted tools**: where it has no place for tools, or writes calls in a form that cannot be read back from a reply,
   the tools are listed in the system message, calls are JSON in <tool_call> tags, and results are user messages with
   <tool_response> tags.
@@ -18,9 +18,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from polar_trl.errors import RenderError
-from polar_trl.json_text import is_json_object
 from polar_trl.tokens.canonical import canonical_arguments
-from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
+from polar_trl.tokens.chat_dicts import (
+    SystemPlacement,
+    build_message_dict,
+    build_tool_dict,
+    place_system,
+    wrap_malformed,
+)
 from polar_trl.tokens.tool_calls import UNNAMED, split_tagged_calls
 from polar_trl.types import Message, Tool, ToolCall
 
@@ -85,7 +90,7 @@ class ChatTemplate:
         if not self.has_tools:
             messages, tools = _write_tools_as_text(messages, tools), ()
         elif not self.has_text_arguments:
-            messages = [_write_malformed_as_text(message) for message in messages]
+            messages = [wrap_malformed(message) for message in messages]
         messages = place_system(messages, self.system, at_start=True)
         if self.joins_users:
             messages = _join_users(messages)
@@ -133,15 +138,6 @@ class ChatTemplate:
             return False
         name, arguments, _ = calls[-1]
         return name == _TOOL_CALL.name and canonical_arguments(arguments) == canonical_arguments(_TOOL_CALL.arguments)
-
-
-def _write_malformed_as_text(message: Message) -> Message:
-    """Move calls whose arguments are no object behind the message's text."""
-    malformed = [call for call in message.tool_calls if call.arguments.strip() and not is_json_object(call.arguments)]
-    if not malformed:
-        return message
-    text = "\n".join(filter(None, [message.text, *map(_write_call, malformed)]))
-    return replace(message, text=text, tool_calls=tuple(call for call in message.tool_calls if call not in malformed))
 
 
 def _write_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

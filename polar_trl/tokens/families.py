@@ -17,7 +17,13 @@ from renderers.reasoning import prompt_ends_in_reasoning
 from polar_trl.errors import ConfigError, RenderError
 from polar_trl.json_text import is_json_object, replace_half_surrogates
 from polar_trl.tokens.base import DROPPED_TEXT, NO_PREFILL, ParsedReply
-from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
+from polar_trl.tokens.chat_dicts import (
+    SystemPlacement,
+    build_message_dict,
+    build_tool_dict,
+    place_system,
+    wrap_malformed,
+)
 from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.plain_text import PlainText
 from polar_trl.tokens.tagged_reply import TaggedReply, build_reply, find_turn_length, split_reply, write_reply_start
@@ -87,12 +93,19 @@ class FamilyRenderer:
         """Render the whole conversation and the opening of the next assistant turn. Raises `RenderError`."""
         if not messages:
             raise RenderError("the conversation is empty; send at least one message")
-        dicts = self._build_dicts(messages, at_start=True)
         try:
-            ids = self._renderer.render_ids(dicts, tools=self._build_tools(tools), add_generation_prompt=True)
+            ids = self._render(messages, tools)
         except Exception as error:  # what a family cannot express, it says with any exception
-            raise RenderError(f"the chat format of {self.family} refuses the conversation: {error}") from error
+            readable = [wrap_malformed(message) for message in messages]
+            if readable == list(messages):
+                raise RenderError(f"the chat format of {self.family} refuses the conversation: {error}") from error
+            return self.render(readable, tools)
         return tuple(ids)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        dicts = self._build_dicts(messages, at_start=True)
+        ids: list[int] = self._renderer.render_ids(dicts, tools=self._build_tools(tools), add_generation_prompt=True)
+        return ids
 
     def extend(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]

@@ -11,12 +11,11 @@ from typing import Any
 import orjson
 
 from polar_trl.errors import WireError
-from polar_trl.json_text import mend_json
+from polar_trl.json_text import UNPARSED_ARGUMENTS, mend_json
 from polar_trl.types import Call, Message
 from polar_trl.wire.anthropic_request import parse_request
 from polar_trl.wire.anthropic_tools import has_only_server_tools
 from polar_trl.wire.base import (
-    UNPARSED_ARGUMENTS,
     Incoming,
     ItemMemo,
     ParsedRequest,

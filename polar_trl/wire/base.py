@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import orjson
 
 from polar_trl.errors import WireError
-from polar_trl.json_text import load_json
+from polar_trl.json_text import UNPARSED_ARGUMENTS, load_json
 from polar_trl.types import Call, ChatRequest, Purpose, Tool
 
 _T = TypeVar("_T")
@@ -29,7 +29,6 @@ MAX_STOP_LENGTH = 1024
 MAX_UNREAD = 200
 """Fields that nobody reads are on record up to this number, each with so much of its path."""
 _LARGE_BODY_BYTES = 1 << 20
-UNPARSED_ARGUMENTS = "unparsed_arguments"
 RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
 
 
