@@ -4,8 +4,10 @@ A reply is never an error, no call in it is lost or becomes an empty one, and wh
 """
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,12 +18,13 @@ from hypothesis import strategies as st
 from records import build_rollout, open_log, read_session
 from tiny_tokenizers import CHATML, TOOLED, build_tokenizer, encode, encode_oddly, read_trl_template, result, user
 
+from polar_trl.errors import ConfigError
 from polar_trl.tokens.base import ParsedReply, Renderer
 from polar_trl.tokens.continuation import Continuations
-from polar_trl.tokens.families import FamilyRenderer
+from polar_trl.tokens.families import FAMILIES, FamilyRenderer
 from polar_trl.tokens.template import TemplateRenderer
 from polar_trl.tokens.tool_calls import UNNAMED
-from polar_trl.types import Call, ChatRequest, Completion, TokenIds, Tool
+from polar_trl.types import Call, ChatRequest, Completion, Message, TokenIds, Tool, ToolCall
 from polar_trl.wire import DIALECTS
 from polar_trl.wire.base import ItemMemo, ReplyHead
 
@@ -364,3 +367,43 @@ def _list_bytes() -> list[str]:
 
 
 BYTES = _list_bytes()
+
+
+UNBUILT = {"gpt-oss"}  # its vocabulary is a file of the network
+BROKEN = (
+    '{"cmd": "\\ud83d"}',
+    '{"cmd',
+    "[1, 2]",
+    '{"n": NaN}',
+    '{"n": ' + "9" * 5000 + "}",
+    '{"a":' * 1010 + "1" + "}" * 1010,
+)
+
+
+def build_family(family: str) -> tuple[Any, FamilyRenderer]:
+    """A renderer of any family, on a tokenizer that is given the tokens which the family misses."""
+    tokenizer = build_tokenizer(CHATML)
+    while True:
+        try:
+            return tokenizer, FamilyRenderer(tokenizer, family)
+        except ConfigError as error:
+            missing = re.search(r"(?:token|for) (['\"])(.+?)\1", str(error))
+            assert missing is not None, str(error)
+            tokenizer.add_tokens([missing[2]], special_tokens=True)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNBUILT])
+def test_every_family_writes_malformed_calls_and_reads_anything(family: str) -> None:
+    tokenizer, renderer = build_family(family)
+    for arguments in BROKEN:
+        call = ToolCall(id="call00001", name="sh", arguments=arguments, parse_status=BAD)
+        reply = Message(role="assistant", text="I look.", tool_calls=(call,))
+        assert renderer.render([*HEAD, reply, result("r", "call00001"), user("Go on.")], (SH,))
+    prompt = renderer.render(HEAD, (SH,))
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    random = Random(family)
+    for _ in range(15):
+        sampled = encode(tokenizer, "".join(random.choices([*added, *MARKUP, *BROKEN], k=8)))
+        message = renderer.parse_reply(prompt, sampled, (SH,)).message
+        said = [message.text, message.reasoning or "", *(call.name + call.arguments for call in message.tool_calls)]
+        assert all(text.encode() == text.encode("utf-8", "replace") for text in said)
