@@ -185,7 +185,13 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--calls", type=int, nargs="+", default=[25, 50, 100, 200], help="lengths of the session")
+    parser.add_argument(
+        "--calls",
+        type=int,
+        nargs="+",
+        default=[25, 50, 100, 200],
+        help="lengths of the session (default 25 50 100 200)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and exponents there too")
     parser.add_argument("--part", choices=["record", *TOOLS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
