@@ -29,7 +29,8 @@ _JSON_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
 _JSON_FIELDS = {"name", "arguments", "parameters", "type", "id"}
 _XML_FUNCTION = re.compile(r"<function=([^>\n]+)>")
 _XML_FUNCTION_END = re.compile(r"\s*</function>")
-_XML_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_XML_KEY = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_XML_VALUE_END = "</parameter>"
 _XML_NEXT = re.compile(r"\n<parameter=[^>\n]+>")
 _DECODER = json.JSONDecoder()
 _PYTHON_LITERALS = {"True": True, "False": False, "None": None}
@@ -164,13 +165,16 @@ def _read_xml(text: str, start: int) -> tuple[list[tuple[str, str]], int] | None
         return None
     parameters: list[tuple[str, str]] = []
     position = function.end()
-    while (parameter := _XML_PARAMETER.match(text, position)) is not None:
-        key, value = parameter.groups()
-        end = value.find(_CLOSE)
-        if _XML_NEXT.search(value) or (end >= 0 and "<tool_call>" in value[end:]):
+    while (key := _XML_KEY.match(text, position)) is not None:
+        value_end = text.find(_XML_VALUE_END, key.end())
+        if value_end < 0:
+            return None
+        value = text[key.end() : value_end].removesuffix("\n")
+        call_end = value.find(_CLOSE)
+        if _XML_NEXT.search(value) or (call_end >= 0 and "<tool_call>" in value[call_end:]):
             return None  # it was not closed, and would take in the next one or the next call
-        parameters.append((key, value))
-        position = parameter.end()
+        parameters.append((key[1], value))
+        position = value_end + len(_XML_VALUE_END)
     closing = _XML_FUNCTION_END.match(text, position)
     return (parameters, closing.end()) if closing else None
 
