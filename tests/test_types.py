@@ -26,7 +26,7 @@ def test_it_is_as_the_tuple_of_its_values(parts: list[list[int]], start: int, st
     assert (ids == plain) and (plain == ids) and hash(ids) == hash(plain) and repr(ids) == repr(plain)
     assert (len(ids), list(ids), ids[start:stop:step]) == (len(plain), list(plain), plain[start:stop:step])
     assert [ids[i] for i in range(-len(plain), len(plain))] == [plain[i] for i in range(-len(plain), len(plain))]
-    assert ids.__add__((7,)) == (*plain, 7) and pickle.loads(pickle.dumps(ids)) == plain
+    assert ids + (7,) == (*plain, 7) and pickle.loads(pickle.dumps(ids)) == plain  # noqa: RUF005 - adding is tested
     assert np.array(ids, dtype=np.int64).tolist() == list(plain)
     with pytest.raises(IndexError):
         ids[len(plain)]

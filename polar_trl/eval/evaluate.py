@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.standalone import build_standalone_engine
@@ -120,18 +120,16 @@ def open_runner(
 
     Args:
         model: Folder or hub name of what the engine samples from: its tokenizer is read.
-        params: How to sample; the tokens that end an answer are added.
+        params: How to sample; the proxy adds the tokens that end an answer.
     """
-    renderer, ends = engine.own_renderer, set[int]()
+    renderer = engine.own_renderer
     if renderer is None:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         renderer = load_renderer(
             tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
         )
-        ends = {*renderer.stop_token_ids, *find_end_tokens(model, tokenizer)}
     # an evaluation that cuts agents would measure how quick the others were
     config = replace(args.build_rollout_config(), straggler_quantile=None)
-    params = replace(params, stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})))
     with Proxy(engine, renderer, params=params) as proxy:
         runner = RolloutRunner(
             proxy=proxy, backend=parts.backend, harness=parts.harness, grader=parts.grader, config=config
@@ -140,16 +138,6 @@ def open_runner(
             yield runner
         finally:
             runner.close()
-
-
-def find_end_tokens(model: str, tokenizer: Any) -> set[int]:
-    """Find every token that the model's own settings call an end, as TRL's trainer takes them."""
-    try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # it has no generation_config.json
-        found = None
-    ends = found if isinstance(found, list) else [found]
-    return {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
 
 
 def _sample(

@@ -213,12 +213,9 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             family=args.renderer,
             thinking=args.thinking,
             template_kwargs=args.chat_template_kwargs,
+            end_ids=self.eos_token_ids,
         )
-        params = GenerationParams(
-            max_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            stop_token_ids=tuple(sorted(set(self.eos_token_ids))),
-        )
+        params = GenerationParams(max_tokens=args.max_completion_length, temperature=args.temperature)
         return Proxy(self.vllm_generation.engine, renderer, params=params)
 
     def _describe_run(self, agent: str) -> dict[str, Any]:

@@ -172,6 +172,9 @@ class Session:
                 turn = self._start(answer, question, 0)
                 self._turns.forget(turn)  # it needs no recognition: the next one hears the same
             elif turn is None:
+                if open_calls := parsed.request.messages[-1].tool_calls:
+                    ids = ", ".join(tool_call.id for tool_call in open_calls)
+                    raise WireError(dialect.open_calls_error.format(ids=ids))
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 if len(prompt.ids) >= self._backend.engine.max_model_len:
@@ -328,8 +331,10 @@ class Session:
             self._log.count("tokens_by_server", num_sampled)
         else:
             completion, num_sampled = reply, len(reply.token_ids)
-            message = self._backend.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
-            message, stop_text = _cut_at_stop(message, settings.params.stop)
+            parsed = self._backend.renderer.parse_reply(prompt.ids, completion.token_ids, prompt.request.tools)
+            message, stop_text = _cut_at_stop(parsed.message, settings.params.stop)
+            for name, num_lost in parsed.losses.items():
+                self._log.count(name, num_lost)
         call = self._record(
             turn,
             settings.dialect_name,
@@ -341,6 +346,8 @@ class Session:
             text_only=isinstance(reply, TextReply),
         )
         self._continuations.add(call, prompt.ids)
+        if num_malformed := sum(tool_call.parse_status == "malformed" for tool_call in message.tool_calls):
+            self._log.count("tool_calls_malformed", num_malformed)
         self._num_sampled += num_sampled
         return call
 

@@ -72,12 +72,46 @@ class Continuations:
         self._hashes[call.index] = key
         if any(tool_call.parse_status == "malformed" for tool_call in call.message.tool_calls):
             self._malformed[extend_hash(before, call.message, with_arguments=False)] = key
+        *others, last = call.request.messages
+        if last.role == "assistant" and not last.tool_calls:
+            # formats with one message for a turn send back what was continued and the reply as one
+            start = hash_conversation(others, call.request.tools)
+            for between in ("", "\n\n"):
+                whole = replace(call.message, text=f"{last.text}{between}{call.message.text}")
+                self._calls[extend_hash(start, whole)] = call
 
     def build_prompt(self, request: ChatRequest) -> Prompt:
         """Build the prompt ids of a request; tokenizes only the messages that no recorded call covers.
 
+        A conversation that ends with the assistant's words ends within its turn: the model goes on from them.
+
         Raises `RenderError` if the chat template cannot express the conversation.
         """
+        last = request.messages[-1]
+        if last.role != "assistant" or last.tool_calls or len(request.messages) == 1:
+            return self._build_prompt(request)
+        call, num_matched = self._find_parent(request)
+        if call is not None and num_matched == len(request.messages):
+            return self._go_on_from(call, request)
+        prompt = self._build_prompt(replace(request, messages=tuple(request.messages[:-1])))
+        messages = SharedSequence((last,), SharedSequence.of(prompt.request.messages))
+        ids = self._renderer.continue_reply(prompt.ids, last)
+        return replace(prompt, ids=ids, request=replace(prompt.request, messages=messages))
+
+    def _go_on_from(self, call: Call, request: ChatRequest) -> Prompt:
+        """Build the prompt of a reply that is sent back to be continued: as it was sampled, up to its end of turn."""
+        sampled = call.completion.token_ids
+        is_ended = sampled[-1:] != () and sampled[-1] in self._renderer.stop_token_ids
+        messages = SharedSequence((call.message,), SharedSequence.of(call.request.messages))
+        return Prompt(
+            ids=tuple(call.prompt_ids) + (sampled[:-1] if is_ended else sampled),
+            parent=None if is_ended else call.index,
+            parent_ids=() if is_ended else call.prompt_ids,
+            forked=is_ended,
+            request=replace(request, messages=messages),
+        )
+
+    def _build_prompt(self, request: ChatRequest) -> Prompt:
         parent, num_matched = self._find_parent(request)
         if parent is None:
             ids = self._renderer.render(request.messages, request.tools)

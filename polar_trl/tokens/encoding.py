@@ -9,13 +9,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from polar_trl.tokens.plain_text import SEAM
+
 MAX_REMEMBERED_CHARACTERS = 64
 """Chat formats encode the same few words at every turn, such as the opening of a reply."""
 _PROBE = " Naïve 🙂\n\n  x = {'a': [1, 2]}  # 12345\tend "
 
 
 class PromptTokenizer:
-    """A `transformers` tokenizer that encodes without offsets; all else is the tokenizer's own.
+    """A `transformers` tokenizer that encodes without offsets, and each piece between seams (`plain_text`) for itself.
+
+    All else is the tokenizer's own.
 
     It cannot be called, so the package `renderers`, which would compute a text's offsets where it can, does not.
 
@@ -32,6 +36,8 @@ class PromptTokenizer:
             if add_special_tokens:
                 ids: list[int] = tokenizer.encode(text, add_special_tokens=True)
                 return ids
+            if SEAM in text:
+                return [token_id for piece in text.split(SEAM) for token_id in encode(piece)]
             return list(remembered(text)) if len(text) <= MAX_REMEMBERED_CHARACTERS else encode_text(text)
 
         self.encode = encode
@@ -47,7 +53,7 @@ def _find_encode(tokenizer: Any) -> Callable[[str], list[int]]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "encode_batch_fast"):
         return encode_as_told
     backend = copy.deepcopy(backend)  # whoever pads or truncates with the tokenizer sets that in its own

@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 
 from polar_trl.errors import WireError
+from polar_trl.json_text import UNPARSED_ARGUMENTS, mend_json
 from polar_trl.types import Call, Message
 from polar_trl.wire.anthropic_request import parse_request
 from polar_trl.wire.anthropic_tools import has_only_server_tools
 from polar_trl.wire.base import (
-    UNPARSED_ARGUMENTS,
     Incoming,
     ItemMemo,
     ParsedRequest,
@@ -47,6 +47,10 @@ class Anthropic:
     """The Messages dialect."""
 
     name: str = "anthropic"
+    open_calls_error: str = (
+        "messages: `tool_use` ids were found without `tool_result` blocks immediately after: {ids}. Each `tool_use` "
+        "block must have a corresponding `tool_result` block in the next message."
+    )
     routes: tuple[Route, ...] = (
         Route(method="POST", path="/v1/messages", kind="chat"),
         Route(method="POST", path="/v1/messages/count_tokens", kind="count"),
@@ -143,7 +147,7 @@ def _spell_input(arguments: str) -> str:
     # objects that are nested too deeply to be read again are wrapped as well
     value = read_arguments(arguments)
     is_as_written = arguments.strip() and UNPARSED_ARGUMENTS not in value
-    return arguments if is_as_written else orjson.dumps(value).decode()
+    return mend_json(arguments) if is_as_written else orjson.dumps(value).decode()
 
 
 def _is_no_json(arguments: str) -> bool:

@@ -53,6 +53,10 @@ class Google:
     """The generateContent dialect."""
 
     name: str = "google"
+    open_calls_error: str = (
+        "Please ensure that the number of function response parts is equal to the number of function call parts of "
+        "the function call turn."
+    )
     routes: tuple[Route, ...] = tuple(_build_routes())
 
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import orjson
 
 from polar_trl.errors import ContextOverflowError, WireError
+from polar_trl.json_text import is_json_object
 from polar_trl.types import Call, ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
 from polar_trl.wire.base import (
     Incoming,
@@ -19,7 +20,6 @@ from polar_trl.wire.base import (
     ReplyHead,
     Route,
     find_tool,
-    is_json_object,
     json_type,
     list_unread,
     parse_object,
@@ -56,6 +56,10 @@ class OpenAIChat:
     """The Chat Completions dialect."""
 
     name: str = "openai_chat"
+    open_calls_error: str = (
+        "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'. "
+        "The following tool_call_ids did not have response messages: {ids}"
+    )
     routes: tuple[Route, ...] = (
         Route(method="POST", path="/v1/chat/completions", kind="chat"),
         Route(method="GET", path="/v1/models", kind="models"),

@@ -34,6 +34,7 @@ class OpenAIResponses:
     """The Responses dialect. Models are listed by the Chat Completions dialect, whose path and shape are the same."""
 
     name: str = "openai_responses"
+    open_calls_error: str = "No tool output found for function call {ids}."
     routes: tuple[Route, ...] = (
         Route(method="POST", path="/v1/responses", kind="chat"),
         Route(method="POST", path="/v1/responses/compact", kind="chat"),

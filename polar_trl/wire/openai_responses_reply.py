@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from polar_trl.json_text import load_json
 from polar_trl.types import Call, ToolCall
 from polar_trl.wire.base import ReplyHead, find_tool
 from polar_trl.wire.freeform import render_input
@@ -129,8 +130,8 @@ def _build_call(tool_call: ToolCall, call: Call, item_id: str) -> dict[str, Any]
 def _read_action(arguments: str) -> dict[str, Any] | None:
     """Return the action of a local_shell_call; None where it would not carry these arguments unchanged."""
     try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        value = load_json(arguments)
+    except ValueError:
         return None
     if not isinstance(value, dict) or read_local_shell_action(value) != value:
         return None

@@ -12,6 +12,7 @@ from conversations import Style, build_reply, others, replies, requests, styles,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polar_trl.json_text import load_json
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.tokens.canonical import canonical_arguments, hash_conversation
 from polar_trl.tokens.continuation import Continuations, Prompt
@@ -150,7 +151,7 @@ def check_seen(seen: Seen, message: Message, request: ChatRequest, client_class:
         elif client_class.raw_arguments:
             assert canonical_arguments(read.arguments) == canonical_arguments(said.arguments)
         elif said.parse_status == "ok":
-            assert json.loads(read.arguments) == json.loads(said.arguments)
+            assert json.loads(read.arguments) == load_json(said.arguments)
 
 
 def _with_ids(message: Message, index: int) -> Message:
