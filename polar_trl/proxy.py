@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -50,6 +51,9 @@ class Proxy:
         host: Address to listen on.
         port: 0 lets the system choose.
         ping_interval_s: How often an open stream hears a ping while the engine works.
+        live: Streams tell text while it is sampled. In training nobody reads it, and they tell whole answers.
+        begin_session: Called on the event loop with each key that is not known: the record of a session that begins
+            with it and its limits, or None for a key that is to stay unknown.
     """
 
     def __init__(
@@ -62,9 +66,14 @@ class Proxy:
         host: str = "127.0.0.1",
         port: int = 0,
         ping_interval_s: float = 10.0,
+        live: bool = False,
+        begin_session: Callable[[str], tuple[SessionLog, SessionLimits] | None] = lambda api_key: None,
     ) -> None:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
-        self._backend = ModelBackend(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
+        self._backend = ModelBackend(
+            engine=engine, renderer=renderer, params=params, model=model, workers=workers, live=live
+        )
+        self._begin_session = begin_session
         self.is_text_only = engine.own_renderer is not None  # nothing of what is recorded can be trained then
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
@@ -88,7 +97,7 @@ class Proxy:
         self._connections = Connections(max_open=raise_open_file_limit() // 2)
         build_connection: Any = partial(Connection, connections=self._connections)
         config = uvicorn.Config(
-            build_app(self._sessions, self._connections, self._backend.model, self._ping_interval_s),
+            build_app(self._find_session, self._connections, self._backend.model, self._ping_interval_s),
             http=build_connection,
             backlog=BACKLOG,
             ws="none",
@@ -136,6 +145,7 @@ class Proxy:
         classify: Classify = always_policy,
         listener: socket.socket | None = None,
         gate_stats: GateStats | None = None,
+        api_key: str | None = None,
     ) -> Endpoint:
         """Make a key under which calls are served, and recorded in `log`.
 
@@ -146,8 +156,9 @@ class Proxy:
             listener: A listening socket inside the agent's own network, or one that is relayed to from there; served
                 and owned by this session.
             gate_stats: Filled with what the gate sees of this session.
+            api_key: The key; None makes a random one.
         """
-        api_key = secrets.token_urlsafe(24)
+        api_key = api_key or secrets.token_urlsafe(24)
         session = self._sessions[api_key] = Session(self._backend, log, limits, classify, gate_stats)
         origin = self.origin
         if listener is not None:
@@ -195,6 +206,11 @@ class Proxy:
     def release(self) -> None:
         """Let calls through again, those first that waited."""
         self._loop.call_soon_threadsafe(self._backend.gate.release)
+
+    def _find_session(self, api_key: str) -> Session | None:
+        if api_key not in self._sessions and (begun := self._begin_session(api_key)):
+            self.open_session(*begun, api_key=api_key)
+        return self._sessions.get(api_key)
 
     async def _serve_on(self, listener: socket.socket, session: Session) -> asyncio.Server:
         """Serve a session's own socket, as uvicorn does with the one that all share."""

@@ -23,13 +23,14 @@ from polar_trl.errors import (
     WireError,
 )
 from polar_trl.recording.bounds import BUDGET_TEXT, SessionBounds
+from polar_trl.recording.live import LiveReply
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
 from polar_trl.recording.turn import Turn
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
-from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead
+from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead, Told
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -90,6 +91,8 @@ class ModelBackend:
     params: GenerationParams
     model: str
     workers: ThreadPoolExecutor
+    live: bool = False
+    """Streams tell text while it is sampled, and not whole answers."""
     gate: Gate = field(default_factory=Gate)
     """Passed by every call on its way to the engine."""
 
@@ -183,8 +186,9 @@ class Session:
                     params=self._build_params(prompt),
                     num_body_bytes=num_bytes,
                 )
+                live = self._open_live(prompt, settings) if parsed.request.stream else None
                 answer = partial(self._answer, prompt, settings)
-                turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
+                turn = self._start(answer, question, _count_tokens(prompt, num_bytes), live)
             turn.num_waiting += 1
         if self.bounds.has_ended:
             self._abort(turn)
@@ -236,9 +240,29 @@ class Session:
             options=parsed.reply_options,
         )
 
-    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int) -> Turn:
+    def check_told(self, told: Told, call: Call) -> None:
+        """Raise `WireError`, after which clients ask again, where a stream has told what the call does not say."""
+        if not told.begins(call.message):
+            self._log.count("streams_taken_back")
+            message = "the reply was read in another way at its end than before: ask again for the whole of it"
+            raise WireError(message, status=503, kind="overloaded")
+
+    def _open_live(self, prompt: Prompt, settings: "_TurnSettings") -> LiveReply | None:
+        if not self._backend.live or self._backend.engine.own_renderer is not None:
+            return None
+        tools = prompt.request.tools
+        parse = partial(self._backend.renderer.parse, prompt.ids, tools=tools)
+        return LiveReply(parse, stops=settings.params.stop, has_tools=bool(tools))
+
+    def _start(
+        self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None
+    ) -> Turn:
         turn = Turn(
-            number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
+            number=self._num_turns,
+            question=question,
+            started_s=time.time(),
+            num_prompt_tokens=num_prompt_tokens,
+            live=live,
         )
         self._num_turns += 1
         self._turns[question] = turn
@@ -249,6 +273,7 @@ class Session:
 
     def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
         self._running.discard(turn)
+        turn.live = None  # the call has it
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             self._forget(turn)  # what failed may be tried again
@@ -305,7 +330,8 @@ class Session:
             async with self._backend.gate.passing(gate_stats):
                 if gate_stats.first_policy_version is None:
                     gate_stats.first_policy_version = engine.policy_version
-                reply = await engine.answer(prompt.request, prompt.ids, settings.params)
+                so_far = None if turn.live is None else turn.live.token_ids
+                reply = await engine.answer(prompt.request, prompt.ids, settings.params, so_far)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             if settings.purpose == "policy":

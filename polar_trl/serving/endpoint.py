@@ -7,7 +7,9 @@ read.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,22 +25,34 @@ from polar_trl.recording.session import Session
 from polar_trl.recording.turn import Turn, internal_error
 from polar_trl.serving.connections import Connections
 from polar_trl.wire import DIALECTS
-from polar_trl.wire.base import MAX_BODY_BYTES, Dialect, Incoming, ReplyHead, Route, parse_key
+from polar_trl.wire.base import (
+    MAX_BODY_BYTES,
+    NOTHING_TOLD,
+    Dialect,
+    Incoming,
+    ReplyHead,
+    Route,
+    parse_key,
+)
 
 _log = logging.getLogger(__name__)
 
+FindSession = Callable[[str], Session | None]
+"""Finds the session of a key, "" where a request has none."""
 HEADER_DELAY_S = 0.02
+LOOK_INTERVAL_S = 0.05
+"""Between two looks at a reply that is told while it is sampled."""
 
 
 def build_app(
-    sessions: Mapping[str, Session], connections: Connections, model: str, ping_interval_s: float
+    find_session: FindSession, connections: Connections, model: str, ping_interval_s: float
 ) -> Starlette:
-    """Build the ASGI app with every dialect's routes. `sessions` are found by their keys."""
+    """Build the ASGI app with every dialect's routes."""
     routes = [HTTPRoute("/", _reply_alive, methods=["HEAD"])]
     served = [(dialect, route) for dialect in DIALECTS for route in dialect.routes]
     # those that ask for a header first: the same path without it is somebody else's
     for dialect, route in sorted(served, key=lambda pair: pair[1].header is None):
-        endpoint = _DialectEndpoint(sessions, connections, dialect, route, model, ping_interval_s)
+        endpoint = _DialectEndpoint(find_session, connections, dialect, route, model, ping_interval_s)
         routes.append(_HeaderRoute(route, endpoint))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
     app.router.redirect_slashes = False
@@ -64,14 +78,14 @@ class _DialectEndpoint:
 
     def __init__(
         self,
-        sessions: Mapping[str, Session],
+        find_session: FindSession,
         connections: Connections,
         dialect: Dialect,
         route: Route,
         model: str,
         ping_interval_s: float,
     ) -> None:
-        self._sessions = sessions
+        self._find_session = find_session
         self._connections = connections
         self._dialect = dialect
         self._kind = route.kind
@@ -104,7 +118,7 @@ class _DialectEndpoint:
             await _send_error(send, self._dialect, error)
 
     def _identify(self, request: Request) -> Session:
-        session = self._sessions.get(parse_key(_describe(request)) or "")
+        session = self._find_session(parse_key(_describe(request)) or "")
         if session is None or not request.scope["connection"].adopt(session):
             raise WireError("unknown API key: use the key of a running session", status=401, kind="authentication")
         return session
@@ -126,7 +140,7 @@ class _DialectEndpoint:
     async def _stream(
         self, session: Session, turn: Turn, head: ReplyHead, hung_up: "asyncio.Future[None]", send: Send
     ) -> None:
-        """Headers almost at once, pings while the engine works, then the whole reply as events.
+        """Headers almost at once, pings or what can be told while the engine works, then the rest of the reply.
 
         What fails before the headers are sent gets a status of its own, which clients heed better than an event.
         """
@@ -136,14 +150,26 @@ class _DialectEndpoint:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send_part(send, self._dialect.stream_start(head))
+        told, last_sent = NOTHING_TOLD, time.monotonic()
         while not turn.task.done():
-            await _wait_for_either(turn, hung_up, timeout_s=self._ping_interval_s)
+            timeout_s = self._ping_interval_s if turn.live is None else min(LOOK_INTERVAL_S, self._ping_interval_s)
+            await _wait_for_either(turn, hung_up, timeout_s=timeout_s)
             if hung_up.done():
                 return
-            if not turn.task.done():
-                await _send_part(send, self._dialect.ping())
+            if turn.task.done():
+                break
+            parts: list[bytes] = []
+            if turn.live is not None:
+                now = turn.live.look()
+                parts = list(self._dialect.stream_part(head, told, now))
+                told = replace(now, num_events=told.num_events + len(parts)) if parts else told
+            if parts or turn.live is None or time.monotonic() - last_sent >= self._ping_interval_s:
+                await _send_part(send, b"".join(parts) or self._dialect.ping())
+                last_sent = time.monotonic()
         try:
-            events = b"".join(self._dialect.stream(head, turn.result()))
+            call = turn.result()
+            session.check_told(told, call)
+            events = b"".join(self._dialect.stream(head, call, told))
         except Exception as failure:  # noqa: BLE001 - the same boundary, once a status has been sent
             events = self._dialect.stream_error(_explain(failure, session))
         await _send_part(send, events, is_last=True)
