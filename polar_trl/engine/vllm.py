@@ -108,9 +108,7 @@ class VllmEngine(TokenEngine):
         """Sample the same, with the ids in `so_far` after each step of the engine."""
         return await self._generate(prompt_ids, params, so_far)
 
-    async def _generate(
-        self, prompt_ids: TokenIds, params: GenerationParams, so_far: list[int] | None
-    ) -> Completion:
+    async def _generate(self, prompt_ids: TokenIds, params: GenerationParams, so_far: list[int] | None) -> Completion:
         if self._failure is not None:
             raise self._failure
         loop = asyncio.get_running_loop()
@@ -119,9 +117,7 @@ class VllmEngine(TokenEngine):
             sampling = build_sampling_params(params, live=so_far is not None)
         except Exception as error:  # its class changes with the version of vLLM
             raise EngineError(f"the engine refused the request: {error}") from error
-        request = _Request(
-            f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future(), so_far
-        )
+        request = _Request(f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future(), so_far)
         self._inbox.put(request)
         if self._failure is not None:  # the engine has ended since the look above: nobody may read the inbox again
             request.fail(self._failure)

@@ -18,7 +18,7 @@ from polar_trl.types import Message, TokenIds
 from polar_trl.wire.base import Told
 
 LOOK_COST = 20
-"""A look that took a millisecond is followed by twenty without one: streaming takes no more than a core's twentieth."""
+"""A look that took a millisecond is followed by twenty without one: a twentieth of a core for each reply."""
 _TAGS = ("<tool_call", "<think", "</think", "<function", "<|", "<｜", "<minimax:", "[TOOL_CALLS]")
 _HALF = "\ufffd"
 

@@ -254,9 +254,7 @@ class Session:
         parse = partial(self._backend.renderer.parse, prompt.ids, tools=tools)
         return LiveReply(parse, stops=settings.params.stop, has_tools=bool(tools))
 
-    def _start(
-        self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None
-    ) -> Turn:
+    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None) -> Turn:
         turn = Turn(
             number=self._num_turns,
             question=question,

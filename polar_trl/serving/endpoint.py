@@ -44,9 +44,7 @@ LOOK_INTERVAL_S = 0.05
 """Between two looks at a reply that is told while it is sampled."""
 
 
-def build_app(
-    find_session: FindSession, connections: Connections, model: str, ping_interval_s: float
-) -> Starlette:
+def build_app(find_session: FindSession, connections: Connections, model: str, ping_interval_s: float) -> Starlette:
     """Build the ASGI app with every dialect's routes."""
     routes = [HTTPRoute("/", _reply_alive, methods=["HEAD"])]
     served = [(dialect, route) for dialect in DIALECTS for route in dialect.routes]

@@ -105,9 +105,7 @@ class Anthropic:
             yield _render_delta(0, {"type": "signature_delta", "signature": SIGNATURE})
         if whole.reasoning or whole.text:
             yield _render("content_block_stop", {"index": int(bool(whole.reasoning and whole.text))})
-        for index, (block, deltas) in enumerate(
-            _render_blocks(call.message, raw_input=_RAW_INPUT in head.options)
-        ):
+        for index, (block, deltas) in enumerate(_render_blocks(call.message, raw_input=_RAW_INPUT in head.options)):
             if block["type"] != "tool_use":
                 continue
             yield _render("content_block_start", {"index": index, "content_block": block})
