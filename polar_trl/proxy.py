@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -36,8 +37,19 @@ from polar_trl.types import Endpoint
 
 BACKLOG = 128
 """Connections that the system accepts before the proxy can count them."""
+NewSession = tuple[SessionLog, SessionLimits, Classify]
 NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 """Threads for large bodies. Tokenizers let go of the interpreter's lock while they encode."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen; port 0 lets the system choose. Raises `ConfigError` if the address cannot be listened on."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        advice = "choose another port, or 0 to let the system choose one"
+        reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): {advice}") from error
 
 
 class Proxy:
@@ -52,8 +64,8 @@ class Proxy:
         port: 0 lets the system choose.
         ping_interval_s: How often an open stream hears a ping while the engine works.
         live: Streams tell text while it is sampled. In training nobody reads it, and they tell whole answers.
-        begin_session: Called on the event loop with each key that is not known: the record of a session that begins
-            with it and its limits, or None for a key that is to stay unknown.
+        begin_session: Called on the event loop with each key that is not known: the session that begins with it, or
+            None where it is to stay unknown.
     """
 
     def __init__(
@@ -67,7 +79,7 @@ class Proxy:
         port: int = 0,
         ping_interval_s: float = 10.0,
         live: bool = False,
-        begin_session: Callable[[str], tuple[SessionLog, SessionLimits] | None] = lambda api_key: None,
+        begin_session: Callable[[str], NewSession | None] = lambda api_key: None,
     ) -> None:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
         self._backend = ModelBackend(
@@ -84,15 +96,9 @@ class Proxy:
 
     def start(self) -> None:
         """Listen, and serve from a thread. Raises `ConfigError` if the address cannot be listened on."""
-        host, port = self._address
-        try:
-            # ours and not uvicorn's: the port is known, and connections queue, before the thread runs
-            listener = socket.create_server((host, port), backlog=BACKLOG)
-        except (OSError, OverflowError) as error:
-            advice = "choose another port, or 0 to let the system choose one"
-            reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-            raise ConfigError(f"cannot listen on {host}:{port} ({reason}): {advice}") from error
-        self.origin = f"http://{host}:{listener.getsockname()[1]}"
+        # ours and not uvicorn's: the port is known, and connections queue, before the thread runs
+        listener = listen(*self._address)
+        self.origin = f"http://{self._address[0]}:{listener.getsockname()[1]}"
         # half of the files are for sandboxes, records and checkpoints
         self._connections = Connections(max_open=raise_open_file_limit() // 2)
         build_connection: Any = partial(Connection, connections=self._connections)
@@ -168,8 +174,12 @@ class Proxy:
             self._listeners[api_key] = asyncio.run_coroutine_threadsafe(
                 self._serve_on(listener, session), self._loop
             ).result()
+        return replace(self.describe(api_key), origin=origin)
+
+    def describe(self, api_key: str) -> Endpoint:
+        """Build what an agent with this key is told."""
         return Endpoint(
-            origin=origin,
+            origin=self.origin,
             api_key=api_key,
             model=self._backend.model,
             max_model_len=self._backend.engine.max_model_len,

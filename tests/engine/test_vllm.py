@@ -248,9 +248,9 @@ def test_a_call_that_comes_while_the_engine_ends_does_not_wait_for_ever(
     engine = vllm.VllmEngine(llm)
     build = vllm.build_sampling_params
 
-    def close_and_build(params: GenerationParams) -> Any:
+    def close_and_build(params: GenerationParams, **options: Any) -> Any:
         engine.close()  # after `generate` has looked for a failure, and before it asks
-        return build(params)
+        return build(params, **options)
 
     monkeypatch.setattr(vllm, "build_sampling_params", close_and_build)
     with pytest.raises(EngineError, match="the engine was closed"):
