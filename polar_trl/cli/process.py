@@ -72,7 +72,7 @@ def sigterm_interrupts(*, with_launcher: bool = False) -> Iterator[None]:
 
 @contextmanager
 def interrupted_once() -> Iterator[None]:
-    """Treat SIGTERM and the end of the terminal as Ctrl-C inside the block; the second signal ends the process at once.
+    """Treat SIGTERM and the end of the terminal as Ctrl-C inside the block; a second signal ends the process at once.
 
     One that was ignored before, as nohup does, stays so.
     """

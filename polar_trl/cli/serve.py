@@ -90,13 +90,17 @@ def run(args: argparse.Namespace) -> int:
     folder = args.output_dir or Path("runs") / f"serve-{Path(model).name}"
     key = {"api_key": args.key} if args.key else {}
     options = ServeOptions(host=args.host, port=args.port, **key)
-    with os.fdopen(os.dup(1), "w") as answer, interrupted_once(), stdout_on_stderr():  # vLLM prints on it
-        with open_serving(replace(setup, folder=folder), options) as (endpoint, sessions):
-            try:
-                _announce(endpoint, folder, answer, as_json=args.json)
-                _watch(sessions)
-            except KeyboardInterrupt:  # the way to end it
-                print("polar-trl: ending, records get their end; once more ends it at once", file=sys.stderr)
+    with (
+        os.fdopen(os.dup(1), "w") as answer,
+        interrupted_once(),
+        stdout_on_stderr(),  # vLLM prints on it
+        open_serving(replace(setup, folder=folder), options) as (endpoint, sessions),
+    ):
+        try:
+            _announce(endpoint, folder, answer, as_json=args.json)
+            _watch(sessions)
+        except KeyboardInterrupt:  # the way to end it
+            print("polar-trl: ending, records get their end; once more ends it at once", file=sys.stderr)
     print(f"polar-trl: {_describe(sessions.count())}: polar-trl inspect {folder}", file=sys.stderr)
     return 0
 

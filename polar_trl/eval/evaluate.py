@@ -110,7 +110,7 @@ def summarize_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]
 def open_runner(
     args: PolarGRPOConfig, parts: RunParts, engine: Engine, *, model: str, params: GenerationParams
 ) -> Iterator[RolloutRunner]:
-    """Open a proxy in front of the engine, as `open_proxy` does, and a runner of sessions; both end after the block."""
+    """Open a proxy in front of the engine, as `open_proxy` does, and a runner; both end after the block."""
     # an evaluation that cuts agents would measure how quick the others were
     config = replace(args.build_rollout_config(), straggler_quantile=None)
     with open_proxy(args, engine, model=model, params=params) as proxy:

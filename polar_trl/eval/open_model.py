@@ -1,4 +1,4 @@
-"""Open a checkpoint, or a server's model, behind a proxy: for evaluations, for collecting, and to be served by itself."""
+"""Open a checkpoint, or a server's model, behind a proxy: for evaluations, for collecting, and to be served."""
 
 import os
 import sys

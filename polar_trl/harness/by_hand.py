@@ -12,12 +12,14 @@ from pathlib import Path
 from polar_trl.errors import ConfigError
 from polar_trl.harness.claude_code import ClaudeCodeHarness
 from polar_trl.harness.codex import CodexHarness, list_flags
+from polar_trl.harness.gemini_cli import GeminiCLIHarness
 from polar_trl.harness.opencode import OpenCodeHarness
 from polar_trl.harness.pi import PiHarness
 from polar_trl.harness.shell import build_provider_env
 from polar_trl.types import Endpoint, Task
 
 _NO_TASK = Task(id="", instruction="")
+_MINI = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
 _OF_A_SANDBOX = {
     "codex": ("approval_policy", "sandbox_mode", "check_for_update_on_startup", "web_search", "analytics", "features"),
     "opencode": ("permission", "snapshot", "lsp", "formatter"),
@@ -47,7 +49,7 @@ def list_settings(endpoint: Endpoint, folder: Path) -> list[Settings]:
     openai = {name: env[name] for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")}
     google = {name: env[name] for name in ("GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", "GEMINI_MODEL")}
     anthropic = {name: env[name] for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL")}
-    mini = {"OPENAI_API_BASE": env["OPENAI_API_BASE"], "OPENAI_API_KEY": key, "MSWEA_COST_TRACKING": "ignore_errors"}
+    mini = {"OPENAI_API_BASE": env["OPENAI_API_BASE"], "OPENAI_API_KEY": key, **_MINI}
     codex = _without("codex", CodexHarness().build_config(endpoint))
     opencode = json.loads(OpenCodeHarness().build_launch(_NO_TASK, endpoint).env["OPENCODE_CONFIG_CONTENT"])
     opencode = {"OPENCODE_CONFIG_CONTENT": json.dumps(_without("opencode", opencode))}
@@ -59,12 +61,21 @@ def list_settings(endpoint: Endpoint, folder: Path) -> list[Settings]:
         Settings(name="Google (generateContent)", command=f"export {_assign(google)}"),
         Settings(name="Codex", command=f"POLAR_API_KEY={shlex.quote(key)} codex {shlex.join(flags)}"),
         Settings(name="Claude Code", command=f"{_assign(claude)} claude"),
-        Settings(name="Gemini CLI", command=f"{_assign(google)} gemini -m {shlex.quote(model)}"),
+        _build_gemini(endpoint, folder, google),
         Settings(name="Qwen Code", command=f"{_assign(openai)} qwen --auth-type openai"),
         *_list_pi(endpoint, folder),
         Settings(name="OpenCode", command=f"{_assign(opencode)} opencode"),
         Settings(name="mini-swe-agent", command=f"{_assign(mini)} mini -m {shlex.quote(f'openai/{model}')}"),
     ]
+
+
+def _build_gemini(endpoint: Endpoint, folder: Path, env: Mapping[str, object]) -> Settings:
+    # without a settings file that says how it signs in, it takes any base URL for a gateway of its maker's
+    path = "gemini/settings.json"
+    env = {**env, "GEMINI_CLI_SYSTEM_SETTINGS_PATH": str(folder / path)}
+    text = GeminiCLIHarness().build_launch(_NO_TASK, endpoint).files[".gemini/settings.json"]
+    command = f"{_assign(env)} gemini -m {shlex.quote(endpoint.model)}"
+    return Settings(name="Gemini CLI", command=command, files={path: text})
 
 
 def _list_pi(endpoint: Endpoint, folder: Path) -> list[Settings]:
