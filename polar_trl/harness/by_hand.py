@@ -71,11 +71,11 @@ def list_settings(endpoint: Endpoint, folder: Path) -> list[Settings]:
 
 def _build_gemini(endpoint: Endpoint, folder: Path, env: Mapping[str, object]) -> Settings:
     # without a settings file that says how it signs in, it takes any base URL for a gateway of its maker's
-    path = "gemini/settings.json"
-    env = {**env, "GEMINI_CLI_SYSTEM_SETTINGS_PATH": str(folder / path)}
-    text = GeminiCLIHarness().build_launch(_NO_TASK, endpoint).files[".gemini/settings.json"]
+    path = ".gemini/settings.json"
+    env = {**env, "GEMINI_CLI_HOME": str(folder / "gemini")}
+    text = GeminiCLIHarness().build_launch(_NO_TASK, endpoint).files[path]
     command = f"{_assign(env)} gemini -m {shlex.quote(endpoint.model)}"
-    return Settings(name="Gemini CLI", command=command, files={path: text})
+    return Settings(name="Gemini CLI", command=command, files={f"gemini/{path}": text})
 
 
 def _list_pi(endpoint: Endpoint, folder: Path) -> list[Settings]:
