@@ -48,7 +48,9 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         advice = "choose another port, or 0 to let the system choose one"
-        reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+        reason = "ports are 0 to 65535"
+        if isinstance(error, OSError):  # whose own text names the address as well, but for names of hosts
+            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error.strerror)
         raise ConfigError(f"cannot listen on {host}:{port} ({reason}): {advice}") from error
 
 

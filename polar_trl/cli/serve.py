@@ -22,7 +22,7 @@ examples:
   polar-trl serve runs/pi/checkpoint-70                       a full model or an adapter, recorded in
                                                               runs/serve-checkpoint-70
   polar-trl serve runs/pi/checkpoint-70 --config my_run.yaml  sampled, rendered and read as in that run
-  polar-trl serve Qwen/Qwen3-4B --vllm_max_model_length 32768 --max_completion_length 8192 --temperature 0.7
+  polar-trl serve Qwen/Qwen3-4B --vllm_max_model_length 32768 --eval_temperature 0.7
   polar-trl serve Qwen/Qwen3-4B --base_url http://127.0.0.1:8000/v1   another server samples, this one records
 
 It prints a key, and what to paste in front of an agent or into its shell. The key records one session, called
