@@ -50,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
         advice = "choose another port, or 0 to let the system choose one"
         reason = "ports are 0 to 65535"
         if isinstance(error, OSError):  # whose own text names the address as well, but for names of hosts
-            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error.strerror)
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
         raise ConfigError(f"cannot listen on {host}:{port} ({reason}): {advice}") from error
 
 

@@ -100,6 +100,14 @@ class ModelBackend:
         if self.engine.own_renderer not in (None, self.renderer):
             raise ValueError("the engine is its own renderer: another one would record ids that no engine saw")
 
+    def open_live(self, prompt: Prompt, params: GenerationParams) -> LiveReply | None:
+        """Open the reply to a prompt for who reads along; None where streams tell whole answers."""
+        if not self.live or self.engine.own_renderer is not None:
+            return None
+        tools = prompt.request.tools
+        parse = partial(self.renderer.parse, prompt.ids, tools=tools)
+        return LiveReply(parse, stops=params.stop, has_tools=bool(tools))
+
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
         if num_bytes < INLINE_BODY_BYTES:
@@ -186,7 +194,7 @@ class Session:
                     params=self._build_params(prompt),
                     num_body_bytes=num_bytes,
                 )
-                live = self._open_live(prompt, settings) if parsed.request.stream else None
+                live = self._backend.open_live(prompt, settings.params) if parsed.request.stream else None
                 answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, _count_tokens(prompt, num_bytes), live)
             turn.num_waiting += 1
@@ -246,13 +254,6 @@ class Session:
             self._log.count("streams_taken_back")
             message = "the reply was read in another way at its end than before: ask again for the whole of it"
             raise WireError(message, status=503, kind="overloaded")
-
-    def _open_live(self, prompt: Prompt, settings: "_TurnSettings") -> LiveReply | None:
-        if not self._backend.live or self._backend.engine.own_renderer is not None:
-            return None
-        tools = prompt.request.tools
-        parse = partial(self._backend.renderer.parse, prompt.ids, tools=tools)
-        return LiveReply(parse, stops=settings.params.stop, has_tools=bool(tools))
 
     def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None) -> Turn:
         turn = Turn(
