@@ -30,7 +30,7 @@ from polar_trl.recording.turn import Turn
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
-from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead, Told
+from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -143,6 +143,7 @@ class Session:
         self._gate_stats = gate_stats or GateStats()
         self._classify = classify
         self._log = log
+        self.count = log.count
         self.limits = limits
         self.bounds = SessionBounds(log, self._stop, max_requests=limits.max_requests)
         self._reader = RequestReader(backend.engine.max_model_len)
@@ -247,13 +248,6 @@ class Session:
             num_prompt_tokens=turn.num_prompt_tokens,
             options=parsed.reply_options,
         )
-
-    def check_told(self, told: Told, call: Call) -> None:
-        """Raise `WireError`, after which clients ask again, where a stream has told what the call does not say."""
-        if not told.begins(call.message):
-            self._log.count("streams_taken_back")
-            message = "the reply was read in another way at its end than before: ask again for the whole of it"
-            raise WireError(message, status=503, kind="overloaded")
 
     def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None) -> Turn:
         turn = Turn(

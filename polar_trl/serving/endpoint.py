@@ -24,6 +24,7 @@ from polar_trl.errors import WireError
 from polar_trl.recording.session import Session
 from polar_trl.recording.turn import Turn, internal_error
 from polar_trl.serving.connections import Connections
+from polar_trl.types import Call
 from polar_trl.wire import DIALECTS
 from polar_trl.wire.base import (
     MAX_BODY_BYTES,
@@ -32,6 +33,7 @@ from polar_trl.wire.base import (
     Incoming,
     ReplyHead,
     Route,
+    Told,
     parse_key,
 )
 
@@ -166,11 +168,19 @@ class _DialectEndpoint:
                 last_sent = time.monotonic()
         try:
             call = turn.result()
-            session.check_told(told, call)
+            _check_told(told, call, session)
             events = b"".join(self._dialect.stream(head, call, told))
         except Exception as failure:  # noqa: BLE001 - the same boundary, once a status has been sent
             events = self._dialect.stream_error(_explain(failure, session))
         await _send_part(send, events, is_last=True)
+
+
+def _check_told(told: Told, call: Call, session: Session) -> None:
+    """Raise `WireError`, after which clients ask again, where a stream has told what the call does not say."""
+    if not told.begins(call.message):
+        session.count("streams_taken_back")
+        message = "the reply was read in another way at its end than before: ask again for the whole of it"
+        raise WireError(message, status=503, kind="overloaded")
 
 
 def _explain(failure: Exception, session: Session | None) -> WireError:
