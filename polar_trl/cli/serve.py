@@ -25,6 +25,9 @@ examples:
   polar-trl serve Qwen/Qwen3-4B --vllm_max_model_length 32768 --eval_temperature 0.7
   polar-trl serve Qwen/Qwen3-4B --base_url http://127.0.0.1:8000/v1   another server samples, this one records
 
+MODEL comes first: a folder, a run's checkpoint-N or a hub name. Left out, it is the run file's, or the only one that
+--base_url serves.
+
 It prints a key, and what to paste in front of an agent or into its shell. The key records one session, called
 "default"; KEY.NAME records one called NAME: give each conversation that you want to keep apart a name of its own.
 Ctrl-C ends serving and the records; the second one ends it at once.
@@ -43,17 +46,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="a checkpoint as a server for your own agent, recording",
-        description="Load a checkpoint and serve it in every provider's dialect to the agents of this machine, with "
-        "text as it is sampled, and record their sessions.",
+        usage="polar-trl serve [MODEL] [--config FILE] [--KEY VALUE ...]",
+        description="Load a checkpoint and serve it to the agents of this machine, in every provider's dialect, "
+        "recording.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # what is left are keys of the run
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a folder, a run's checkpoint-N or a hub name (default: the config's)",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a run file, whose keys are the defaults")
     parser.add_argument(
@@ -83,9 +81,12 @@ def run(args: argparse.Namespace) -> int:
     from polar_trl.eval.serve import ServeOptions, open_serving
     from polar_trl.eval.setup import parse_eval
 
+    # no positional argument: argparse would take the value of a key of the run for it
+    named, keys = [], list(args.overrides)
+    if keys and not keys[0].startswith("-"):
+        named = ["--model_name_or_path", keys.pop(0)]
     # the parser of a run asks for tasks, which nobody reads here
-    named = ["--model_name_or_path", args.model] if args.model else []
-    setup = parse_eval(args.config, ["--tasks", "none", *named, *args.overrides], Path("runs"))
+    setup = parse_eval(args.config, ["--tasks", "none", *named, *keys], Path("runs"))
     model = setup.model or setup.evaluation.served_name or "model"
     folder = args.output_dir or Path("runs") / f"serve-{Path(model).name}"
     key = {"api_key": args.key} if args.key else {}

@@ -60,7 +60,7 @@ class LiveReply:
 
     def _tell(self, message: Message) -> None:
         told, reasoning = self._told, message.reasoning or ""
-        if message.tool_calls:
+        if message.tool_calls or (told.text and reasoning != told.reasoning):  # no dialect goes back to reasoning
             self._is_over = True
             return
         end, is_last = self._find_end(message.text)

@@ -16,8 +16,13 @@ from typing import Any
 import httpx
 import pytest
 from datasets import load_dataset
+from openai_servers import serve_app
+from peft import LoraConfig, get_peft_model
 from sdks import SDKS
 from serving import CHAT, HELLO, wait_until
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from transformers import AutoModelForCausalLM
 
 from polar_trl.cli import main
 from polar_trl.harness.install import NODE
@@ -39,6 +44,7 @@ class Served:
     out: Path
     printed: str
     origin: str
+    terminal: int
     said: list[bytes] = field(default_factory=list)
     """What the terminal has shown."""
 
@@ -49,16 +55,20 @@ class Served:
         (path,) = (self.out / "sessions").glob(f"*/{name}.jsonl")
         return read_record(path)
 
+    def hang_up(self) -> None:
+        """Close the terminal."""
+        os.close(self.terminal)
+
     @property
     def shown(self) -> str:
         return b"".join(self.said).decode(errors="replace")
 
 
-def start(model: Path, out: Path, *keys: str) -> Served:
+def start(model: Path | None, out: Path, *keys: str) -> Served:
     """Start it with its standard error on a terminal, and wait for what it prints."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*SERVE, str(model), "--output_dir", str(out), "--port", "0", "--key", KEY, *keys],
+        [*SERVE, *([str(model)] if model else []), "--output_dir", str(out), "--port", "0", "--key", KEY, *keys],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=theirs,
@@ -66,14 +76,14 @@ def start(model: Path, out: Path, *keys: str) -> Served:
         env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
     )
     os.close(theirs)
-    served = Served(process, out, "", "")
+    served = Served(process, out, "", "", ours)
 
     def listen() -> None:
         try:
             while block := os.read(ours, 4096):
                 served.said.append(block)
-        except OSError:  # the other end is closed
-            os.close(ours)
+        except OSError:  # one end is closed
+            pass
 
     threading.Thread(target=listen, daemon=True).start()
     assert process.stdout is not None
@@ -263,6 +273,37 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert main(["serve", *words, "--output_dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("polar-trl: ") and said in error
+
+
+def test_an_adapter_is_merged_and_a_terminal_that_goes_ends_the_records(tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(adapter)
+    served = start(adapter, out, "--max_completion_length", "8")
+    assert "merging the adapter" in served.shown and (out / "merged" / "config.json").exists()
+    assert SDKS["anthropic"](served.endpoint()).ask(stream=True).num_sampled_tokens <= 8
+    served.hang_up()
+    served.process.send_signal(signal.SIGHUP)
+    served.process.wait(timeout=120)
+    assert served.read("default").finished and len(served.read("default").rollout.calls) == 1
+
+
+def test_another_servers_text_is_recorded_and_told_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def list_models(request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "strong", "max_model_len": 4096}]})
+
+    async def answer(request: Request) -> Response:
+        message = {"role": "assistant", "content": "As you wish."}
+        return JSONResponse({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {}})
+
+    with serve_app({"/v1/models": list_models, "/v1/chat/completions": answer}) as address:
+        served = start(None, tmp_path / "out", "--base_url", f"{address}/v1")
+        for name, dialect in (("one", "openai_chat"), ("two", "google")):
+            assert SDKS[dialect](served.endpoint(name)).ask(stream=True).text == "As you wish."
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(timeout=120) == 0
+    assert main(["replay", "--json", str(served.out)]) == 0
+    assert json.loads(capsys.readouterr().out)["text_only"] == 2
 
 
 ENDLESS = """

@@ -173,3 +173,14 @@ def test_looks_take_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
         reply.look()
         now[0] += 0.5
     assert looks == [0.0, 21.0, 42.0]
+
+
+def test_reasoning_that_goes_on_after_text_is_told_no_more() -> None:
+    def parse(ids: TokenIds) -> Message:
+        return Message(role="assistant", reasoning="ab" if len(ids) > 2 else "a", text="x" * len(ids))
+
+    reply = LiveReply(parse, stops=(), has_tools=False)
+    for token in range(4):
+        reply.token_ids.append(token)
+        told = reply.look()
+    assert (told.reasoning, told.text) == ("a", "xx") and not told.begins(parse((0,) * 4))
