@@ -195,7 +195,10 @@ class Session:
                     params=self._build_params(prompt),
                     num_body_bytes=num_bytes,
                 )
-                live = self._backend.open_live(prompt, settings.params) if parsed.request.stream else None
+                live = None
+                # a parser that has changed its mind once is not read along again
+                if parsed.request.stream and "streams_taken_back" not in self._log.counters:
+                    live = self._backend.open_live(prompt, settings.params)
                 answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, _count_tokens(prompt, num_bytes), live)
             turn.num_waiting += 1

@@ -86,10 +86,12 @@ class Google:
 
     def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
         message = call.message
-        yield from self.stream_part(head, told, Told(reasoning=message.reasoning or "", text=message.text))
-        for part in _render_calls(message):
+        rest = (message.reasoning or "")[len(told.reasoning) :], message.text[len(told.text) :]
+        parts = [*_render_texts(*rest), *_render_calls(message)]
+        for part in parts[:-1]:
             yield render_event(orjson.dumps(_build_reply(head, [part])))
-        yield render_event(orjson.dumps(_build_reply(head, [], call)))
+        # with the last part: the chats of Google's Python client forget a turn that has a content without any
+        yield render_event(orjson.dumps(_build_reply(head, parts[-1:], call)))
 
     def stream_error(self, error: WireError) -> bytes:
         # As Google sends it, bare and not as an event: its JavaScript client finds an error only in a read that is
