@@ -112,6 +112,9 @@ def require_usable(completion: Completion, vocab_size: int) -> Completion:
     count = len(completion.token_ids)
     if not count:
         raise EngineError(f"the engine sampled no token (finish reason {completion.finish_reason!r})")
+    low, high = min(completion.token_ids), max(completion.token_ids)
+    if low >= 0 and high < vocab_size and all(-math.inf < logprob <= 0.0 for logprob in completion.logprobs):
+        return completion
     for position, (token_id, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         if not 0 <= token_id < vocab_size:
             raise EngineError(

@@ -9,8 +9,10 @@ import asyncio
 import itertools
 import logging
 import queue
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,13 @@ from polar_trl.errors import EngineError
 from polar_trl.types import Completion, TokenIds
 
 logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 5e-5
+"""Python's switch interval while requests run. A step gives up the interpreter's lock at every operation of torch, and
+waits this long for each if another thread, such as the proxy's, has taken it: at Python's own 5 ms, a proxy that works
+half of the time makes steps of a small model half as fast again."""
+
+_Outcome = Completion | EngineError
 
 
 @dataclass(slots=True, eq=False)
@@ -38,21 +47,14 @@ class _Request:
     """Filled as ids are sampled, where somebody looks at it."""
     first_policy_version: int = 0
 
-    def resolve(self, completion: Completion) -> None:
-        self._settle(lambda: self.future.set_result(completion))
-
-    def fail(self, error: EngineError) -> None:
-        self._settle(lambda: self.future.set_exception(error))
-
-    def _settle(self, action: Callable[[], None]) -> None:
-        def settle() -> None:
-            if not self.future.done():
-                action()
-
-        try:
-            self.loop.call_soon_threadsafe(settle)
-        except RuntimeError:
-            logger.debug("the event loop of request %s is closed; nobody waits for its result", self.id)
+    def settle(self, outcome: _Outcome) -> None:
+        """Answer it. Runs on the loop's thread."""
+        if self.future.done():
+            return
+        if isinstance(outcome, EngineError):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +90,7 @@ class VllmEngine(TokenEngine):
         self._live: dict[str, _Request] = {}
         self._ids = itertools.count()
         self._failure: EngineError | None = None
+        self._idle_interval_s = sys.getswitchinterval()
         self._thread = threading.Thread(target=self._run, name="polar-engine", daemon=True)
         self._thread.start()
 
@@ -120,7 +123,7 @@ class VllmEngine(TokenEngine):
         request = _Request(f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future(), so_far)
         self._inbox.put(request)
         if self._failure is not None:  # the engine has ended since the look above: nobody may read the inbox again
-            request.fail(self._failure)
+            request.settle(self._failure)
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -175,7 +178,7 @@ class VllmEngine(TokenEngine):
         """Handle what has arrived; wait for something only when there is nothing to step. False to close."""
         while True:
             try:
-                item = self._inbox.get(block=not self._live)
+                item = self._inbox.get_nowait() if self._live else self._wait_for_item()
             except queue.Empty:
                 return True
             if item is None:
@@ -191,41 +194,48 @@ class VllmEngine(TokenEngine):
                 item.standing.set()
                 item.resumed.wait()
 
+    def _wait_for_item(self) -> "_Request | _Abort | _Pause | None":
+        sys.setswitchinterval(self._idle_interval_s)
+        item = self._inbox.get()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return item
+
     def _admit(self, request: _Request) -> None:
         request.first_policy_version = self._policy_version
         try:
             self._core.add_request(request.id, {"prompt_token_ids": request.prompt_ids}, request.params)
         except Exception as error:  # noqa: BLE001 - nothing was sampled yet: the request fails alone, whatever it was
-            request.fail(EngineError(f"the engine refused the request: {error}"))
+            _answer([(request, EngineError(f"the engine refused the request: {error}"))])
             return
         self._live[request.id] = request
 
     def _deliver(self, outputs: list[Any]) -> None:
+        answers: list[tuple[_Request, _Outcome]] = []
         for output in outputs:
             if not output.finished:
                 self._show(output)
                 continue
             # The core may answer for an id that was aborted in the meantime.
             request = self._live.pop(output.request_id, None)
-            if request is None:
-                continue
-            choice = output.outputs[0]
-            if choice.finish_reason not in ("stop", "length"):
-                request.fail(EngineError(f"the engine ended the request with {choice.finish_reason!r}"))
-                continue
-            token_ids = tuple(choice.token_ids)
-            try:
-                completion = Completion(
-                    token_ids=token_ids,
-                    logprobs=_take_logprobs(choice.logprobs, token_ids),
-                    finish_reason=choice.finish_reason,
-                    first_policy_version=request.first_policy_version,
-                    last_policy_version=self._policy_version,
-                )
-            except (EngineError, ValueError) as error:  # the request fails alone: the others' answers may be right
-                request.fail(EngineError(f"the engine's answer cannot be used: {error}"))
-                continue
-            request.resolve(completion)
+            if request is not None:
+                answers.append((request, self._read_output(output, request)))
+        _answer(answers)
+
+    def _read_output(self, output: Any, request: _Request) -> _Outcome:
+        choice = output.outputs[0]
+        if choice.finish_reason not in ("stop", "length"):
+            return EngineError(f"the engine ended the request with {choice.finish_reason!r}")
+        token_ids = tuple(choice.token_ids)
+        try:
+            return Completion(
+                token_ids=token_ids,
+                logprobs=_take_logprobs(choice.logprobs, token_ids),
+                finish_reason=choice.finish_reason,
+                first_policy_version=request.first_policy_version,
+                last_policy_version=self._policy_version,
+            )
+        except (EngineError, ValueError) as error:  # the request fails alone: the others' answers may be right
+            return EngineError(f"the engine's answer cannot be used: {error}")
 
     def _show(self, output: Any) -> None:
         """Let who looks at a request see its ids so far. Of others the core gives no unfinished output."""
@@ -235,9 +245,9 @@ class VllmEngine(TokenEngine):
 
     def _stop(self, error: EngineError) -> None:
         """Fail everyone who waits, now and later."""
+        sys.setswitchinterval(self._idle_interval_s)
         self._failure = error
-        for request in self._live.values():
-            request.fail(error)
+        _answer([(request, error) for request in self._live.values()])
         if self._live:
             self._core.abort_request(list(self._live))
         self._live.clear()
@@ -247,7 +257,24 @@ class VllmEngine(TokenEngine):
             except queue.Empty:
                 return
             if isinstance(item, _Request):
-                item.fail(error)
+                _answer([(item, error)])
+
+
+def _answer(answers: Sequence[tuple[_Request, _Outcome]]) -> None:
+    """Answer requests on their event loops, each of which is woken once."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Request, _Outcome]]] = defaultdict(list)
+    for request, outcome in answers:
+        by_loop[request.loop].append((request, outcome))
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle, of_loop)
+        except RuntimeError:
+            logger.debug("an event loop is closed; nobody waits for %d answers", len(of_loop))
+
+
+def _settle(answers: Sequence[tuple[_Request, _Outcome]]) -> None:
+    for request, outcome in answers:
+        request.settle(outcome)
 
 
 def build_sampling_params(params: GenerationParams, *, live: bool = False) -> Any:

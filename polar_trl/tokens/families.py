@@ -15,6 +15,7 @@ from renderers.configs import config_from_name
 
 from polar_trl.errors import ConfigError, RenderError
 from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
+from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.tool_calls import (
     UNNAMED,
     ParsedCall,
@@ -29,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 FAMILIES = tuple(sorted(set(MODEL_RENDERER_MAP.values())))
 """Names of the families, such as "qwen3" and "qwen3.5"."""
+
+_NUM_OPENING_TOKENS = 64
+"""More than a chat format writes between the end of the last turn and the first sampled token."""
+_READING_OPENINGS = frozenset({"qwen3", "qwen3.5", "qwen3.6", "qwen3.8"})
+"""Families that read nothing of a prompt before the end of its last turn, which spares them copies of the history."""
 
 _PROBE_INSTRUCTION = Message(role="system", text="probe instruction")
 _PROBE_QUESTION = Message(role="user", text="probe question")
@@ -61,6 +67,8 @@ class FamilyRenderer:
         assert config is not None
         if thinking == "keep":
             config = config.model_copy(update={"thinking_retention": "all"})
+        if not isinstance(tokenizer, PromptTokenizer):
+            tokenizer = PromptTokenizer(tokenizer)
         try:
             self._renderer = create_renderer(tokenizer, config, chat_template_kwargs=template_kwargs)
         except Exception as error:  # renderers asserts on missing tokens and raises pydantic's errors on bad switches
@@ -90,29 +98,29 @@ class FamilyRenderer:
         Raises `RenderError` if `renderers` breaks its promise to keep what was sampled.
         """
         dicts = self._build_dicts(new_messages, at_start=False)
+        opening = self._take_opening(prompt_ids)
         try:
             extended = self._renderer.bridge_to_next_turn(
-                list(prompt_ids), list(completion_ids), dicts, tools=_build_tools(tools)
+                opening, list(completion_ids), dicts, tools=_build_tools(tools)
             )
         except Exception as error:
             raise RenderError(f"the chat format of {self.family} refuses the new messages: {error}") from error
         if extended is None:
             return None
-        ids = tuple(extended.token_ids)
-        num_kept = len(prompt_ids) + len(completion_ids)
-        if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : num_kept] != completion_ids:
+        num_kept = len(opening) + len(completion_ids)
+        if extended.token_ids[:num_kept] != [*opening, *completion_ids]:
             raise RenderError(
                 f"renderers changed sampled tokens while continuing a {self.family} conversation "
                 f"({len(prompt_ids)} prompt and {len(completion_ids)} sampled tokens); use thinking='template', or "
                 "report the conversation"
             )
-        return ids
+        return prompt_ids + (completion_ids + tuple(extended.token_ids[num_kept:]))
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse the message that the sampled ids spell; text after a tool call is kept too."""
         try:
             parsed = self._renderer.parse_response(
-                list(completion_ids), tools=_build_tools(tools), prompt_ids=list(prompt_ids)
+                list(completion_ids), tools=_build_tools(tools), prompt_ids=self._take_opening(prompt_ids)
             )
         except (ValueError, RecursionError) as error:
             # renderers expects JSON to fail by its syntax only; a number of 5000 digits or 1000 nested brackets, which
@@ -153,6 +161,15 @@ class FamilyRenderer:
             ids = list(completion_ids[gap_start:gap_end])
             texts.append(self._tokenizer.decode(ids, skip_special_tokens=False).strip() if ids else "")
         return texts
+
+    def _take_opening(self, prompt_ids: TokenIds) -> list[int]:
+        """Take what the family reads of a prompt: from the end of the last turn on, or all of it."""
+        if self.family in _READING_OPENINGS:
+            tail = list(prompt_ids[-_NUM_OPENING_TOKENS:])
+            for position in range(len(tail) - 1, -1, -1):
+                if tail[position] in self.stop_token_ids:
+                    return tail[position:]
+        return list(prompt_ids)
 
     def _build_dicts(self, messages: Sequence[Message], *, at_start: bool) -> list[Any]:
         placed = place_system(messages, self._system, at_start=at_start)

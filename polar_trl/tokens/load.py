@@ -16,6 +16,7 @@ from renderers.base import MODEL_RENDERER_MAP
 from polar_trl.errors import ConfigError, RenderError
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict
+from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.families import FamilyRenderer
 from polar_trl.tokens.template import TemplateRenderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
@@ -75,6 +76,7 @@ def load_renderer(
     Raises `ConfigError` for an unknown family or a switch that it does not have.
     """
     kwargs = dict(template_kwargs or {})
+    tokenizer = PromptTokenizer(tokenizer)  # one for all that are tried
     if family == "auto":
         family = None
     if family is not None and family != "template":

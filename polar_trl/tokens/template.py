@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from polar_trl.errors import RenderError
 from polar_trl.tokens.chat_template import ChatTemplate, ChatTokenizer
+from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.proof import find_turn_end, prove_continuation, write_tail
 from polar_trl.tokens.tool_calls import build_tool_calls, split_tagged_calls
 from polar_trl.types import Message, TokenIds, Tool
@@ -39,7 +40,9 @@ class TemplateRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        if not isinstance(tokenizer, PromptTokenizer):
+            tokenizer = PromptTokenizer(tokenizer)
+        self._tokenizer: ChatTokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, kwargs=template_kwargs)
         self._turn_end = find_turn_end(self._template, tokenizer)
         self._continuation = prove_continuation(self._template, self._turn_end)
@@ -97,7 +100,8 @@ class TemplateRenderer:
         if turn_end_id != self._turn_end.id:
             raise RenderError(f"the end of turn {self._turn_end.text!r} was encoded as part of another token")
         close = () if completion_ids[-1] in self.stop_token_ids else (turn_end_id,)
-        return (*prompt_ids, *completion_ids, *close, *ids)
+        tail = (*close, *ids)
+        return prompt_ids + (completion_ids + tail)
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Parse text, reasoning in <think> tags (if the template knows them), and JSON calls in <tool_call> tags."""
