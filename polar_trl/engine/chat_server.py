@@ -41,7 +41,13 @@ class ChatServer(Engine, Renderer):
         self.max_model_len = max_model_len
         self.own_renderer = self
 
-    async def answer(self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams) -> TextReply:
+    async def answer(
+        self,
+        request: ChatRequest,
+        prompt_ids: TokenIds,
+        params: GenerationParams,
+        so_far: list[int] | None = None,
+    ) -> TextReply:
         """Ask for the next message; see `Engine.answer`."""
         body = self._build_body(request, params)
         try:

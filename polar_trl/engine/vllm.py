@@ -43,6 +43,8 @@ class _Request:
     """`vllm.SamplingParams`"""
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
+    so_far: list[int] | None = None
+    """Filled as ids are sampled, where somebody looks at it."""
     first_policy_version: int = 0
 
     def settle(self, outcome: _Outcome) -> None:
@@ -103,14 +105,22 @@ class VllmEngine(TokenEngine):
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion; see `Engine.generate`. Cancelling the await aborts the request."""
+        return await self._generate(prompt_ids, params, None)
+
+    async def generate_live(self, prompt_ids: TokenIds, params: GenerationParams, so_far: list[int]) -> Completion:
+        """Sample the same, with the ids in `so_far` after each step of the engine."""
+        return await self._generate(prompt_ids, params, so_far)
+
+    async def _generate(self, prompt_ids: TokenIds, params: GenerationParams, so_far: list[int] | None) -> Completion:
         if self._failure is not None:
             raise self._failure
         loop = asyncio.get_running_loop()
         try:
-            sampling = build_sampling_params(params)  # here and not between two steps of the engine
+            # here and not between two steps of the engine
+            sampling = build_sampling_params(params, live=so_far is not None)
         except Exception as error:  # its class changes with the version of vLLM
             raise EngineError(f"the engine refused the request: {error}") from error
-        request = _Request(f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future())
+        request = _Request(f"polar-{next(self._ids)}", list(prompt_ids), sampling, loop, loop.create_future(), so_far)
         self._inbox.put(request)
         if self._failure is not None:  # the engine has ended since the look above: nobody may read the inbox again
             request.settle(self._failure)
@@ -203,6 +213,7 @@ class VllmEngine(TokenEngine):
         answers: list[tuple[_Request, _Outcome]] = []
         for output in outputs:
             if not output.finished:
+                self._show(output)
                 continue
             # The core may answer for an id that was aborted in the meantime.
             request = self._live.pop(output.request_id, None)
@@ -225,6 +236,12 @@ class VllmEngine(TokenEngine):
             )
         except (EngineError, ValueError) as error:  # the request fails alone: the others' answers may be right
             return EngineError(f"the engine's answer cannot be used: {error}")
+
+    def _show(self, output: Any) -> None:
+        """Let who looks at a request see its ids so far. Of others the core gives no unfinished output."""
+        request = self._live.get(output.request_id)
+        if request is not None and request.so_far is not None:
+            request.so_far.extend(output.outputs[0].token_ids[len(request.so_far) :])
 
     def _stop(self, error: EngineError) -> None:
         """Fail everyone who waits, now and later."""
@@ -260,8 +277,12 @@ def _settle(answers: Sequence[tuple[_Request, _Outcome]]) -> None:
         request.settle(outcome)
 
 
-def build_sampling_params(params: GenerationParams) -> Any:
-    """Build `vllm.SamplingParams` for one whole completion, with the logprob of each sampled token and no other's."""
+def build_sampling_params(params: GenerationParams, *, live: bool = False) -> Any:
+    """Build `vllm.SamplingParams` for one completion, with the logprob of each sampled token and no other's.
+
+    Args:
+        live: Have all ids so far after each step; else the whole alone, in the end.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -280,7 +301,7 @@ def build_sampling_params(params: GenerationParams) -> Any:
         logprobs=0,
         # plain lists, and not a dictionary and an object for every token, which the garbage collector would visit
         flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if live else RequestOutputKind.FINAL_ONLY,
     )
 
 

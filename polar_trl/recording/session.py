@@ -24,6 +24,7 @@ from polar_trl.errors import (
     WireError,
 )
 from polar_trl.recording.bounds import BUDGET_TEXT, SessionBounds
+from polar_trl.recording.live import LiveReply
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
 from polar_trl.recording.refusals import Refusals
@@ -92,12 +93,22 @@ class ModelBackend:
     params: GenerationParams
     model: str
     workers: ThreadPoolExecutor
+    live: bool = False
+    """Streams tell text while it is sampled, and not whole answers."""
     gate: Gate = field(default_factory=Gate)
     """Passed by every call on its way to the engine."""
 
     def __post_init__(self) -> None:
         if self.engine.own_renderer not in (None, self.renderer):
             raise ValueError("the engine is its own renderer: another one would record ids that no engine saw")
+
+    def open_live(self, prompt: Prompt, params: GenerationParams) -> LiveReply | None:
+        """Open the reply to a prompt for who reads along; None where streams tell whole answers."""
+        if not self.live or self.engine.own_renderer is not None:
+            return None
+        tools = prompt.request.tools
+        parse = partial(self.renderer.parse, prompt.ids, tools=tools)
+        return LiveReply(parse, stops=params.stop, has_tools=bool(tools))
 
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
@@ -134,6 +145,7 @@ class Session:
         self._gate_stats = gate_stats or GateStats()
         self._classify = classify
         self._log = log
+        self.count = log.count
         self.limits = limits
         self.bounds = SessionBounds(log, self._stop, max_requests=limits.max_requests)
         self.refusals = Refusals(log)
@@ -188,8 +200,12 @@ class Session:
                     params=self._build_params(prompt),
                     num_body_bytes=num_bytes,
                 )
+                live = None
+                # a parser that has changed its mind once is not read along again
+                if parsed.request.stream and "streams_taken_back" not in self._log.counters:
+                    live = self._backend.open_live(prompt, settings.params)
                 answer = partial(self._answer, prompt, settings)
-                turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
+                turn = self._start(answer, question, _count_tokens(prompt, num_bytes), live)
             turn.num_waiting += 1
             if purpose == "policy":
                 self.refusals.go_on()
@@ -244,9 +260,13 @@ class Session:
             options=parsed.reply_options,
         )
 
-    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int) -> Turn:
+    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None) -> Turn:
         turn = Turn(
-            number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
+            number=self._num_turns,
+            question=question,
+            started_s=time.time(),
+            num_prompt_tokens=num_prompt_tokens,
+            live=live,
         )
         self._num_turns += 1
         self._turns.add(turn)
@@ -257,6 +277,7 @@ class Session:
 
     def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
         self._running.discard(turn)
+        turn.live = None  # the call has it
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             self._turns.forget(turn)  # what failed may be tried again
@@ -308,7 +329,8 @@ class Session:
             async with self._backend.gate.passing(gate_stats):
                 if gate_stats.first_policy_version is None:
                     gate_stats.first_policy_version = engine.policy_version
-                reply = await engine.answer(prompt.request, prompt.ids, settings.params)
+                so_far = None if turn.live is None else turn.live.token_ids
+                reply = await engine.answer(prompt.request, prompt.ids, settings.params, so_far)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             if settings.purpose == "policy":

@@ -15,7 +15,7 @@ import orjson
 
 from polar_trl.errors import WireError
 from polar_trl.json_text import UNPARSED_ARGUMENTS, load_json
-from polar_trl.types import Call, ChatRequest, Purpose, Tool
+from polar_trl.types import Call, ChatRequest, Message, Purpose, Tool
 
 _T = TypeVar("_T")
 MAX_BODY_BYTES = 16 << 20
@@ -83,6 +83,26 @@ class ReplyHead:
     num_prompt_tokens: int
     options: tuple[str, ...] = ()
     """The `reply_options` of the request on this connection."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """The part of a reply that a stream has told before the reply had ended."""
+
+    reasoning: str = ""
+    """All of it, where there is text."""
+    text: str = ""
+    num_events: int = 0
+    """That told it."""
+
+    def begins(self, message: Message) -> bool:
+        """Tell whether the message goes on from here."""
+        reasoning = message.reasoning or ""
+        is_whole = reasoning == self.reasoning if self.text else reasoning.startswith(self.reasoning)
+        return is_whole and message.text.startswith(self.text)
+
+
+NOTHING_TOLD = Told()
 
 
 class ItemMemo:
@@ -166,8 +186,15 @@ class Dialect(Protocol):
         """Render a keep-alive event for an open stream, which clients of this format ignore."""
         ...
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        """Render the events after `stream_start`, the format's end of stream included."""
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        """Render the events that lead from what was told to what can be told `now`.
+
+        None where this reply is told whole.
+        """
+        ...
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
+        """Render the events after `stream_start` and `stream_part`, the format's end of stream included."""
         ...
 
     def stream_error(self, error: WireError) -> bytes:

@@ -14,11 +14,13 @@ from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.json_text import is_json_object
 from polar_trl.types import Call, ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
 from polar_trl.wire.base import (
+    NOTHING_TOLD,
     Incoming,
     ItemMemo,
     ParsedRequest,
     ReplyHead,
     Route,
+    Told,
     find_tool,
     json_type,
     list_unread,
@@ -103,12 +105,15 @@ class OpenAIChat:
     def ping(self) -> bytes:
         return render_comment("ping")
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        if reasoning := now.reasoning[len(told.reasoning) :]:
+            yield _render_chunk(head, {"reasoning_content": reasoning})
+        if text := now.text[len(told.text) :]:
+            yield _render_chunk(head, {"content": text})
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
         message = call.message
-        if message.reasoning:
-            yield _render_chunk(head, {"reasoning_content": message.reasoning})
-        if message.text:
-            yield _render_chunk(head, {"content": message.text})
+        yield from self.stream_part(head, told, Told(reasoning=message.reasoning or "", text=message.text))
         for index, tool_call in enumerate(message.tool_calls):
             yield _render_chunk(head, {"tool_calls": [{"index": index} | _render_tool_call(tool_call, call)]})
         yield _render_chunk(head, {}, finish_reason=_finish_reason(call))

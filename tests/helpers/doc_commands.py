@@ -41,6 +41,7 @@ CHECKED = "tests/cli/test_check_tasks.py::test_a_rebuilt_task_in_containers"
 DOCTOR = "tests/cli/test_doctor.py::test_it_says_of_each_agent_that_it_works"
 TRIED = "tests/scripts/dev/test_try_agents.py::test_an_agent_of_the_examples_works"
 SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds"
+SERVED = "tests/cli/test_serve.py::test_ctrl_c_ends_it_and_what_it_recorded_is_read"
 GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | str] = {
@@ -109,6 +110,10 @@ COMMANDS: dict[str, Run | str] = {
     "python -m polar_trl.tasks.shell_ladder .* --output new_tasks.jsonl": Run("^48 ", "&& wc -l new_tasks.jsonl"),
     "python scripts/reproduce_table.py .*": "tests/scripts/test_reproduce_table.py::test_the_documented_commands",
     "polar-trl collect --config configs/quickstart.yaml .*": "tests/cli/test_collect.py::test_the_documented_command",
+    "polar-trl serve .*": SERVED,
+    "polar-trl inspect runs/serve-checkpoint-70": SERVED,
+    "polar-trl replay runs/serve-checkpoint-70": SERVED,
+    "polar-trl collect --recorded .*": SERVED,
     "polar-trl collect .* --text_only .*": (
         "tests/collect/test_text_only.py::test_the_command_collects_messages_and_says_so"
     ),
