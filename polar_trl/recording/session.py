@@ -111,7 +111,7 @@ class _TurnSettings:
     dialect_name: str
     purpose: Purpose
     params: GenerationParams
-    num_body_bytes: int
+    num_new_bytes: int
 
 
 _Answer = Callable[[Turn], Coroutine[Any, Any, Call]]
@@ -170,6 +170,7 @@ class Session:
                 self._forget(turn)  # it needs no recognition: the next one hears the same
             else:
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
+                num_new_bytes = num_bytes - self._num_known_bytes
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 if len(prompt.ids) >= self._backend.engine.max_model_len:
                     self._log.count("context_overflows")
@@ -181,7 +182,7 @@ class Session:
                     dialect_name=dialect.name,
                     purpose=purpose,
                     params=self._build_params(prompt),
-                    num_body_bytes=num_bytes,
+                    num_new_bytes=num_new_bytes,
                 )
                 answer = partial(self._answer, prompt, settings)
                 turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
@@ -318,7 +319,7 @@ class Session:
         self._sent_back.discard(turn.question)
         async with self._lock:
             return await self._backend.work(
-                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, reply)
+                settings.num_new_bytes, partial(self._finish, turn, settings, prompt, reply)
             )
 
     def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, reply: Completion | TextReply) -> Call:
