@@ -28,7 +28,7 @@ from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
 from polar_trl.recording.turn import Turn
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
-from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
+from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose, share_ids
 from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead
 
 _log = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ class Session:
             stop_text=stop_text,
             text_only=isinstance(reply, TextReply),
         )
-        self._continuations.add(call)
+        self._continuations.add(call, prompt.ids)
         self._num_sampled += num_sampled
         return call
 
@@ -378,7 +378,7 @@ class Session:
             index=index,
             dialect=dialect_name,
             request=prompt.request,
-            prompt_ids=prompt.ids,
+            prompt_ids=share_ids(prompt.ids, prompt.parent_ids),
             completion=completion,
             message=replace(message, tool_calls=tuple(tool_calls)),
             stop_text=stop_text,
