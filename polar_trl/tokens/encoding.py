@@ -78,7 +78,7 @@ def _find_encode(tokenizer: Any) -> Callable[[str], list[int]]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "encode_batch_fast"):
         return encode_as_told
     backend = copy.deepcopy(backend)  # whoever pads or truncates with the tokenizer sets that in its own
