@@ -30,6 +30,12 @@ SWITCH_INTERVAL_S = 5e-5
 waits this long for each if another thread, such as the proxy's, has taken it: at Python's own 5 ms, a proxy that works
 half of the time makes steps of a small model half as fast again."""
 
+MAX_STEPS_APART = 8
+REQUESTS_PER_STEP_APART = 8
+"""With so many requests in flight as these make, new ones are admitted every eighth step; with fewer, sooner in
+proportion. A step that computes prompts takes two to four times as long as one that only decodes, whether with one new
+prompt or with five, and at 64 sessions a third of all steps were such. A request that comes alone does not wait."""
+
 _Outcome = Completion | EngineError
 
 
@@ -88,6 +94,8 @@ class VllmEngine(TokenEngine):
         self._policy_version = 0
         self._inbox: queue.SimpleQueue[_Request | _Abort | _Pause | None] = queue.SimpleQueue()
         self._live: dict[str, _Request] = {}
+        self._num_steps_since = 0
+        """Steps since a request was admitted."""
         self._ids = itertools.count()
         self._failure: EngineError | None = None
         self._idle_interval_s = sys.getswitchinterval()
@@ -164,15 +172,23 @@ class VllmEngine(TokenEngine):
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            while self._take_from_inbox():
-                if self._live:
-                    self._deliver(self._core.step())
+            while self._is_filling() or self._take_from_inbox():
+                self._step()
             self._stop(EngineError("the engine was closed"))
         except Exception as error:
             logger.exception("the engine failed")
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._stop(failure)
+
+    def _is_filling(self) -> bool:
+        """Tell whether what arrives is still left in the inbox, so that more can be admitted with it."""
+        return self._num_steps_since < min(MAX_STEPS_APART, len(self._live) // REQUESTS_PER_STEP_APART)
+
+    def _step(self) -> None:
+        if self._live:
+            self._num_steps_since += 1
+            self._deliver(self._core.step())
 
     def _take_from_inbox(self) -> bool:
         """Handle what has arrived; wait for something only when there is nothing to step. False to close."""
@@ -190,7 +206,7 @@ class VllmEngine(TokenEngine):
                     self._core.abort_request([item.id])
             else:
                 while self._live:
-                    self._deliver(self._core.step())
+                    self._step()
                 item.standing.set()
                 item.resumed.wait()
 
@@ -208,6 +224,7 @@ class VllmEngine(TokenEngine):
             _answer([(request, EngineError(f"the engine refused the request: {error}"))])
             return
         self._live[request.id] = request
+        self._num_steps_since = 0
 
     def _deliver(self, outputs: list[Any]) -> None:
         answers: list[tuple[_Request, _Outcome]] = []

@@ -124,7 +124,7 @@ class _TurnSettings:
     dialect_name: str
     purpose: Purpose
     params: GenerationParams
-    num_body_bytes: int
+    num_new_bytes: int
 
 
 _Answer = Callable[[Turn], Coroutine[Any, Any, Call]]
@@ -188,6 +188,7 @@ class Session:
                     ids = ", ".join(tool_call.id for tool_call in open_calls)
                     raise WireError(dialect.open_calls_error.format(ids=ids))
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
+                num_new_bytes = num_bytes - self._num_known_bytes
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 if len(prompt.ids) >= self._backend.engine.max_model_len:
                     raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
@@ -198,7 +199,7 @@ class Session:
                     dialect_name=dialect.name,
                     purpose=purpose,
                     params=self._build_params(prompt),
-                    num_body_bytes=num_bytes,
+                    num_new_bytes=num_new_bytes,
                 )
                 live = None
                 # a parser that has changed its mind once is not read along again
@@ -343,7 +344,7 @@ class Session:
         self._sent_back.discard(turn.question)
         async with self._lock:
             return await self._backend.work(
-                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, reply)
+                settings.num_new_bytes, partial(self._finish, turn, settings, prompt, reply)
             )
 
     def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, reply: Completion | TextReply) -> Call:
