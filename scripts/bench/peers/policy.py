@@ -38,6 +38,7 @@ def save_tokenizer(base: Path, folder: Path) -> None:
 
     tokenizer = load_tokenizer(str(base))
     marks = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    tokenizer.unk_token = None  # as Qwen3's; the renderers take an unknown token's id for a missing one
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     found = importlib.util.find_spec("trl")
     assert found is not None and found.origin is not None

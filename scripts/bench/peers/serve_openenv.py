@@ -48,7 +48,7 @@ def main() -> None:
 
     obey(
         f"http://127.0.0.1:{port}",
-        {"open": open_session, "rows": get_rows, "close": server.registry.delete},
+        {"open": open_session, "rows": get_rows, "close": lambda key: server.registry.delete(key)},
     )
 
 

@@ -55,7 +55,7 @@ def play_session(kind: str, turns: int, post: Post) -> None:
             summary = post(asked, {})["content"]
             messages = _begin("You are a coding agent.", f"The work so far: {summary} Go on.", "main", turn)
         reply = post(messages, {})
-        if kind == "retry" and turn % 3 == 1:  # the first answer got lost on its way
+        if kind == "retry" and turn % 3 == 1 and turn < turns - 1:  # the first answer got lost on its way
             reply = post(messages, RETRY_HEADER if turn % 2 else {})
         if kind == "sub-agent" and turn % 4 == 2:
             _play_sub_agent(f"sub{turn}", post)
