@@ -177,7 +177,11 @@ def count_rows(peer: Peer, tokenizer: str, parser: str, threshold: int | None = 
             for kind in KINDS:
                 totals[kind] = Counter()
                 for turns in TURNS:
-                    begin = policy.begin if peer.packages else lambda kind, turns: server.ask("begin", kind=kind, turns=turns)
+                    begin = (
+                        policy.begin
+                        if peer.packages
+                        else lambda kind, turns: server.ask("begin", kind=kind, turns=turns)
+                    )
                     begin(kind, turns)
                     key = server.ask("open")
                     play_session(kind, turns, post_to(server.origin, key))
@@ -293,9 +297,11 @@ def start_load() -> Iterator[Load]:
     command = [sys.executable, "-m", "peers.load"]
     env = {**os.environ, "PYTHONPATH": str(HERE)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-        yield Load(process)
-        assert process.stdin is not None
-        process.stdin.close()
+        try:
+            yield Load(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def percentile_ms(seconds: Sequence[float], share: float) -> float:
@@ -304,16 +310,16 @@ def percentile_ms(seconds: Sequence[float], share: float) -> float:
 
 
 SIZES = {
-    "1kb": {"body_kb": 1, "new_bytes": 100, "measured": 2, "sessions": 60, "threads": 8},
-    "300kb": {"body_kb": 300, "new_bytes": 2200, "measured": 30, "sessions": 1, "threads": 1},
-    "300kb_new20": {"body_kb": 300, "new_bytes": 20_000, "measured": 6, "sessions": 8, "threads": 8},
+    "1kb": {"turns": 4, "new_bytes": 100, "measured": 3, "sessions": 60},
+    "300kb": {"turns": 121, "new_bytes": 2200, "measured": 25, "sessions": 1},
+    "300kb_new20": {"turns": 15, "new_bytes": 20_000, "measured": 5, "sessions": 8},
 }
-"""How sessions grow; the last is for requests/s, and 1 KB is measured with one session at a time and with eight."""
+"""How sessions grow to about so many kilobytes; the last is for eight sessions at once."""
 
 
 def run_size(server: Server, load: Load, size: dict[str, int], threads: int) -> dict[str, float]:
     keys = [server.ask("open") for _ in range(size["sessions"])]
-    job = {name: size[name] for name in ("body_kb", "new_bytes", "measured")}
+    job = {name: size[name] for name in ("turns", "new_bytes", "measured")}
     job |= {"origin": server.origin, "threads": [keys[i::threads] for i in range(threads)]}
     seconds, wall_s, cpu_ms = load.run(server, job)
     for key in keys:
@@ -327,32 +333,31 @@ def run_size(server: Server, load: Load, size: dict[str, int], threads: int) -> 
 
 
 def measure_memory(server: Server, load: Load, turns: int) -> float:
-    """Measure megabytes held for one session of so many turns, after two small ones."""
-    def play(turns: int) -> str:
-        key: str = server.ask("open")
-        job = {"body_kb": 0, "new_bytes": 2300, "measured": turns, "origin": server.origin, "threads": [[key]]}
-        load.run(None, job)
-        return key
+    """Measure megabytes held per session of so many turns: the mean of two, after one that is held too."""
 
-    for _ in range(2):
-        play(4)
+    def play() -> None:
+        job = {"turns": turns, "new_bytes": 2300, "measured": turns, "origin": server.origin}
+        load.run(None, {**job, "threads": [[server.ask("open")]]})
+
+    play()
     before = server.ask("memory")
-    play(turns)
-    return float(server.ask("memory") - before)
+    play()
+    play()
+    return float(server.ask("memory") - before) / 2
 
 
-def measure_peer(peer: Peer, load: Load, stub: ConstantServer, tokenizer: str) -> dict[str, float]:
-    """Measure the columns of table B once."""
+def measure_peer(peer: Peer, load: Load, stub: ConstantServer, tokenizer: str, memory: bool) -> dict[str, float]:
+    """Measure the columns of table B once; those of memory, which repeat to a few percent, if they are asked for."""
     arguments = (f"{stub.origin}/v1", tokenizer) if peer.packages else (tokenizer, "constant")
     found: dict[str, float] = {}
     with start(peer, *arguments) as server:
-        run_size(server, load, {**SIZES["1kb"], "sessions": 20}, 1)  # warms up
+        run_size(server, load, SIZES["1kb"], 1)  # warms up
         found |= {f"1kb_{name}": value for name, value in run_size(server, load, SIZES["1kb"], 1).items()}
         found["1kb_per_s"] = run_size(server, load, SIZES["1kb"], 8)["per_s"]
         found |= {f"300kb_{name}": value for name, value in run_size(server, load, SIZES["300kb"], 1).items()}
         new20 = run_size(server, load, SIZES["300kb_new20"], 8)
         found |= {"300kb_per_s": new20["per_s"], "300kb_new20_cpu_ms": new20["cpu_ms"]}
-    for turns in MEMORY_TURNS:
+    for turns in MEMORY_TURNS if memory and peer.has_rows else ():
         with start(peer, *arguments) as server:  # afresh: what was freed before would hide what is held
             found[f"memory_{turns}_mb"] = measure_memory(server, load, turns)
     return found
@@ -375,7 +380,7 @@ def measure_direct(load: Load, stub: ConstantServer) -> dict[str, float]:
     found = {}
     for name in ("1kb", "300kb"):
         size = SIZES[name]
-        job = {key: size[key] for key in ("body_kb", "new_bytes", "measured")}
+        job = {key: size[key] for key in ("turns", "new_bytes", "measured")}
         seconds, _, _ = load.run(None, {**job, "origin": stub.origin, "threads": [["none"] * size["sessions"]]})
         found |= {f"{name}_p50_ms": percentile_ms(seconds, 0.5), f"{name}_p95_ms": percentile_ms(seconds, 0.95)}
     return found
@@ -386,7 +391,7 @@ def measure_cost(only: Sequence[str], tokenizer: str, repeats: int) -> list[dict
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in only}
     failed: dict[str, str] = {}
     loads = [os.getloadavg()[0]]
-    for _ in range(repeats):  # in turns, so that a busy minute of the machine is not one system's
+    for repeat in range(repeats):  # in turns, so that a busy minute of the machine is not one system's
         for name in only:
             if name in failed:
                 continue
@@ -394,12 +399,12 @@ def measure_cost(only: Sequence[str], tokenizer: str, repeats: int) -> list[dict
                 install(PEERS[name])
                 with start_load() as load:
                     direct = measure_direct(load, stub) if PEERS[name].packages else {}
-                    taken = measure_peer(PEERS[name], load, stub, tokenizer)
+                    taken = measure_peer(PEERS[name], load, stub, tokenizer, memory=repeat == 0)
                 runs[name].append({key: value - direct.get(key, 0.0) for key, value in taken.items()})
             except PeerError as error:
                 failed[name] = str(error)
             loads.append(os.getloadavg()[0])
-            print(f"measured {name}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
+            print(f"{name}, load {loads[-1]:.1f}: {runs[name][-1:]}", file=sys.stderr, flush=True)
     print(f"\nTable B: cost, medians of {repeats}; load of the machine {min(loads):.1f} to {max(loads):.1f}\n")
     print("| system | " + " | ".join(COST_COLUMNS) + " |")
     print("|---" * (len(COST_COLUMNS) + 1) + "|")
@@ -409,9 +414,12 @@ def measure_cost(only: Sequence[str], tokenizer: str, repeats: int) -> list[dict
             results.append({"system": name, "not_run": failed[name]})
             print(f"| {name} | not run: {failed[name].strip().splitlines()[-1]} |")
             continue
-        medians = {key: statistics.median(run[key] for run in runs[name]) for key in runs[name][0]}
+        medians = {key: statistics.median(run[key] for run in runs[name] if key in run) for key in runs[name][0]}
         results.append({"system": name, "medians": medians, "runs": runs[name]})
-        cells = [" / ".join(_show(medians[key]) for key in keys) for keys in COST_COLUMNS.values()]
+        cells = [
+            " / ".join(_show(medians[key]) if key in medians else "–" for key in keys)
+            for keys in COST_COLUMNS.values()
+        ]
         print(f"| {name} | " + " | ".join(cells) + " |")
     return results
 

@@ -2,7 +2,7 @@
 
 Two of them. `PolicyServer` (table A) renders messages with the chat template, parses replies, and is asked by the
 peers for what the policy says. `ConstantServer` (table B) answers every request at once with the same reply, after as
-many prompt ids as vLLM would give, and does nothing else.
+many prompt ids as vLLM would give, each prompt's going on from the one before, and does nothing else.
 """
 
 import asyncio
@@ -146,7 +146,9 @@ class ConstantServer:
         self._bare = json.dumps({**head, "usage": usage, "choices": [bare]})
         generated = build_choice(reply_ids, [-0.5] * len(reply_ids), "stop")
         self._generated = json.dumps({"request_id": "r", "choices": [generated]})
-        self._ids = "12345," * 200_000
+        self._reply_ids = "".join(f"{token_id}," for token_id in reply_ids)
+        self._prompts: dict[bytes, tuple[str, int]] = {}
+        """The id of a session's first tool call -> its next prompt begins with these ids, for so many bytes."""
         self._models = json.dumps({"object": "list", "data": [{"id": "policy", "max_model_len": 1 << 20}]})
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -175,6 +177,11 @@ class ConstantServer:
             return self._generated
         if b"return_token_ids" not in body:
             return self._bare.replace("CALL_ID", f"call_{next(_numbers):08x}")
+        call_id = f"call_{next(_numbers):08x}"
+        first = re.search(rb"call_[0-9a-f]{8}", body)
+        ids, num_bytes = self._prompts.get(first[0], ("", 0)) if first else ("", 0)
         # a token per four bytes, as long text has with this tokenizer
-        chat = self._chat.replace("CALL_ID", f"call_{next(_numbers):08x}")
-        return f'{chat},"prompt_token_ids":[{self._ids[: 6 * max(1, len(body) // 4) - 1]}]}}'
+        ids += "12345," * max(1, (len(body) - num_bytes) // 4)
+        self._prompts[first[0] if first else call_id.encode()] = (ids + self._reply_ids, len(body))
+        chat = self._chat.replace("CALL_ID", call_id)
+        return f'{chat},"prompt_token_ids":[{ids[:-1]}]}}'

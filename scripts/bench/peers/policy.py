@@ -19,7 +19,9 @@ _TAIL = 400
 
 def encode_constant_reply(tokenizer: Any) -> list[int]:
     """Encode the one reply of the sessions that measure cost."""
-    text = f'{CONSTANT_TEXT}\n<tool_call>\n{{"name": "bash", "arguments": {CONSTANT_ARGUMENTS}}}\n</tool_call><|im_end|>'
+    text = (
+        f'{CONSTANT_TEXT}\n<tool_call>\n{{"name": "bash", "arguments": {CONSTANT_ARGUMENTS}}}\n</tool_call><|im_end|>'
+    )
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 

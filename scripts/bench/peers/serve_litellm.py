@@ -1,11 +1,12 @@
 """Serve LiteLLM's proxy in front of an engine; run with the Python of LiteLLM's own environment.
 
-Real: its command, one worker, no key and no database. It keeps no token ids, so it has no rows. Arguments: the
+Real: its command, one worker, one key and no database. It keeps no token ids, so it has no rows. Arguments: the
 engine's base URL.
 """
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -26,11 +27,14 @@ def main() -> None:
         path = Path(folder) / "config.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML
         command = [str(Path(sys.executable).parent / "litellm"), "--config", str(path), "--port", str(port)]
-        env = {**os.environ, "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        with subprocess.Popen([*command, "--host", "127.0.0.1"], env=env, stdout=sys.stderr, cwd=folder) as server:
+        key = f"sk-{secrets.token_hex(16)}"
+        env = {**os.environ, "LITELLM_MASTER_KEY": key, "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        with subprocess.Popen(
+            [*command, "--host", "127.0.0.1"], env=env, stdout=subprocess.DEVNULL, cwd=folder
+        ) as server:
             try:
                 wait_until_up(f"http://127.0.0.1:{port}/health/liveliness", server)
-                obey(f"http://127.0.0.1:{port}", {"open": lambda: "none", "close": lambda key: None}, server.pid)
+                obey(f"http://127.0.0.1:{port}", {"open": lambda: key, "close": lambda key: None}, server.pid)
             finally:
                 server.terminate()
 

@@ -3,6 +3,7 @@
 Arguments: the folder of the tokenizer, and "policy" (the sessions of table A) or "constant" (one reply, table B).
 """
 
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -39,13 +40,14 @@ def main() -> None:
 
     engine = ScriptedEngine(sample, max_model_len=1 << 20)
     logs: dict[str, SessionLog] = {}
+    numbers = itertools.count()
     with (
         tempfile.TemporaryDirectory() as folder,
         Proxy(engine, renderer, params=GenerationParams(max_tokens=4096)) as proxy,
     ):
 
         def open_session() -> str:
-            name = f"s{len(logs)}"
+            name = f"s{next(numbers)}"
             log = SessionLog(session_id=name, task_id="t", group_id="g", path=Path(folder) / f"{name}.jsonl")
             key = proxy.open_session(log, SessionLimits(max_calls=1 << 30)).api_key
             logs[key] = log
@@ -63,7 +65,7 @@ def main() -> None:
 
         def close_session(key: str) -> None:
             proxy.close_session(key)
-            logs[key] = None  # type: ignore[assignment]
+            del logs[key]
 
         commands = {"open": open_session, "rows": get_rows, "close": close_session, "begin": policy.begin}
         obey(proxy.origin, commands)

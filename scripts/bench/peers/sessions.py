@@ -171,7 +171,9 @@ def judge(samples: Sequence[Sample], rows: Iterable[Row]) -> Counter[str]:
     trained: Counter[tuple[int, int]] = Counter()
     for row in rows:
         if not len(row.token_ids) == len(row.trained) == len(row.logprobs):
-            raise ValueError(f"a row of {len(row.token_ids)} ids, {len(row.trained)} marks, {len(row.logprobs)} logprobs")
+            raise ValueError(
+                f"a row of {len(row.token_ids)} ids, {len(row.trained)} marks, {len(row.logprobs)} logprobs"
+            )
         counts.update(rows=1, row_tokens=len(row.token_ids))
         ids = list(row.token_ids)
         before: tuple[int, int] | None = None
