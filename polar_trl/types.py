@@ -4,10 +4,13 @@ Shapes: P prompt tokens of a call, C sampled tokens of a call, T tokens of a tra
 Times are seconds. Log-probabilities are natural logarithms (nats).
 """
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Generic, Literal, TypeVar, overload
 
+_T = TypeVar("_T")
 TokenIds = tuple[int, ...]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Purpose = Literal["policy", "auxiliary"]
@@ -33,6 +36,125 @@ ErrorKind = Literal[
     "grader_failed",
     "cancelled",
 ]
+
+
+class SharedSequence(Sequence[_T], Generic[_T]):
+    """An immutable sequence that begins with another one, and holds of its own only what it adds.
+
+    The prompts of a session are held so: each begins with the one that it continues, and all of them together take the
+    memory of the longest. It compares, adds, and hashes as a tuple of the same values does; a slice is a tuple. To
+    find one value costs the number of sequences that it begins with: take a slice of many.
+
+    Args:
+        own: What it adds; never changed afterwards.
+        base: What it begins with.
+    """
+
+    __slots__ = ("_length", "base", "own")
+
+    def __init__(self, own: Sequence[_T], base: "SharedSequence[_T] | None" = None) -> None:
+        self.own = own
+        self.base = base
+        self._length = len(own) + (0 if base is None else len(base))
+
+    @classmethod
+    def of(cls, values: Sequence[_T]) -> "SharedSequence[_T]":
+        """Return the values as such a sequence; the same object where they are one already."""
+        return values if isinstance(values, SharedSequence) else cls(values)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[_T, ...]: ...
+    def __getitem__(self, index: int | slice) -> _T | tuple[_T, ...]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            if step != 1:
+                return tuple(self)[index]
+            return tuple(chain.from_iterable(self.list_parts(start, stop)))
+        position = range(self._length)[index]
+        ((value,),) = self.list_parts(position, position + 1)
+        return value
+
+    def __iter__(self) -> Iterator[_T]:
+        return chain.from_iterable(self.list_parts(0, self._length))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (SharedSequence, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and begins_with(self, other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __add__(self, other: tuple[_T, ...]) -> tuple[_T, ...]:
+        return (*self, *other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np  # which otherwise asks for one value after the other
+
+        return np.fromiter(self, dtype or np.int64, self._length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedSequence, (tuple(self),)  # by sequence and base, a long session would be too deep to pickle
+
+    def list_parts(self, start: int, stop: int) -> list[Sequence[_T]]:
+        """List the pieces that the values at `start` to `stop` (excluded) lie in, in order, without copies of them."""
+        parts: list[Sequence[_T]] = []
+        part: SharedSequence[_T] | None = self
+        while part is not None and len(part) > start:
+            first = len(part) - len(part.own)
+            if first < stop:
+                whole = start <= first and stop >= len(part)
+                parts.append(part.own if whole else part.own[max(start - first, 0) : stop - first])
+            part = part.base
+        return parts[::-1]
+
+
+def count_shared(one: Sequence[_T], other: Sequence[_T]) -> int:
+    """Count the values that two sequences hold as the same `SharedSequence`: they begin with these, uncompared."""
+    while one is not other:
+        if not (isinstance(one, SharedSequence) and isinstance(other, SharedSequence)):
+            return 0
+        # of two of one length, one that adds nothing may begin with the other
+        if len(one) > len(other) or (len(one) == len(other) and (not one.own or other.own)):
+            one = one.base or ()
+        else:
+            other = other.base or ()
+    return len(one)
+
+
+def begins_with(whole: Sequence[Any], prefix: Sequence[Any]) -> bool:
+    """Tell whether `whole` begins with `prefix`. What they share is not compared again."""
+    if len(prefix) > len(whole):
+        return False
+    start, stop = count_shared(whole, prefix), len(prefix)
+    if _holds_ids(whole) and _holds_ids(prefix):
+        return pack_ids(whole, start, stop) == pack_ids(prefix, start, stop)
+    return tuple(whole[start:stop]) == tuple(prefix[start:stop])
+
+
+def share_ids(ids: Sequence[int], base: Sequence[int] = ()) -> SharedSequence[int]:
+    """Hold token ids in eight bytes each; those of `base`, which they must begin with, not again."""
+    shared = base if isinstance(base, SharedSequence) else None
+    return SharedSequence(array("q", ids if shared is None else ids[len(shared) :]), shared)
+
+
+def pack_ids(ids: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:
+    """Pack token ids into eight bytes each, in the order of this machine: a prefix of ids is one of bytes."""
+    stop = len(ids) if stop is None else stop
+    parts = ids.list_parts(start, stop) if isinstance(ids, SharedSequence) else [ids[start:stop]]
+    return b"".join(part if isinstance(part, array) else array("q", part) for part in parts)
+
+
+def _holds_ids(sequence: Sequence[Any]) -> bool:
+    return isinstance(sequence, SharedSequence) and isinstance(sequence.own, array)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +277,7 @@ class RequestedSampling:
 class ChatRequest:
     """A model call in normal form: what any dialect's body says, and what we did not understand."""
 
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     """"auto", "none", "required", or the name of one tool."""
@@ -195,7 +317,7 @@ class Call:
     """Position in the session's record, from 0."""
     dialect: str
     request: ChatRequest
-    prompt_ids: TokenIds = field(repr=False)
+    prompt_ids: Sequence[int] = field(repr=False)
     """[P], as given to the engine."""
     completion: Completion
     message: Message
@@ -216,6 +338,12 @@ class Call:
     def is_answered(self) -> bool:
         """Tell whether the model said something; a budget message is the proxy's own."""
         return bool(self.completion.token_ids) or self.text_only
+
+    def goes_on_from(self, before: "Call") -> bool:
+        """Tell whether the prompt begins with that call's prompt and what was sampled after it."""
+        start, sampled = len(before.prompt_ids), before.completion.token_ids
+        prompt_ids = self.prompt_ids
+        return begins_with(prompt_ids, before.prompt_ids) and prompt_ids[start : start + len(sampled)] == sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +374,7 @@ class Trajectory:
     rollout_id: str
     call_indices: tuple[int, ...]
     """The calls whose samples are trainable here, in order."""
-    token_ids: TokenIds
+    token_ids: Sequence[int]
     """[T]"""
     trainable: tuple[bool, ...]
     """[T], the loss mask: True exactly on sampled tokens that this trajectory trains."""

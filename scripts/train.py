@@ -114,8 +114,7 @@ def build_trainer(settings: "RunArguments", args: "PolarGRPOConfig", model_confi
         run_id=Path(args.output_dir).name,
         check_jobs=args.max_grading,
         is_first=args.local_process_index == 0,
-        max_model_len=args.vllm_max_model_length,
-        max_tokens=args.max_completion_length,
+        limits=args.endpoint_limits,
     )
     try:
         return PolarGRPOTrainer(

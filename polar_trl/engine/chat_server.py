@@ -11,9 +11,10 @@ from typing import Any
 from polar_trl.engine.base import Engine, GenerationParams, TextReply
 from polar_trl.engine.openai_server import OpenAIServer, RefusedError
 from polar_trl.errors import ConfigError, EngineError, RenderError, WireError, WireErrorKind
+from polar_trl.json_text import is_json_object
+from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
 from polar_trl.types import ChatRequest, Message, TokenIds, Tool, ToolCall
-from polar_trl.wire.base import is_json_object
 
 _PROBE_TOOL = Tool(
     name="read_file",
@@ -22,7 +23,7 @@ _PROBE_TOOL = Tool(
 )
 
 
-class ChatServer(Engine):
+class ChatServer(Engine, Renderer):
     """The engine of a server that gives text alone, and its own renderer.
 
     Args:
@@ -40,7 +41,13 @@ class ChatServer(Engine):
         self.max_model_len = max_model_len
         self.own_renderer = self
 
-    async def answer(self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams) -> TextReply:
+    async def answer(
+        self,
+        request: ChatRequest,
+        prompt_ids: TokenIds,
+        params: GenerationParams,
+        so_far: list[int] | None = None,
+    ) -> TextReply:
         """Ask for the next message; see `Engine.answer`."""
         body = self._build_body(request, params)
         try:
@@ -81,6 +88,10 @@ class ChatServer(Engine):
     ) -> TokenIds | None:
         """Return no ids, as above."""
         return self.render(new_messages, tools)
+
+    def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
+        """Return no ids: whether a reply is continued is the server's to say."""
+        return ()
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         """Raise `RenderError`: there are no ids to parse."""
@@ -128,7 +139,8 @@ def _parse_reply(answer: Mapping[str, Any]) -> TextReply:
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineError(f"the server's answer cannot be read ({error!r}): {str(answer)[:200]}") from error
-    if not isinstance(reply.text, str) or not isinstance(reply.reasoning, str | None):
+    names = [text for call in tool_calls for text in (call.id, call.name)]
+    if not all(isinstance(text, str) for text in (reply.text, reply.reasoning or "", *names)):
         raise EngineError(f"the server's answer is not text: {str(message)[:200]}")
     usage = answer.get("usage") or {}
     return TextReply(

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from polar_trl.errors import ConfigError, EngineBusyError, EngineError
+from polar_trl.json_text import mend_json
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before a request is sent again; a server that says when to come back is obeyed, up to `MAX_DELAY_S`."""
@@ -179,12 +180,17 @@ def _read(response: httpx.Response, url: str) -> dict[str, Any]:
     if not response.is_success:
         raise EngineError(f"{url} answers with status {response.status_code}: {_read_error(response)}")
     try:
-        body = response.json()
-    except ValueError as error:
+        body = _load(response)
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"{url} does not answer with JSON: {response.text[:200]!r}") from error
     if not isinstance(body, dict):
         raise EngineError(f"{url} does not answer with a JSON object: {response.text[:200]!r}")
     return body
+
+
+def _load(response: httpx.Response) -> Any:
+    """Parse a body as the standard library does: what is no finite number is found where it is used."""
+    return json.loads(mend_json(response.text))
 
 
 def _read_retry_after(response: httpx.Response) -> float:
@@ -203,8 +209,8 @@ def _read_retry_after(response: httpx.Response) -> float:
 def _read_error(response: httpx.Response) -> str:
     """Read the server's own words: OpenAI's error body has them in error.message, other servers anywhere."""
     try:
-        error = response.json()["error"]
+        error = _load(response)["error"]
         message = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         message = response.text
     return str(message).strip()[:500] or "no reason given"

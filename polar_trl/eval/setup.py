@@ -145,8 +145,7 @@ def build_eval_parts(setup: EvalSetup, tasks: Sequence[Task], *, is_first: bool 
         run_id=setup.folder.name,
         check_jobs=args.max_grading,
         is_first=is_first,
-        max_model_len=args.vllm_max_model_length,
-        max_tokens=args.max_completion_length,
+        limits=args.endpoint_limits,
     )
     if parts.grader is not None:
         return parts

@@ -289,6 +289,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
         """Requests that the engine samples at once."""
         return self.engine_max_num_seqs or min(256, 4 * self.max_agents)
 
+    @property
+    def endpoint_limits(self) -> dict[str, int]:
+        """Return what agents are told of the model's limits; nothing where only the engine will know the window."""
+        if self.vllm_max_model_length is None:
+            return {}
+        return {"max_model_len": self.vllm_max_model_length, "max_tokens": self.max_completion_length}
+
     def build_rollout_config(self) -> RolloutConfig:
         """Build the settings of the rollout runner."""
         return RolloutConfig(

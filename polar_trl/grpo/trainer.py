@@ -99,10 +99,9 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
         config = _read_config(model, args)
-        if args.vllm_max_model_length is not None:  # else the runner asks, once there is an engine
-            require_launch(harness, max_model_len=args.vllm_max_model_length, max_tokens=args.max_completion_length)
         tasks = {"train": read_tasks(train_dataset), "eval": read_tasks(eval_dataset)}
         all_tasks = [*tasks["train"].values(), *tasks["eval"].values()]
+        require_launch(harness, all_tasks, **args.endpoint_limits)
         backend = sandbox or build_default_backend(harness, all_tasks)
         grader = grader or build_default_grader(backend, all_tasks)
         require_bases(backend, grader)
@@ -211,12 +210,9 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             family=args.renderer,
             thinking=args.thinking,
             template_kwargs=args.chat_template_kwargs,
+            end_ids=self.eos_token_ids,
         )
-        params = GenerationParams(
-            max_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            stop_token_ids=tuple(sorted(set(self.eos_token_ids))),
-        )
+        params = GenerationParams(max_tokens=args.max_completion_length, temperature=args.temperature)
         return Proxy(self.vllm_generation.engine, renderer, params=params)
 
     def _describe_run(self, agent: str) -> dict[str, Any]:

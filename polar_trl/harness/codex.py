@@ -66,7 +66,7 @@ class CodexHarness(PackagedAgent):
         """Launch Codex with the instruction on stdin, its events as JSON lines on stdout."""
         self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
         program = self._find_build() / "bin" / "codex"
-        files = {INSTRUCTION_FILE: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
+        files = {INSTRUCTION_FILE: task.instruction, ".codex/config.toml": _write_toml(self.build_config(endpoint))}
         if self._short_prompt:
             files[_CATALOGUE] = json.dumps({"models": [_describe_model(endpoint, images=self._images)]})
         return Launch(
@@ -90,7 +90,8 @@ class CodexHarness(PackagedAgent):
         name, target = _BUILDS[machine]
         return self._package.folder / "node_modules" / "@openai" / f"codex-{name}" / "vendor" / target
 
-    def _build_config(self, endpoint: Endpoint) -> dict[str, object]:
+    def build_config(self, endpoint: Endpoint) -> dict[str, object]:
+        """Build the content of its config.toml."""
         window = endpoint.max_model_len
         features = {"apps": False, "plugins": False}
         config: dict[str, object] = {
@@ -154,6 +155,15 @@ def _write_toml(table: Mapping[str, object], path: tuple[str, ...] = ()) -> str:
     parts = ["\n".join(lines)] if lines else []
     parts += [_write_toml(value, (*path, key)) for key, value in table.items() if isinstance(value, Mapping)]
     return "\n\n".join(parts)
+
+
+def list_flags(table: Mapping[str, object], path: tuple[str, ...] = ()) -> list[str]:
+    """List the values of a configuration as Codex takes them on its command line, after `-c` each."""
+    flags: list[str] = []
+    for key, value in table.items():
+        here = (*path, key)
+        flags += list_flags(value, here) if isinstance(value, Mapping) else [f"{'.'.join(here)}={_write_value(value)}"]
+    return flags
 
 
 def _write_value(value: object) -> str:

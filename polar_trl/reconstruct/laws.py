@@ -4,12 +4,12 @@ An independent check: it compares with the recorded calls, shares no code with t
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from polar_trl.errors import LawError
 from polar_trl.reconstruct.merge import Reconstruction
-from polar_trl.types import Call, Rollout, Trajectory
+from polar_trl.types import Call, Rollout, Trajectory, begins_with
 
 
 def check_laws(rollout: Rollout, reconstruction: Reconstruction) -> None:
@@ -55,7 +55,8 @@ def _check_alignment(where: str, trajectory: Trajectory) -> None:
 
 def _check_fidelity(where: str, trajectory: Trajectory, calls: Sequence[Call]) -> None:
     """Check each span against its call; between spans and outside of them nothing may be trained."""
-    end = 0
+    token_ids, end = tuple(trajectory.token_ids), 0
+    checked: Sequence[int] = ()  # the prompt of the call before, with which a long session's next one begins
     for index in trajectory.call_indices:
         if not 0 <= index < len(calls):
             raise LawError(f"{where}: trains call {index}, but the rollout has calls 0 to {len(calls) - 1}")
@@ -66,13 +67,16 @@ def _check_fidelity(where: str, trajectory: Trajectory, calls: Sequence[Call]) -
             raise LawError(
                 f"{at}: its span {start} to {end} is empty, or begins before the previous ended at {previous_end}"
             )
-        _compare(f"{at}: prompt ids", trajectory.token_ids[:start], call.prompt_ids)
-        _compare(f"{at}: sampled ids", trajectory.token_ids[start:end], call.completion.token_ids)
+        known = len(checked) if begins_with(call.prompt_ids, checked) else 0
+        if token_ids[known:start] != call.prompt_ids[known:]:
+            _compare(f"{at}: prompt ids", token_ids[:start], tuple(call.prompt_ids))
+        _compare(f"{at}: sampled ids", token_ids[start:end], call.completion.token_ids)
+        checked = call.prompt_ids
         _compare(f"{at}: logprobs", trajectory.logprobs[start:end], call.completion.logprobs)
         _check_span_mask(at, trajectory, call, start, end)
         _check_untrained(f"{at}: before its span", trajectory, previous_end, start)
-    if end == 0 or end != len(trajectory.token_ids):
-        raise LawError(f"{where}: {len(trajectory.token_ids)} tokens, but its last call ends at {end}")
+    if end == 0 or end != len(token_ids):
+        raise LawError(f"{where}: {len(token_ids)} tokens, but its last call ends at {end}")
 
 
 def _check_span_mask(at: str, trajectory: Trajectory, call: Call, start: int, end: int) -> None:
@@ -130,13 +134,15 @@ def _check_drop_reasons(
     auxiliary = {call.index for call in calls if call.purpose == "auxiliary"}
     if auxiliary & trained:
         raise LawError(f"{where}: auxiliary calls {sorted(auxiliary & trained)} are trained")
-    prompts = {calls[index].prompt_ids for index in trained}
+    prompts: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
+    for index in trained:
+        prompts[len(calls[index].prompt_ids)].append(calls[index].prompt_ids)
     claimed = {
         "auxiliary": sum(len(calls[index].completion.token_ids) for index in auxiliary),
         "superseded": sum(
             len(call.completion.token_ids)
             for call in calls
-            if call.index not in auxiliary | trained and call.prompt_ids in prompts
+            if call.index not in auxiliary | trained and call.prompt_ids in prompts.get(len(call.prompt_ids), ())
         ),
     }
     for reason, num_tokens in claimed.items():

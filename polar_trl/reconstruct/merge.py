@@ -1,7 +1,7 @@
 """Merge a rollout's calls into trajectories by token prefix. A call that extends none of them starts a fork.
 
-Cost: each call's ids are packed once into eight bytes per token, after which "begins with" is one comparison of
-memory that stops at the first difference. A hundred calls of a hundred thousand tokens take less than half a second.
+Cost: a call that was recorded as the continuation of another holds that one's prompt itself, and only what it adds is
+looked at. Of others, ids are packed into eight bytes each, and "begins with" is one comparison of memory.
 """
 
 from array import array
@@ -12,7 +12,17 @@ from hashlib import sha256
 from struct import pack
 from typing import Any, Literal
 
-from polar_trl.types import Call, Rollout, TokenIds, Trajectory
+import numpy as np
+
+from polar_trl.types import (
+    Call,
+    Rollout,
+    SharedSequence,
+    Trajectory,
+    count_shared,
+    pack_ids,
+    share_ids,
+)
 
 DropReason = Literal["auxiliary", "superseded"]
 
@@ -34,27 +44,23 @@ def build_prefix_merged(rollout: Rollout) -> Reconstruction:
 
     Of two trajectories with the same ids (two identical copies that were both continued) the later one is extended.
     """
-    packed = _pack_calls(rollout.calls)
-    drops = _find_drops(packed)
-    chains: list[list[_PackedCall]] = []
-    for this in packed:
-        if not this.call.completion.token_ids or this.call.index in drops:
+    drops = _find_drops(rollout.calls)
+    chains: list[_Chain] = []
+    for call in rollout.calls:
+        if not call.completion.token_ids or call.index in drops:
             continue
-        prefixes = [
-            chain
-            for chain in chains
-            if len(chain[-1].end) < len(this.prompt) and this.prompt.startswith(chain[-1].end)
-        ]
+        this = _Prompt(call)
+        prefixes = [chain for chain in chains if chain.is_begun_by(this)]
         if prefixes:
-            max(prefixes, key=lambda chain: (len(chain[-1].end), chain[-1].call.index)).append(this)
+            max(prefixes, key=lambda chain: (chain.length, chain.calls[-1].index)).append(call)
         else:
-            chains.append([this])
-    return _build_reconstruction(rollout, [[this.call for this in chain] for chain in chains], drops)
+            chains.append(_Chain(call))
+    return _build_reconstruction(rollout, [chain.calls for chain in chains], drops)
 
 
 def build_per_request(rollout: Rollout) -> Reconstruction:
     """Build one trajectory per call, the baseline. Both builders drop the same calls and train the same tokens."""
-    drops = _find_drops(_pack_calls(rollout.calls))
+    drops = _find_drops(rollout.calls)
     chains = [[call] for call in rollout.calls if call.completion.token_ids and call.index not in drops]
     return _build_reconstruction(rollout, chains, drops)
 
@@ -90,58 +96,80 @@ def digest(trajectories: Sequence[Trajectory]) -> str:
     return sha256(b"".join(rows)).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PackedCall:
-    """A call with its ids as bytes."""
+class _Prompt:
+    """A call's prompt, packed if it comes to that."""
 
-    call: Call
-    prompt: bytes
-    end: bytes
-    """Prompt and sampled ids."""
+    def __init__(self, call: Call) -> None:
+        self.ids = call.prompt_ids
+        self._packed: bytes | None = None
 
-
-def _pack_calls(calls: Sequence[Call]) -> list[_PackedCall]:
-    packed = []
-    for call in calls:
-        prompt = _pack_ids(call.prompt_ids)
-        packed.append(_PackedCall(call=call, prompt=prompt, end=prompt + _pack_ids(call.completion.token_ids)))
-    return packed
+    def pack(self) -> bytes:
+        if self._packed is None:
+            self._packed = pack_ids(self.ids)
+        return self._packed
 
 
-def _pack_ids(ids: TokenIds) -> bytes:
-    return array("q", ids).tobytes()
+class _Chain:
+    """Calls of which each goes on from the one before."""
+
+    def __init__(self, call: Call) -> None:
+        self.calls = [call]
+        self._packed: bytes | None = None
+
+    @property
+    def length(self) -> int:
+        return _count_ids(self.calls[-1])
+
+    def append(self, call: Call) -> None:
+        self.calls.append(call)
+        self._packed = None
+
+    def is_begun_by(self, prompt: _Prompt) -> bool:
+        """Tell whether the prompt goes on from here."""
+        last = self.calls[-1]
+        if self.length >= len(prompt.ids):
+            return False
+        if count_shared(prompt.ids, last.prompt_ids) == len(last.prompt_ids):
+            return prompt.ids[len(last.prompt_ids) : self.length] == last.completion.token_ids
+        if self._packed is None:
+            self._packed = pack_ids(last.prompt_ids) + pack_ids(last.completion.token_ids)
+        return prompt.pack().startswith(self._packed)
 
 
-def _find_drops(packed: Sequence[_PackedCall]) -> dict[int, DropReason]:
+def _count_ids(call: Call) -> int:
+    return len(call.prompt_ids) + len(call.completion.token_ids)
+
+
+def _find_drops(calls: Sequence[Call]) -> dict[int, DropReason]:
     """Map each call whose samples are not trained to its drop reason. Calls without samples are not listed."""
-    drops: dict[int, DropReason] = {}
-    copies: defaultdict[bytes, list[_PackedCall]] = defaultdict(list)
-    for this in packed:
-        if this.call.purpose == "auxiliary":
-            drops[this.call.index] = "auxiliary"
-        elif this.call.completion.token_ids:
-            copies[this.prompt].append(this)
-    for siblings in copies.values():
-        if len(siblings) > 1:
-            continued = _find_continued(siblings, packed)
-            keep = continued or {siblings[-1].call.index}
-            drops |= {this.call.index: "superseded" for this in siblings if this.call.index not in keep}
+    drops: dict[int, DropReason] = {call.index: "auxiliary" for call in calls if call.purpose == "auxiliary"}
+    by_length: defaultdict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.index not in drops and call.completion.token_ids:
+            by_length[len(call.prompt_ids)].append(call)
+    for candidates in by_length.values():
+        copies: defaultdict[bytes, list[Call]] = defaultdict(list)
+        for call in candidates if len(candidates) > 1 else ():
+            copies[pack_ids(call.prompt_ids)].append(call)
+        for siblings in copies.values():
+            if len(siblings) > 1:
+                keep = _find_continued(siblings, calls) or {siblings[-1].index}
+                drops |= {call.index: "superseded" for call in siblings if call.index not in keep}
     return drops
 
 
-def _find_continued(siblings: Sequence[_PackedCall], packed: Sequence[_PackedCall]) -> set[int]:
+def _find_continued(siblings: Sequence[Call], calls: Sequence[Call]) -> set[int]:
     """Find the indices of the copies that a later call goes on from; that call may be an auxiliary or an empty one.
 
     Where copies sampled the same ids, it went on from the latest of them before it: a retry's answer is what reached
     the agent.
     """
     continued = set()
-    for later in packed:
-        before = [this for this in siblings if this.call.index < later.call.index]
-        parents = [this for this in before if later.prompt.startswith(this.end)]
+    for later in calls:
+        parents = [call for call in siblings if call.index < later.index and later.goes_on_from(call)]
         if parents:
-            longest = max(parents, key=lambda this: (len(this.end), this.call.index))
-            continued.add(longest.call.index)
+            longest = max(parents, key=lambda call: (len(call.completion.token_ids), call.index))
+            continued.add(longest.index)
     return continued
 
 
@@ -169,6 +197,8 @@ def _build_trajectory(rollout_id: str, calls: Sequence[Call]) -> Trajectory:
 
     A token's policy version is that of its call's first token, the oldest that can have sampled it.
     """
+    last = calls[-1]
+    prompt_ids = last.prompt_ids if isinstance(last.prompt_ids, SharedSequence) else share_ids(last.prompt_ids)
     trainable: list[bool] = []
     logprobs: list[float] = []
     policy_versions: list[int] = []
@@ -180,7 +210,7 @@ def _build_trajectory(rollout_id: str, calls: Sequence[Call]) -> Trajectory:
     return Trajectory(
         rollout_id=rollout_id,
         call_indices=tuple(call.index for call in calls),
-        token_ids=calls[-1].prompt_ids + calls[-1].completion.token_ids,
+        token_ids=SharedSequence(array("q", last.completion.token_ids), prompt_ids),
         trainable=tuple(trainable),
         logprobs=tuple(logprobs),
         policy_versions=tuple(policy_versions),
@@ -191,7 +221,7 @@ def _digest_one(trajectory: Trajectory) -> bytes:
     # Fixed widths and a fixed byte order: exact for any id and float, the same on every machine.
     num_tokens = len(trajectory.token_ids)
     row = sha256(pack("<q", num_tokens))
-    row.update(pack(f"<{num_tokens}q", *trajectory.token_ids))
-    row.update(pack(f"<{num_tokens}?", *trajectory.trainable))
-    row.update(pack(f"<{num_tokens}d", *trajectory.logprobs))
+    row.update(np.frombuffer(pack_ids(trajectory.token_ids), dtype="=i8").astype("<i8").tobytes())
+    row.update(bytes(trajectory.trainable))
+    row.update(np.array(trajectory.logprobs, dtype="<f8").tobytes())
     return row.digest()

@@ -12,9 +12,10 @@ also keeps integers of any size and non-finite floats, which orjson turns into s
 import json
 import math
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -29,9 +30,12 @@ from polar_trl.types import (
     Message,
     RequestedSampling,
     Rollout,
+    SharedSequence,
     TokenIds,
     Tool,
     ToolCall,
+    begins_with,
+    share_ids,
 )
 
 _T = TypeVar("_T")
@@ -235,24 +239,42 @@ def _render_call(call: Call, earlier: Sequence[Call]) -> dict[str, Any]:
     del line["session_id"]
     if not call.text_only:
         del line["text_only"]
-    known_ids, known_messages, known_tools = _get_known(call.parent, earlier)
-    for name, fields_of, known in (("prompt_ids", line, known_ids), ("messages", request, known_messages)):
-        whole = fields_of.pop(name)
-        if whole[: len(known)] == known:
-            line[f"new_{name}"] = whole[len(known) :]
+    parent = _Parent.of(call.parent, earlier)
+    for name, fields_of, before, answer in (
+        ("prompt_ids", line, parent.prompt_ids, parent.sampled_ids),
+        ("messages", request, parent.messages, parent.replies),
+    ):
+        whole, end = fields_of.pop(name), len(before) + len(answer)
+        if begins_with(whole, before) and whole[len(before) : end] == answer:
+            line[f"new_{name}"] = whole[end:]
         else:
-            line[name] = whole
+            line[name] = tuple(whole)
     tools = request.pop("tools")
-    return line if tools == known_tools else line | {"tools": tools}
+    return line if tools == parent.tools else line | {"tools": tools}
 
 
-def _get_known(parent: int | None, earlier: Sequence[Call]) -> tuple[TokenIds, tuple[Message, ...], tuple[Tool, ...]]:
-    """Prompt ids, messages and tools that a call begins with if it continues `parent`."""
-    if parent is None:
-        return (), (), ()
-    call = earlier[parent]
-    history = (*call.request.messages, call.message)
-    return call.prompt_ids + call.completion.token_ids, history, call.request.tools
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parent:
+    """The parts of a call that one which continues it begins with."""
+
+    prompt_ids: SharedSequence[int] = field(default_factory=lambda: SharedSequence(()))
+    sampled_ids: TokenIds = ()
+    messages: SharedSequence[Message] = field(default_factory=lambda: SharedSequence(()))
+    replies: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+
+    @classmethod
+    def of(cls, index: int | None, earlier: Sequence[Call]) -> "_Parent":
+        if index is None:
+            return cls()
+        call = earlier[index]
+        return cls(
+            prompt_ids=SharedSequence.of(call.prompt_ids),
+            sampled_ids=call.completion.token_ids,
+            messages=SharedSequence.of(call.request.messages),
+            replies=(call.message,),
+            tools=call.request.tools,
+        )
 
 
 def _is_whole(last: bytes) -> bool:
@@ -287,16 +309,18 @@ def _parse_call(line: dict[str, Any], session_id: str, earlier: Sequence[Call]) 
         raise ValueError(f"call index {line['index']}, expected {len(earlier)}")
     if line["parent"] is not None and not (type(line["parent"]) is int and 0 <= line["parent"] < len(earlier)):
         raise ValueError(f"parent {line['parent']} is not an earlier call")
-    known_ids, known_messages, known_tools = _get_known(line["parent"], earlier)
+    parent = _Parent.of(line["parent"], earlier)
     if "prompt_ids" in line:
-        prompt_ids = _parse_ids(line["prompt_ids"])
+        prompt_ids = share_ids(_parse_ids(line["prompt_ids"]))
     else:
-        prompt_ids = known_ids + _parse_ids(line["new_prompt_ids"])
+        added = (*parent.sampled_ids, *_parse_ids(line["new_prompt_ids"]))
+        prompt_ids = SharedSequence(array("q", added), parent.prompt_ids)
     if "messages" in line:
-        messages = tuple(map(_parse_message, line["messages"]))
+        messages = SharedSequence(tuple(map(_parse_message, line["messages"])))
     else:
-        messages = (*known_messages, *map(_parse_message, line["new_messages"]))
-    tools = tuple(_checked(Tool(**tool)) for tool in line["tools"]) if "tools" in line else known_tools
+        new_messages = map(_parse_message, line["new_messages"])
+        messages = SharedSequence((*parent.replies, *new_messages), parent.messages)
+    tools = tuple(_checked(Tool(**tool)) for tool in line["tools"]) if "tools" in line else parent.tools
     request, sampling, completion = line["request"], line["request"]["sampling"], line["completion"]
     scalars = {name: line[name] for name in ("index", "parent", "dialect", "purpose", "started_s", "duration_s")}
     call = Call(
@@ -387,6 +411,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if origin is Literal:
         return isinstance(value, str)
+    if origin is Sequence:  # what it holds was checked where it was parsed
+        return isinstance(value, SharedSequence)
     if origin is tuple:  # of numbers, all are looked at where they are parsed
         return isinstance(value, tuple) and (parts[0] in (int, float) or all(_fits(item, parts[0]) for item in value))
     if origin is not None:

@@ -24,13 +24,14 @@ from polar_trl.errors import (
     WireError,
 )
 from polar_trl.recording.bounds import BUDGET_TEXT, SessionBounds
+from polar_trl.recording.live import LiveReply
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
 from polar_trl.recording.refusals import Refusals
 from polar_trl.recording.turn import Turn, Turns
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
-from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose
+from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose, share_ids
 from polar_trl.wire.base import Dialect, Incoming, ParsedRequest, ReplyHead
 
 _log = logging.getLogger(__name__)
@@ -92,12 +93,22 @@ class ModelBackend:
     params: GenerationParams
     model: str
     workers: ThreadPoolExecutor
+    live: bool = False
+    """Streams tell text while it is sampled, and not whole answers."""
     gate: Gate = field(default_factory=Gate)
     """Passed by every call on its way to the engine."""
 
     def __post_init__(self) -> None:
         if self.engine.own_renderer not in (None, self.renderer):
             raise ValueError("the engine is its own renderer: another one would record ids that no engine saw")
+
+    def open_live(self, prompt: Prompt, params: GenerationParams) -> LiveReply | None:
+        """Open the reply to a prompt for who reads along; None where streams tell whole answers."""
+        if not self.live or self.engine.own_renderer is not None:
+            return None
+        tools = prompt.request.tools
+        parse = partial(self.renderer.parse, prompt.ids, tools=tools)
+        return LiveReply(parse, stops=params.stop, has_tools=bool(tools))
 
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
@@ -113,7 +124,7 @@ class _TurnSettings:
     dialect_name: str
     purpose: Purpose
     params: GenerationParams
-    num_body_bytes: int
+    num_new_bytes: int
 
 
 _Answer = Callable[[Turn], Coroutine[Any, Any, Call]]
@@ -134,6 +145,7 @@ class Session:
         self._gate_stats = gate_stats or GateStats()
         self._classify = classify
         self._log = log
+        self.count = log.count
         self.limits = limits
         self.bounds = SessionBounds(log, self._stop, max_requests=limits.max_requests)
         self.refusals = Refusals(log)
@@ -172,7 +184,11 @@ class Session:
                 turn = self._start(answer, question, 0)
                 self._turns.forget(turn)  # it needs no recognition: the next one hears the same
             elif turn is None:
+                if open_calls := parsed.request.messages[-1].tool_calls:
+                    ids = ", ".join(tool_call.id for tool_call in open_calls)
+                    raise WireError(dialect.open_calls_error.format(ids=ids))
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
+                num_new_bytes = num_bytes - self._num_known_bytes
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 if len(prompt.ids) >= self._backend.engine.max_model_len:
                     raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
@@ -183,10 +199,14 @@ class Session:
                     dialect_name=dialect.name,
                     purpose=purpose,
                     params=self._build_params(prompt),
-                    num_body_bytes=num_bytes,
+                    num_new_bytes=num_new_bytes,
                 )
+                live = None
+                # a parser that has changed its mind once is not read along again
+                if parsed.request.stream and "streams_taken_back" not in self._log.counters:
+                    live = self._backend.open_live(prompt, settings.params)
                 answer = partial(self._answer, prompt, settings)
-                turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
+                turn = self._start(answer, question, _count_tokens(prompt, num_bytes), live)
             turn.num_waiting += 1
             if purpose == "policy":
                 self.refusals.go_on()
@@ -241,9 +261,13 @@ class Session:
             options=parsed.reply_options,
         )
 
-    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int) -> Turn:
+    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None) -> Turn:
         turn = Turn(
-            number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
+            number=self._num_turns,
+            question=question,
+            started_s=time.time(),
+            num_prompt_tokens=num_prompt_tokens,
+            live=live,
         )
         self._num_turns += 1
         self._turns.add(turn)
@@ -254,6 +278,7 @@ class Session:
 
     def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
         self._running.discard(turn)
+        turn.live = None  # the call has it
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             self._turns.forget(turn)  # what failed may be tried again
@@ -305,7 +330,8 @@ class Session:
             async with self._backend.gate.passing(gate_stats):
                 if gate_stats.first_policy_version is None:
                     gate_stats.first_policy_version = engine.policy_version
-                reply = await engine.answer(prompt.request, prompt.ids, settings.params)
+                so_far = None if turn.live is None else turn.live.token_ids
+                reply = await engine.answer(prompt.request, prompt.ids, settings.params, so_far)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             if settings.purpose == "policy":
@@ -318,7 +344,7 @@ class Session:
         self._sent_back.discard(turn.question)
         async with self._lock:
             return await self._backend.work(
-                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, reply)
+                settings.num_new_bytes, partial(self._finish, turn, settings, prompt, reply)
             )
 
     def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, reply: Completion | TextReply) -> Call:
@@ -328,8 +354,10 @@ class Session:
             self._log.count("tokens_by_server", num_sampled)
         else:
             completion, num_sampled = reply, len(reply.token_ids)
-            message = self._backend.renderer.parse(prompt.ids, completion.token_ids, prompt.request.tools)
-            message, stop_text = _cut_at_stop(message, settings.params.stop)
+            parsed = self._backend.renderer.parse_reply(prompt.ids, completion.token_ids, prompt.request.tools)
+            message, stop_text = _cut_at_stop(parsed.message, settings.params.stop)
+            for name, num_lost in parsed.losses.items():
+                self._log.count(name, num_lost)
         call = self._record(
             turn,
             settings.dialect_name,
@@ -340,7 +368,9 @@ class Session:
             stop_text=stop_text,
             text_only=isinstance(reply, TextReply),
         )
-        self._continuations.add(call)
+        self._continuations.add(call, prompt.ids)
+        if num_malformed := sum(tool_call.parse_status == "malformed" for tool_call in message.tool_calls):
+            self._log.count("tool_calls_malformed", num_malformed)
         self._num_sampled += num_sampled
         return call
 
@@ -377,7 +407,7 @@ class Session:
             index=index,
             dialect=dialect_name,
             request=prompt.request,
-            prompt_ids=prompt.ids,
+            prompt_ids=share_ids(prompt.ids, prompt.parent_ids),
             completion=completion,
             message=replace(message, tool_calls=tuple(tool_calls)),
             stop_text=stop_text,

@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from polar_trl.errors import WireError
+from polar_trl.recording.live import LiveReply
 from polar_trl.recording.log import SessionLog
 from polar_trl.types import Call
 
@@ -24,6 +25,8 @@ class Turn:
     """Its identity, by which a retry is recognized (`ReadRequest.question`)."""
     started_s: float
     num_prompt_tokens: int
+    live: LiveReply | None = None
+    """What can be told of the answer before its end; None where nobody is to hear it."""
     task: "asyncio.Task[Call]" = field(init=False)
     num_waiting: int = 0
     num_replays: int = 0

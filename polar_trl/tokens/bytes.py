@@ -12,12 +12,13 @@ from itertools import pairwise
 import orjson
 
 from polar_trl.errors import RenderError
+from polar_trl.tokens.base import Renderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
 
 START, END, CALL, THINK, THINK_END = range(256, 261)
 
 
-class ByteRenderer:
+class ByteRenderer(Renderer):
     """Implements `tokens.base.Renderer`; tools are written into a first turn of their own."""
 
     stop_token_ids: tuple[int, ...] = (END,)
@@ -38,6 +39,9 @@ class ByteRenderer:
         closing = () if completion_ids[-1:] == (END,) else (END,)
         # in this order the history, the long part, is copied once
         return prompt_ids + (completion_ids + closing + self._render_new(new_messages))
+
+    def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
+        return prompt_ids + self.spell(reply)[:-1]
 
     def parse(self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[Tool]) -> Message:
         ids = [token_id for token_id in completion_ids if token_id not in (START, END)]

@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from polar_trl.json_text import load_json
 from polar_trl.types import Message, Tool
 
 _ROLES = {"system": b"s", "developer": b"s", "user": b"u", "assistant": b"a", "tool": b"t"}
@@ -88,9 +89,9 @@ def _encode(text: str) -> bytes:
 
 def _load(text: str) -> Any:
     try:
-        return orjson.loads(text)
+        return load_json(text)
     except ValueError:
-        return json.loads(text)  # reads what orjson refuses: NaN, lone surrogates
+        return json.loads(text)  # reads what orjson refuses, such as NaN
 
 
 def _dump_sorted(value: Any) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from polar_trl.errors import RenderError
+from polar_trl.json_text import UNPARSED_ARGUMENTS, mend_json
 from polar_trl.types import Message, Tool
 
 SystemPlacement = Literal["anywhere", "first", "never"]
@@ -42,7 +43,8 @@ def build_message_dict(message: Message, *, parse_arguments: bool) -> dict[str, 
 
     Args:
         message: Images raise `RenderError`.
-        parse_arguments: Give tool arguments as objects where they are valid JSON, else as the text that was sampled.
+        parse_arguments: Give tool arguments as objects where they are valid JSON, else as the text that was sampled;
+            half surrogates are U+FFFD in both.
     """
     if message.images:
         raise RenderError(
@@ -75,9 +77,21 @@ def build_tool_dict(tool: Tool) -> dict[str, Any]:
     }
 
 
+def wrap_malformed(message: Message) -> Message:
+    """Make objects of arguments that are none, for formats that carry nothing else: as dialects do, which do not."""
+    calls = tuple(
+        call
+        if isinstance(_arguments(call.arguments, parse=True), dict)
+        else replace(call, arguments=json.dumps({UNPARSED_ARGUMENTS: call.arguments}, ensure_ascii=False))
+        for call in message.tool_calls
+    )
+    return message if calls == message.tool_calls else replace(message, tool_calls=calls)
+
+
 def _arguments(text: str, *, parse: bool) -> Any:
     if not text.strip():
         return {} if parse else "{}"
+    text = mend_json(text)  # templates that read it themselves would write what no tokenizer takes
     if not parse:
         return text
     try:

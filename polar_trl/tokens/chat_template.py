@@ -4,6 +4,7 @@ What a template accepts is found by trying, once, when it is wrapped:
 
 - system messages that it refuses or drops become user messages (or join the first system message);
 - user messages in a row are joined where it demands alternation;
+- arguments that are no object are wrapped in one where it takes nothing else;
 - **prompted tools**: where it has no place for tools, or writes calls in a form that cannot be read back from a reply,
   the tools are listed in the system message, calls are JSON in <tool_call> tags, and results are user messages with
   <tool_response> tags.
@@ -18,7 +19,13 @@ from typing import Any, Protocol
 
 from polar_trl.errors import RenderError
 from polar_trl.tokens.canonical import canonical_arguments
-from polar_trl.tokens.chat_dicts import SystemPlacement, build_message_dict, build_tool_dict, place_system
+from polar_trl.tokens.chat_dicts import (
+    SystemPlacement,
+    build_message_dict,
+    build_tool_dict,
+    place_system,
+    wrap_malformed,
+)
 from polar_trl.tokens.tool_calls import UNNAMED, split_tagged_calls
 from polar_trl.types import Message, Tool, ToolCall
 
@@ -28,6 +35,7 @@ class ChatTokenizer(Protocol):
 
     chat_template: Any
     eos_token_id: int | None
+    added_tokens_decoder: dict[int, Any]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -49,7 +57,10 @@ _TOOL_CALL = ToolCall(id="probe0001", name="probe_tool", arguments='{"probe_key"
 
 
 class ChatTemplate:
-    """Writes conversations. `system`, `joins_users`, `has_tools` and `has_thinking` say what the template takes."""
+    """Writes conversations. `system`, `joins_users`, `has_tools` and `has_thinking` say what the template takes.
+
+    `reply_opening` is the mark at which a reply begins, "" where there is none.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, *, kwargs: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
@@ -61,11 +72,15 @@ class ChatTemplate:
         self.system: SystemPlacement = "anywhere"
         self.joins_users = False
         self.has_tools = True
+        self.has_text_arguments = True
         self.has_thinking = "<think>" in str(tokenizer.chat_template)
-        self.write([_USER])  # a template that cannot write this is of no use: let its error out
+        whole = self.write([_USER])  # a template that cannot write this is of no use: let its error out
+        before = self.write([_USER], opens_reply=False)
+        self.reply_opening = whole.removeprefix(before).partition("<think>")[0] if whole.startswith(before) else ""
         self.joins_users = not self._writes([_USER, replace(_USER, text="second question")], "second question")
         self.system = self._find_system_placement()
         self.has_tools = self._find_tools()
+        self.has_text_arguments = self._find_text_arguments()
 
     def write(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_reply: bool = True) -> str:
         """Write the conversation's text; with `opens_reply`, up to where the model's next reply begins.
@@ -74,6 +89,8 @@ class ChatTemplate:
         """
         if not self.has_tools:
             messages, tools = _write_tools_as_text(messages, tools), ()
+        elif not self.has_text_arguments:
+            messages = [wrap_malformed(message) for message in messages]
         messages = place_system(messages, self.system, at_start=True)
         if self.joins_users:
             messages = _join_users(messages)
@@ -106,6 +123,10 @@ class ChatTemplate:
             return "first"
         # some templates move every instruction to the start, which would rewrite what came before
         return "anywhere" if 0 <= text.find(_REPLY.text) < text.find(system.text) else "first"
+
+    def _find_text_arguments(self) -> bool:
+        malformed = replace(_TOOL_CALL, arguments='{"probe_key": "probe val')
+        return self._writes([_USER, Message(role="assistant", tool_calls=(malformed,)), _USER], "probe val", [_TOOL])
 
     def _find_tools(self) -> bool:
         result = Message(role="tool", text="probe result", tool_call_id=_TOOL_CALL.id)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from renderers.base import MODEL_RENDERER_MAP
+from transformers.utils import cached_file
 
 from polar_trl.errors import ConfigError, RenderError
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict
+from polar_trl.tokens.encoding import PromptTokenizer
 from polar_trl.tokens.families import FamilyRenderer
 from polar_trl.tokens.template import TemplateRenderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
@@ -60,6 +62,7 @@ def load_renderer(
     thinking: Literal["keep", "template"] = "keep",
     template_kwargs: Mapping[str, Any] | None = None,
     strict: bool = False,
+    end_ids: Sequence[int] = (),
 ) -> Renderer:
     """Load the renderer for a model.
 
@@ -71,30 +74,35 @@ def load_renderer(
         thinking: What becomes of reasoning in earlier turns; see `FamilyRenderer`.
         template_kwargs: Switches of the chat template, such as `enable_thinking`.
         strict: With the tokenizer's own template, raise `RenderError` where replies cannot be continued exactly.
+        end_ids: Tokens that end a turn, beside those of the family, the template, the tokenizer and the model's
+            generation config.
 
     Raises `ConfigError` for an unknown family or a switch that it does not have.
     """
     kwargs = dict(template_kwargs or {})
+    ends = tuple(dict.fromkeys((*end_ids, *_read_end_ids(model_name_or_path))))
+    tokenizer = PromptTokenizer(tokenizer)  # one for all that are tried
     if family == "auto":
         family = None
     if family is not None and family != "template":
-        renderer = FamilyRenderer(tokenizer, family, thinking=thinking, template_kwargs=kwargs)
+        renderer = FamilyRenderer(tokenizer, family, thinking=thinking, template_kwargs=kwargs, end_ids=ends)
         logger.info("renderer: %s, as asked", family)
         return renderer
     if family is None:
         for candidate in _list_candidates(tokenizer, model_name_or_path):
-            found = _try_family(tokenizer, candidate, thinking=thinking, kwargs=kwargs)
+            found = _try_family(tokenizer, candidate, thinking=thinking, kwargs=kwargs, end_ids=ends)
             if found is not None:
                 return found
     logger.info("renderer: the tokenizer's own chat template%s", ", as asked" if family else "")
-    return TemplateRenderer(tokenizer, thinking=thinking, template_kwargs=kwargs, strict=strict)
+    return TemplateRenderer(tokenizer, thinking=thinking, template_kwargs=kwargs, strict=strict, end_ids=ends)
 
 
 def _list_candidates(tokenizer: Any, model_name_or_path: str) -> list[str]:
     """List the families that the model may be of, the likeliest first."""
     names = (model_name_or_path, getattr(tokenizer, "name_or_path", ""))
     candidates = [MODEL_RENDERER_MAP[name] for name in names if name in MODEL_RENDERER_MAP]
-    candidates += _FAMILIES_OF_MODEL_TYPE.get(_read_model_type(Path(model_name_or_path)), ())
+    model_type = str(_read_json(Path(model_name_or_path) / "config.json").get("model_type", ""))
+    candidates += _FAMILIES_OF_MODEL_TYPE.get(model_type, ())
     template = str(tokenizer.chat_template or "")
     for marks, families in _FAMILIES_OF_MARKS:
         if all(mark in template for mark in marks):
@@ -102,19 +110,47 @@ def _list_candidates(tokenizer: Any, model_name_or_path: str) -> list[str]:
     return list(dict.fromkeys(candidates))
 
 
-def _read_model_type(folder: Path) -> str:
-    path = folder / "config.json"
+def _read_end_ids(model_name_or_path: str) -> tuple[int, ...]:
+    """Read every token that the model's own settings call an end, as vLLM does: it stops at them unasked."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            path = cached_file(
+                model_name_or_path,
+                name,
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+        except OSError:  # no folder, and no repository of the hub
+            return ()
+        settings = {} if path is None else _read_json(Path(path))
+        text_settings = settings.get("text_config")
+        found = settings.get("eos_token_id")
+        if found is None and isinstance(text_settings, dict):
+            found = text_settings.get("eos_token_id")
+        if found is not None:
+            return tuple(end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int))
+    return ()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read an object; an empty one where there is no such file. Raises `ConfigError`."""
     if not path.is_file():
-        return ""
+        return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
+    return config if isinstance(config, dict) else {}
 
 
 def _try_family(
-    tokenizer: Any, family: str, *, thinking: Literal["keep", "template"], kwargs: dict[str, Any]
+    tokenizer: Any,
+    family: str,
+    *,
+    thinking: Literal["keep", "template"],
+    kwargs: dict[str, Any],
+    end_ids: Sequence[int],
 ) -> FamilyRenderer | None:
     """Return the family's renderer if it writes what the tokenizer's chat template writes.
 
@@ -125,7 +161,7 @@ def _try_family(
     reasons: list[str] = []
     for variant in variants:
         try:
-            renderer = FamilyRenderer(tokenizer, family, thinking=thinking, template_kwargs=variant)
+            renderer = FamilyRenderer(tokenizer, family, thinking=thinking, template_kwargs=variant, end_ids=end_ids)
         except ConfigError as error:
             # a model type such as "llama" is that of many models: without switches, only tokens are missing
             reasons += [str(error)] if kwargs else []

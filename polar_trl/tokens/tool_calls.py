@@ -1,6 +1,7 @@
 """Parse tool calls in a reply's text: JSON in <tool_call> tags, and the XML of Qwen3.5 and Qwen3-Coder.
 
-No call is lost: one that cannot be read keeps its text as arguments and is marked malformed.
+No call is lost, and none becomes an empty one: a call that cannot be read keeps its text as arguments and is marked
+malformed.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from polar_trl.json_text import is_json_object, mend_json, replace_half_surrogates
 from polar_trl.types import TokenIds, Tool, ToolCall
 
 ParseStatus = Literal["ok", "malformed"]
@@ -18,13 +20,18 @@ ParsedCall = tuple[str, str, ParseStatus]
 UNNAMED = "malformed_tool_call"
 """Name of a call in which none could be found; agents answer that they have no such tool, which the model sees."""
 
-_OPEN = re.compile(r"<tool_call>\s*")
-_CLOSE = re.compile(r"\s*</tool_call>")
+OPENING = re.compile(r"<tool_call>\s*(?=\{|<function=)")
+"""A tag with a call behind it; a tag alone may be prose about tags."""
+_TAG = re.compile(r"<tool_call>\s*")
+_CLOSE = "</tool_call>"
 _JSON_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
-_JSON_ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
+_JSON_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
+_JSON_FIELDS = {"name", "arguments", "parameters", "type", "id"}
 _XML_FUNCTION = re.compile(r"<function=([^>\n]+)>")
-_XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_XML_FRAME = re.compile(r"\s*<function=[^>\n]+>\s*</function>\s*")
+_XML_FUNCTION_END = re.compile(r"\s*</function>")
+_XML_KEY = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_XML_VALUE_END = "</parameter>"
+_XML_NEXT = re.compile(r"\n<parameter=[^>\n]+>")
 _DECODER = json.JSONDecoder()
 _PYTHON_LITERALS = {"True": True, "False": False, "None": None}
 
@@ -41,81 +48,139 @@ def build_tool_calls(calls: Sequence[ParsedCall], prompt_ids: TokenIds, completi
     ]
 
 
-def split_tagged_calls(text: str) -> tuple[str, list[ParsedCall]]:
+def split_tagged_calls(text: str, tools: Sequence[Tool] = ()) -> tuple[str, list[ParsedCall]]:
     """Split a reply into its text without <tool_call> blocks, and the calls in them.
 
-    A tag opens a call if JSON follows or if it stands first on its line; otherwise it is prose about tool calls and
-    stays text. A call whose JSON is whole needs no closing tag.
+    A tag opens a call if JSON or <function= follows or if it stands first on its line; otherwise it is prose about
+    tool calls and stays text. Tags inside the strings of a call are part of them. A whole call needs no closing tag.
     """
     kept: list[str] = []
     calls: list[ParsedCall] = []
     kept_to = position = 0
-    while (opening := _OPEN.search(text, position)) is not None:
-        is_json = text.startswith("{", opening.end())
+    while (opening := _TAG.search(text, position)) is not None:
         line_start = text.rfind("\n", 0, opening.start()) + 1
-        if not is_json and text[max(line_start, kept_to) : opening.start()].strip():
+        is_call = OPENING.match(text, opening.start()) is not None
+        if not is_call and text[max(line_start, kept_to) : opening.start()].strip():
             position = opening.end()
             continue
         kept.append(text[kept_to : opening.start()])
-        end = _json_end(text, opening.end()) if is_json else None
-        closing = _CLOSE.match(text, end) if end is not None else _CLOSE.search(text, opening.end())
-        body_end = end if end is not None else closing.start() if closing else len(text)
-        calls.append(parse_json_call(text[opening.end() : body_end]))
-        kept_to = position = closing.end() if closing else body_end
+        body_end, position = _find_block_end(text, opening.end())
+        calls.append(parse_call(text[opening.end() : body_end], tools))
+        kept_to = position
     kept.append(text[kept_to:])
     if not calls:
         return text, []
     return "\n".join(part.strip() for part in kept if part.strip()), calls
 
 
+def find_call_end(text: str, start: int) -> int | None:
+    """Find the end of the call that begins at `start`, its closing tag not included; None if it is not whole."""
+    if text.startswith("{", start):
+        try:
+            return _DECODER.raw_decode(text, start)[1]
+        except (ValueError, RecursionError):
+            return None
+    read = _read_xml(text, start)
+    return read[1] if read is not None else None
+
+
+def parse_call(body: str, tools: Sequence[Tool]) -> ParsedCall:
+    """Parse the text between the tags of a call, in either form."""
+    xml = None if body.lstrip().startswith("{") else parse_xml_call(body, tools)
+    return parse_json_call(body) if xml is None else xml
+
+
 def parse_json_call(body: str) -> ParsedCall:
-    """Parse `{"name": ..., "arguments": {...}}` into a name and the arguments' own text, exactly as it stands."""
+    """Parse `{"name": ..., "arguments": {...}}` into a name and the arguments' own text, exactly as it stands.
+
+    `parameters`, as Llama writes it, is another name for `arguments`. Arguments that stand anywhere else make the
+    call malformed, with all of it as its arguments.
+    """
     body = body.strip()
     fields = _object_fields(body)
     if fields is None:
         name = _JSON_NAME.search(body)
         arguments = _JSON_ARGUMENTS.search(body)
-        return name[1] if name else UNNAMED, body[arguments.end() :] if arguments else body, "malformed"
-    name_text, arguments_text = fields.get("name", "null"), fields.get("arguments", "{}")
-    name_value = json.loads(name_text)
+        rest = body[arguments.end() :] if arguments else ""
+        return name[1] if name else UNNAMED, rest or body, "malformed"
+    name_value = json.loads(mend_json(fields.get("name", "null")))
     if not isinstance(name_value, str) or not name_value:
         return UNNAMED, body, "malformed"
-    return name_value, arguments_text, "ok" if arguments_text.startswith("{") else "malformed"
+    given = [fields[key] for key in ("arguments", "parameters") if key in fields]
+    arguments_text = given[0] if given else "{}"
+    is_elsewhere = not arguments_text.strip("{} \t\r\n") and bool(fields.keys() - _JSON_FIELDS)
+    if is_elsewhere or len(given) > 1:
+        return name_value, body, "malformed"
+    return name_value, arguments_text, "ok" if is_json_object(arguments_text) else "malformed"
 
 
 def parse_xml_call(body: str, tools: Sequence[Tool]) -> ParsedCall | None:
     """Parse `<function=name><parameter=key>value</parameter></function>` into a name and JSON arguments, or None.
 
     Values keep their indentation: only the line breaks that the format puts around them are removed. They are read
-    by the type that the tool declares. Any text left over (an unclosed parameter, a value that closes one early) makes
-    the call malformed, and its arguments are then the text as sampled.
+    by the type that the tool declares. Any text left over (an unclosed parameter, a value that closes one early) and
+    a parameter that stands twice make the call malformed, and its arguments are then the text as sampled.
     """
     function = _XML_FUNCTION.search(body)
     if function is None:
         return None
-    name = function[1].strip()
-    if not _XML_FRAME.fullmatch(_XML_PARAMETER.sub("", body)):
-        return name, body[function.end() :].strip(), "malformed"
+    name = function[1].strip() or UNNAMED
+    before, rest = body[: function.start()].strip(), body[function.end() :].strip()
+    as_sampled: ParsedCall = (name, body.strip() if before or not rest else rest, "malformed")
+    read = _read_xml(body, function.start())
+    if read is None or before or body[read[1] :].strip():
+        return as_sampled
+    texts = dict(read[0])
+    if len(texts) < len(read[0]):
+        return as_sampled
     schemas: Any = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
     arguments: dict[str, Any] = {}
-    status: ParseStatus = "ok"
-    for key, text in _XML_PARAMETER.findall(body):
+    is_readable = True
+    for key, text in texts.items():
         schema = schemas.get(key) if isinstance(schemas, Mapping) else None
-        arguments[key], readable = _read_value(text, _declared_types(schema))
-        if not readable:
-            status = "malformed"
-    return name, json.dumps(arguments, ensure_ascii=False), status
-
-
-def _json_end(text: str, start: int) -> int | None:
+        arguments[key], fits = _read_value(text, _declared_types(schema))
+        is_readable = is_readable and fits
     try:
-        return _DECODER.raw_decode(text, start)[1]
+        spelled = replace_half_surrogates(json.dumps(arguments, ensure_ascii=False))
     except (ValueError, RecursionError):
+        return as_sampled
+    return name, spelled, "ok" if is_readable and is_json_object(spelled) else "malformed"
+
+
+def _find_block_end(text: str, start: int) -> tuple[int, int]:
+    """Find where the body of a block ends that begins at `start`, and where the text behind its closing tag begins."""
+    end = find_call_end(text, start)
+    closing = text.find(_CLOSE, start if end is None else end)
+    if end is not None and (closing < 0 or text[end:closing].strip()):
+        following = text.find("<tool_call>", end)
+        if closing < 0 or 0 <= following < closing:
+            return end, end
+    return (len(text), len(text)) if closing < 0 else (closing, closing + len(_CLOSE))
+
+
+def _read_xml(text: str, start: int) -> tuple[list[tuple[str, str]], int] | None:
+    """Read the parameters of the function that begins at `start`, and its end; None if it is not whole."""
+    function = _XML_FUNCTION.match(text, start)
+    if function is None:
         return None
+    parameters: list[tuple[str, str]] = []
+    position = function.end()
+    while (key := _XML_KEY.match(text, position)) is not None:
+        value_end = text.find(_XML_VALUE_END, key.end())
+        if value_end < 0:
+            return None
+        value = text[key.end() : value_end].removesuffix("\n")
+        call_end = value.find(_CLOSE)
+        if _XML_NEXT.search(value) or (call_end >= 0 and "<tool_call>" in value[call_end:]):
+            return None  # it was not closed, and would take in the next one or the next call
+        parameters.append((key[1], value))
+        position = value_end + len(_XML_VALUE_END)
+    closing = _XML_FUNCTION_END.match(text, position)
+    return (parameters, closing.end()) if closing else None
 
 
 def _object_fields(text: str) -> dict[str, str] | None:
-    """Map each key of the outermost object to its value's own text; None if `text` is not one whole JSON object."""
+    """Map each key of a JSON object to its value's own text; None if `text` is more or less, or a key stands twice."""
     fields: dict[str, str] = {}
     try:
         value, end = _DECODER.raw_decode(text)
@@ -124,6 +189,8 @@ def _object_fields(text: str) -> dict[str, str] | None:
         position = _skip(text, 1, ",")
         while text[position] != "}":
             key, position = _DECODER.raw_decode(text, position)
+            if key in fields:
+                return None
             start = _skip(text, position, ":")
             _, position = _DECODER.raw_decode(text, start)
             fields[key] = text[start:position]
@@ -143,10 +210,12 @@ def _declared_types(schema: Any) -> set[str]:
     """Return the JSON types that a parameter's schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
-    declared = schema.get("type", [])
-    types = {declared} if isinstance(declared, str) else set(declared)
-    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        types |= _declared_types(branch)
+    declared = schema.get("type")
+    types = {name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)}
+    for key in ("anyOf", "oneOf"):
+        branches = schema.get(key)
+        for branch in branches if isinstance(branches, list) else []:
+            types |= _declared_types(branch)
     return types
 
 
@@ -157,8 +226,10 @@ def _read_value(text: str, types: set[str]) -> tuple[Any, bool]:
     stripped = text.strip()
     try:
         value = _PYTHON_LITERALS[stripped] if stripped in _PYTHON_LITERALS else json.loads(stripped)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text, not types or "string" in types
+    except RecursionError:
+        return text, "string" in types
     if not types or _json_type(value) in types or (_json_type(value) == "integer" and "number" in types):
         return value, True
     return text, "string" in types

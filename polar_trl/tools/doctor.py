@@ -14,6 +14,7 @@ from polar_trl.errors import PolarError
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness.base import AgentHarness, Harness
 from polar_trl.proxy import Proxy
+from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
@@ -43,6 +44,7 @@ class Checkup:
 
 def check_agent(
     harness: AgentHarness,
+    name: str,
     *,
     install: bool = True,
     delay_s: float = 0.0,
@@ -54,6 +56,7 @@ def check_agent(
 
     Args:
         harness: The agent.
+        name: As it was asked for, with a version or without.
         install: Install it first where it is missing.
         delay_s: How long the scripted model takes for each answer.
         backend: Where it runs; None is the default sandbox.
@@ -66,7 +69,7 @@ def check_agent(
             harness.install()
         installed = harness.find_installed_version()
         if installed is None:
-            why = f"{harness.name} is not installed; run: polar-trl doctor --install {harness.name}"
+            why = f"{name} is not installed; run: polar-trl doctor --install {name}"
         else:
             finished = _try(harness, delay_s, backend or build_backend("auto", mounts=harness.folders))
             num_tokens = None if model is None else _count_first_prompt(finished, model)
@@ -82,30 +85,30 @@ def check_agent(
 
 def run_scripted_session(
     harness: Harness,
-    replies: Sequence[Message],
+    replies: Sequence[Message] | Callable[[TokenIds], TokenIds],
     task: Task,
     *,
     backend: SandboxBackend,
     delay_s: float = 0.0,
     max_model_len: int = MAX_MODEL_LEN,
-    ping_interval_s: float = 10.0,
+    limits: SessionLimits = SessionLimits(),
 ) -> RolloutResult:
-    """Run one session of an agent whose model says `replies`, one per turn of its conversation.
+    """Run one session of an agent whose model says `replies`, one per turn, or what a function makes of each prompt.
 
     The n-th reply answers a prompt with n assistant turns, so that side requests and retries do not shift the script;
     after the last one, the model repeats it. A prompt without tools is a side request and is answered with a word.
     """
-    engine = ScriptedEngine(answer_by_turn(replies), delay_s=delay_s, max_model_len=max_model_len)
-    params = GenerationParams(max_tokens=4096)
-    with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s) as proxy:
+    script = replies if callable(replies) else answer_by_turn(replies)
+    engine = ScriptedEngine(script, delay_s=delay_s, max_model_len=max_model_len)
+    with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=4096)) as proxy:
         runner = RolloutRunner(
             proxy=proxy,
             backend=backend,
             harness=harness,
             grader=CommandGrader(task.grader) if task.grader else None,
-            config=RolloutConfig(),
+            config=RolloutConfig(limits=limits),
         )
-        return runner.run([Job(rollout_id=f"doctor-{harness.name}", group_id="doctor", task=task)])[0]
+        return runner.run([Job(rollout_id="doctor", group_id="doctor", task=task)])[0]
 
 
 def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:

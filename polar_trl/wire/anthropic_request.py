@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polar_trl.errors import WireError
+from polar_trl.json_text import is_json_object
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Role, ToolCall
 from polar_trl.wire.anthropic_tools import parse_tool_choice, parse_tools
 from polar_trl.wire.base import (
     ItemMemo,
-    is_json_object,
     json_type,
     list_parts,
     list_unread,

@@ -4,7 +4,6 @@ Pure: no sockets, no clocks, no tokens. A dialect never decides what is sampled;
 """
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
@@ -15,7 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import orjson
 
 from polar_trl.errors import WireError
-from polar_trl.types import Call, ChatRequest, Purpose, Tool
+from polar_trl.json_text import UNPARSED_ARGUMENTS, load_json
+from polar_trl.types import Call, ChatRequest, Message, Purpose, Tool
 
 _T = TypeVar("_T")
 MAX_BODY_BYTES = 16 << 20
@@ -31,7 +31,6 @@ MAX_UNREAD = 200
 _LARGE_BODY_BYTES = 1 << 20
 _MAX_EXACT = 2.0**53
 _REASONING_KEYS = ("text", "thinking", "reasoning", "content")
-UNPARSED_ARGUMENTS = "unparsed_arguments"
 RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
 
 
@@ -84,6 +83,26 @@ class ReplyHead:
     num_prompt_tokens: int
     options: tuple[str, ...] = ()
     """The `reply_options` of the request on this connection."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """The part of a reply that a stream has told before the reply had ended."""
+
+    reasoning: str = ""
+    """All of it, where there is text."""
+    text: str = ""
+    num_events: int = 0
+    """That told it."""
+
+    def begins(self, message: Message) -> bool:
+        """Tell whether the message goes on from here."""
+        reasoning = message.reasoning or ""
+        is_whole = reasoning == self.reasoning if self.text else reasoning.startswith(self.reasoning)
+        return is_whole and message.text.startswith(self.text)
+
+
+NOTHING_TOLD = Told()
 
 
 class ItemMemo:
@@ -144,6 +163,8 @@ class Dialect(Protocol):
 
     name: str
     routes: tuple[Route, ...]
+    open_calls_error: str
+    """The provider's words for a conversation that ends with tool calls, without the results; {ids} are the calls'."""
 
     def parse(self, incoming: Incoming, memo: ItemMemo) -> ParsedRequest:
         """Parse the request into normal form. Raises `WireError` naming the field that is wrong.
@@ -165,8 +186,15 @@ class Dialect(Protocol):
         """Render a keep-alive event for an open stream, which clients of this format ignore."""
         ...
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        """Render the events after `stream_start`, the format's end of stream included."""
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        """Render the events that lead from what was told to what can be told `now`.
+
+        None where this reply is told whole.
+        """
+        ...
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
+        """Render the events after `stream_start` and `stream_part`, the format's end of stream included."""
         ...
 
     def stream_error(self, error: WireError) -> bytes:
@@ -210,7 +238,7 @@ def read_arguments(arguments: str) -> dict[str, Any]:
     if not arguments.strip():
         return {}
     try:
-        value = orjson.loads(arguments)
+        value = load_json(arguments)
         orjson.dumps([[[[[[[[value]]]]]]]])  # it reads deeper than it writes, and the body of a reply lies around it
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         value = None
@@ -230,9 +258,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise WireError(f"the body holds more than {MAX_VALUES:,} values", status=413)
     with _COLLECTOR_PAUSE if len(body) > _LARGE_BODY_BYTES else nullcontext():
         try:
-            value = orjson.loads(body)
+            value = load_json(body)
         except orjson.JSONDecodeError as error:
-            value = _parse_with_lone_surrogates(body, error)
+            raise WireError(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise WireError(f"the body must be a JSON object, not {json_type(value)}")
     return value
@@ -290,16 +318,6 @@ class _CollectorPause:
 
 
 _COLLECTOR_PAUSE = _CollectorPause()
-
-
-def _parse_with_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> Any:
-    # JavaScript agents cut long tool output between the halves of an emoji and send the lone half as an escape;
-    # it has no UTF-8 form, so it becomes "?"
-    try:
-        text = json.dumps(json.loads(body), ensure_ascii=False)
-        return orjson.loads(text.encode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        raise WireError(f"the body is not valid JSON: {error}") from error
 
 
 def json_type(value: object) -> str:
@@ -390,14 +408,6 @@ def require_string(holder: Mapping[str, Any], key: str, path: str) -> str:
     if not isinstance(value, str):
         raise WireError(f"{path}{'.' if path else ''}{key}: must be a string, not {json_type(value)}")
     return value
-
-
-def is_json_object(text: str) -> bool:
-    """Return whether a tool call's arguments are a JSON object."""
-    try:
-        return isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
-        return False
 
 
 def list_unread(holder: Mapping[str, Any], known: AbstractSet[str], path: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from polar_trl.json_text import load_json
 from polar_trl.types import ToolCall
 
 RAW_INPUT_SUFFIX = "_raw"
@@ -29,8 +30,8 @@ def describe_grammar(description: str, syntax: str, definition: str) -> str:
 def render_input(tool_call: ToolCall) -> tuple[str, str]:
     """Render the id and the input with which a client sees a call of a custom tool."""
     try:
-        value = orjson.loads(tool_call.arguments)
-    except orjson.JSONDecodeError:
+        value = load_json(tool_call.arguments)
+    except ValueError:
         value = None
     if isinstance(value, dict) and value.keys() == {"input"} and isinstance(value["input"], str):
         return tool_call.id, value["input"]

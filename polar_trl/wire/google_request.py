@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 
 from polar_trl.errors import WireError
+from polar_trl.json_text import is_json_object
 from polar_trl.types import ChatRequest, Message, RequestedSampling, ToolCall
 from polar_trl.wire.base import (
     ItemMemo,
-    is_json_object,
     list_parts,
     list_unread,
     read_call_arguments,

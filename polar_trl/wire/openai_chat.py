@@ -11,15 +11,17 @@ from typing import Any, get_args
 import orjson
 
 from polar_trl.errors import ContextOverflowError, WireError
+from polar_trl.json_text import is_json_object
 from polar_trl.types import Call, ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
 from polar_trl.wire.base import (
+    NOTHING_TOLD,
     Incoming,
     ItemMemo,
     ParsedRequest,
     ReplyHead,
     Route,
+    Told,
     find_tool,
-    is_json_object,
     json_type,
     list_unread,
     parse_object,
@@ -56,6 +58,10 @@ class OpenAIChat:
     """The Chat Completions dialect."""
 
     name: str = "openai_chat"
+    open_calls_error: str = (
+        "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'. "
+        "The following tool_call_ids did not have response messages: {ids}"
+    )
     routes: tuple[Route, ...] = (
         Route(method="POST", path="/v1/chat/completions", kind="chat"),
         Route(method="GET", path="/v1/models", kind="models"),
@@ -99,12 +105,15 @@ class OpenAIChat:
     def ping(self) -> bytes:
         return render_comment("ping")
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        if reasoning := now.reasoning[len(told.reasoning) :]:
+            yield _render_chunk(head, {"reasoning_content": reasoning})
+        if text := now.text[len(told.text) :]:
+            yield _render_chunk(head, {"content": text})
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
         message = call.message
-        if message.reasoning:
-            yield _render_chunk(head, {"reasoning_content": message.reasoning})
-        if message.text:
-            yield _render_chunk(head, {"content": message.text})
+        yield from self.stream_part(head, told, Told(reasoning=message.reasoning or "", text=message.text))
         for index, tool_call in enumerate(message.tool_calls):
             yield _render_chunk(head, {"tool_calls": [{"index": index} | _render_tool_call(tool_call, call)]})
         yield _render_chunk(head, {}, finish_reason=_finish_reason(call))

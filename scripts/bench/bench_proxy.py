@@ -6,15 +6,20 @@ last fifth of each session is measured, from a client in a process of its own. "
 to the same engine in-process. No model runs: the engine is scripted. Turns are encoded by a real tokenizer and its
 chat template, or without one by a renderer that makes a token of every four bytes. Calls are recorded on disk. A
 failed request, or a prompt that continued no earlier call, ends the measurement.
+
+"CPU" is processor time of the proxy's process per request, all of its threads: on a machine that does other work too
+it is the steadier figure. With --repeat every figure is the median of so many rows, which are run in turns.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
 import platform
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,7 +43,8 @@ from polar_trl.types import Message, TokenIds, Tool, ToolCall
 
 EXAMPLES = """examples:
   python scripts/bench/bench_proxy.py
-  python scripts/bench/bench_proxy.py --requests 500 --concurrency 8 --json proxy.json
+  python scripts/bench/bench_proxy.py --requests 500 --concurrency 1 8 64 --repeat 3 --json proxy.json
+  python scripts/bench/bench_proxy.py --body-kb 300 --new-kb 20 --family qwen3
   python scripts/bench/bench_proxy.py --body-kb 100 --requests 50
   python scripts/bench/bench_proxy.py --tokenizer none
 """
@@ -52,14 +58,16 @@ REPLY = Message(
 REPLY_TEXT = f'{REPLY.text}\n<tool_call>\n{{"name": "bash", "arguments": {ARGUMENTS}}}\n</tool_call>'
 """The same reply as models spell it."""
 PARAMS = GenerationParams(max_tokens=512)
+Size = tuple[int, int]
+"""KB of the last request, and KB of new text in each."""
 MEASURED_FROM = 0.8
 """Requests are measured from this share of the body size on."""
 
 
-def build_bodies(body_kb: int) -> list[bytes]:
-    """The requests of one session, each the one before and a turn more, up to `body_kb`."""
+def build_bodies(body_kb: int, new_kb: int) -> list[bytes]:
+    """The requests of one session, each the one before and a turn of `new_kb` more (0: a line), up to `body_kb`."""
     line = "    value = compute(value, index)  # a line of some file\n"
-    result = line * (40 if body_kb >= 50 else 1)
+    result = line * max(1, new_kb * 1024 // len(line))
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You are a coding agent."},
         {"role": "user", "content": "Fix the bug."},
@@ -129,7 +137,9 @@ class AgentConnection:
         self._socket.sendall(request)
         reply = self._socket.recv(1 << 16)
         while b"\r\n\r\n" not in reply:
-            reply += self._socket.recv(1 << 16)
+            if not (more := self._socket.recv(1 << 16)):
+                raise SystemExit("the proxy closed a connection")
+            reply += more
         head, _, rest = reply.partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         while len(rest) < length:
@@ -141,32 +151,41 @@ class AgentConnection:
 
 
 def run_sessions(
-    connections: list[AgentConnection], bodies: list[bytes], ready: threading.Barrier, seconds: list[float]
+    origin: str, keys: list[str], bodies: list[bytes], ready: threading.Barrier, seconds: list[float]
 ) -> None:
     """Grow every session, wait for the other threads, then measure into `seconds`."""
     num_measured = count_measured(bodies)
-    for connection in connections:
+    connections = []
+    for key in keys:
+        connections.append(AgentConnection(origin, key))
         for body in bodies[:-num_measured]:
-            connection.post(body)
-    ready.wait()
+            connections[-1].post(body)
+    ready.wait()  # all have grown
+    ready.wait()  # the proxy's side has read its clock
     seconds += [connection.post(body) for connection in connections for body in bodies[-num_measured:]]
     ready.wait()
 
 
 def run_client() -> None:
-    """Answer jobs {"origin", "body_kb", "threads": a list of keys per thread} with {"seconds", "wall_s"}."""
+    """Answer jobs {"origin", "body_kb", "new_kb", "threads": a list of keys per thread} with {"seconds", "wall_s"}.
+
+    Says "ready" in between, and waits for a line.
+    """
     for line in sys.stdin:
         job = json.loads(line)
-        bodies = build_bodies(job["body_kb"])
+        bodies = build_bodies(job["body_kb"], job["new_kb"])
         ready = threading.Barrier(len(job["threads"]) + 1)
         seconds: list[float] = []
         threads = []
         for keys in job["threads"]:
-            connections = [AgentConnection(job["origin"], key) for key in keys]
-            threads.append(threading.Thread(target=partial(run_sessions, connections, bodies, ready, seconds)))
+            run = partial(run_sessions, job["origin"], keys, bodies, ready, seconds)
+            threads.append(threading.Thread(target=run))
             threads[-1].start()
         ready.wait()
+        print("ready", flush=True)
+        sys.stdin.readline()
         start = time.perf_counter()
+        ready.wait()
         ready.wait()
         wall_s = time.perf_counter() - start
         for thread in threads:
@@ -186,21 +205,33 @@ class Bench:
         self._folder = folder
         self._num_sessions = 0
 
-    def run_job(self, body_kb: int, num_threads: int, sessions_per_thread: int) -> tuple[dict[str, Any], SessionLog]:
-        """Return what the client measured, and the record of one session."""
+    def run_job(self, size: Size, num_threads: int, sessions_per_thread: int) -> tuple[dict[str, Any], SessionLog]:
+        """Return what was measured, and the record of one session."""
         logs = [self._open_log() for _ in range(num_threads * sessions_per_thread)]
         keys = [self._proxy.open_session(log, SessionLimits(max_calls=1 << 30)).api_key for log in logs]
         threads = [keys[start::num_threads] for start in range(num_threads)]
-        job = {"origin": self._proxy.origin, "body_kb": body_kb, "threads": threads}
-        assert self._client.stdin is not None and self._client.stdout is not None
-        self._client.stdin.write(json.dumps(job) + "\n")
-        self._client.stdin.flush()
-        answer = self._client.stdout.readline()
+        self._tell({"origin": self._proxy.origin, "body_kb": size[0], "new_kb": size[1], "threads": threads})
+        self._hear()
+        gc.collect()
+        cpu_s = time.process_time()
+        self._tell("go")
+        answer = json.loads(self._hear())
+        cpu_s = time.process_time() - cpu_s
         for key in keys:
             self._proxy.close_session(key)
+        return answer | {"cpu_s": cpu_s}, logs[0]
+
+    def _tell(self, what: Any) -> None:
+        assert self._client.stdin is not None
+        self._client.stdin.write(json.dumps(what) + "\n")
+        self._client.stdin.flush()
+
+    def _hear(self) -> str:
+        assert self._client.stdout is not None
+        answer = self._client.stdout.readline()
         if not answer:
             raise SystemExit("the client failed; its message is above")
-        return json.loads(answer), logs[0]
+        return answer
 
     def _open_log(self) -> SessionLog:
         self._num_sessions += 1
@@ -223,39 +254,49 @@ def percentile_ms(seconds: list[float], share: float) -> float:
     return round(1000 * ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)], 3)
 
 
-def measure(bench: Bench, engine: ScriptedEngine, body_kb: int, num_requests: int, concurrency: int) -> dict[str, Any]:
-    """One row: latency with one session at a time, then throughput with `concurrency` at once."""
-    bodies = build_bodies(body_kb)
+def measure(
+    bench: Bench, engine: ScriptedEngine, size: Size, num_requests: int, concurrencies: Sequence[int]
+) -> dict[str, Any]:
+    """One row: latency with one session at a time, then throughput with so many at once."""
+    bodies = build_bodies(*size)
     num_measured = count_measured(bodies)
-    proxy: list[float] = []
-    direct: list[float] = []
-    while len(proxy) < num_requests:
-        answer, log = bench.run_job(body_kb, 1, 1)
-        proxy += answer["seconds"]
-        if any(call.parent != call.index - 1 for call in log.calls[1:]):
-            raise SystemExit("a prompt was rendered anew: the bench measures continuations")
-        direct += asyncio.run(time_direct(engine, [call.prompt_ids for call in log.calls[-num_measured:]]))
-    sessions_per_thread = math.ceil(num_requests / (num_measured * concurrency))
-    answer, _ = bench.run_job(body_kb, concurrency, sessions_per_thread)
+    alone, log = bench.run_job(size, 1, math.ceil(num_requests / num_measured))
+    proxy: list[float] = alone["seconds"]
+    if any(call.parent != call.index - 1 for call in log.calls[1:]):
+        raise SystemExit("a prompt was rendered anew: the bench measures continuations")
+    prompts = [call.prompt_ids for call in log.calls[-num_measured:]]
+    direct = asyncio.run(time_direct(engine, prompts * math.ceil(num_requests / num_measured)))
     row = {
-        "body_kb": body_kb,
+        "body_kb": size[0],
+        "new_kb": size[1],
         "prompt_tokens": len(log.calls[-1].prompt_ids),
         "messages": 2 * len(bodies),
         "requests": len(proxy),
+        "cpu_ms": 1000 * alone["cpu_s"] / len(proxy),
         "direct_p50_ms": percentile_ms(direct, 0.5),
         "direct_p95_ms": percentile_ms(direct, 0.95),
         "proxy_p50_ms": percentile_ms(proxy, 0.5),
         "proxy_p95_ms": percentile_ms(proxy, 0.95),
-        "concurrency": concurrency,
-        "requests_per_s": round(len(answer["seconds"]) / answer["wall_s"], 1),
     }
+    for concurrency in concurrencies:
+        sessions_per_thread = math.ceil(num_requests / (num_measured * concurrency))
+        answer, _ = bench.run_job(size, concurrency, sessions_per_thread)
+        row[f"requests_per_s_{concurrency}"] = len(answer["seconds"]) / answer["wall_s"]
+        row[f"cpu_ms_{concurrency}"] = 1000 * answer["cpu_s"] / len(answer["seconds"])
     for name in ("p50_ms", "p95_ms"):
-        row[f"added_{name}"] = round(row[f"proxy_{name}"] - row[f"direct_{name}"], 3)
+        row[f"added_{name}"] = row[f"proxy_{name}"] - row[f"direct_{name}"]
     return row
 
 
-def load_policy(tokenizer: str) -> tuple[Renderer, TokenIds, str]:
-    """A renderer, the ids of the scripted reply, and what to call the renderer."""
+def take_medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+
+
+def load_policy(tokenizer: str, family: str | None = None) -> tuple[Renderer, TokenIds, str]:
+    """A renderer, the ids of the scripted reply, and what to call the renderer.
+
+    A `family` may need special tokens that the tokenizer lacks: Qwen3's are added.
+    """
     if tokenizer == "none":
         renderer = FourByteRenderer()
         return renderer, renderer.spell(REPLY), "a token per four bytes"
@@ -265,7 +306,11 @@ def load_policy(tokenizer: str) -> tuple[Renderer, TokenIds, str]:
     from polar_trl.tokens.load import load_renderer
 
     loaded = AutoTokenizer.from_pretrained(tokenizer)
-    model_renderer = load_renderer(loaded, tokenizer)
+    if family is not None:
+        marks = ("think", "tool_call", "tool_response")
+        loaded.unk_token = None  # the same as the end of text, which the family wants for itself
+        loaded.add_tokens([f"<{slash}{mark}>" for mark in marks for slash in ("", "/")], special_tokens=True)
+    model_renderer = load_renderer(loaded, tokenizer, family=family)
     ids = loaded.encode(REPLY_TEXT, add_special_tokens=False)
     name = f"{type(model_renderer).__name__} of {Path(tokenizer).name}"
     return model_renderer, (*ids, model_renderer.stop_token_ids[0]), name
@@ -287,10 +332,17 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--requests", type=int, default=100, help="measured requests per size (default 100)")
-    parser.add_argument("--concurrency", type=int, default=4, help="sessions at once for requests/s (default 4)")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[4], help="sessions at once for requests/s (default 4)"
+    )
     parser.add_argument(
         "--body-kb", type=int, nargs="+", default=[1, 300], help="sizes of the last request (default 1 300)"
     )
+    parser.add_argument(
+        "--new-kb", type=int, nargs="+", help="new text per turn at each of them (default a line below 50 KB, then 2)"
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="rows that a figure is the median of (default 1)")
+    parser.add_argument("--family", help="chat format of a family, such as qwen3, with the tokenizer's vocabulary")
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
@@ -299,18 +351,23 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if min([options.requests, options.concurrency, *options.body_kb]) < 1:
-        parser.error("--requests, --concurrency and --body-kb must be at least 1")
+    if min([options.requests, options.repeat, *options.concurrency, *options.body_kb]) < 1:
+        parser.error("--requests, --repeat, --concurrency and --body-kb must be at least 1")
+    options.new_kb = options.new_kb or [2 if body_kb >= 50 else 0 for body_kb in options.body_kb]
+    if len(options.new_kb) != len(options.body_kb):
+        parser.error(f"--new-kb: {len(options.new_kb)} numbers for the {len(options.body_kb)} of --body-kb")
     if options.tokenizer != "none" and not Path(options.tokenizer).is_dir():
         parser.error(f"--tokenizer: {options.tokenizer} is no folder; name a model's folder, or none")
     return options
 
 
-def print_row(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any], concurrencies: Sequence[int]) -> None:
     pairs = [f"{row[f'{who}_p50_ms']:.2f}/{row[f'{who}_p95_ms']:.2f} ms" for who in ("direct", "proxy", "added")]
+    rates = [f"{row[f'requests_per_s_{n}']:.0f} ({row[f'cpu_ms_{n}']:.2f} ms) with {n}" for n in concurrencies]
     print(
-        f"{row['body_kb']:>4} KB {row['prompt_tokens']:>8} {pairs[0]:>16} {pairs[1]:>16} {pairs[2]:>16}  "
-        f"{row['requests_per_s']} with {row['concurrency']} sessions at once"
+        f"{row['body_kb']:>4.0f} KB {row['new_kb']:>3.0f} {row['prompt_tokens']:>8.0f} {pairs[0]:>16} {pairs[1]:>16} "
+        f"{pairs[2]:>16} {row['cpu_ms']:>6.2f} ms  {', '.join(rates)}",
+        flush=True,
     )
 
 
@@ -319,7 +376,7 @@ def main() -> None:
     if options.client:
         run_client()
         return
-    renderer, reply_ids, renderer_name = load_policy(options.tokenizer)
+    renderer, reply_ids, renderer_name = load_policy(options.tokenizer, options.family)
     engine = ScriptedEngine(lambda _: reply_ids, max_model_len=1 << 30)
     command = [sys.executable, __file__, "--client"]
     rows = []
@@ -330,11 +387,17 @@ def main() -> None:
     ):
         bench = Bench(proxy, client, Path(folder))
         print(
-            f"{'body':>7} {'tokens':>8} {'direct p50/p95':>16} {'proxy p50/p95':>16} {'added p50/p95':>16}  requests/s"
+            f"{'body':>7} {'new':>3} {'tokens':>8} {'direct p50/p95':>16} {'proxy p50/p95':>16} {'added p50/p95':>16} "
+            f"{'CPU':>9}  requests/s (CPU) with sessions at once"
         )
-        for body_kb in options.body_kb:
-            rows.append(measure(bench, engine, body_kb, options.requests, options.concurrency))
-            print_row(rows[-1])
+        sizes = list(zip(options.body_kb, options.new_kb, strict=True))
+        measured: dict[Size, list[dict[str, Any]]] = {size: [] for size in sizes}
+        for _ in range(options.repeat):
+            for size in sizes:
+                measured[size].append(measure(bench, engine, size, options.requests, options.concurrency))
+        for size in sizes:
+            rows.append(take_medians(measured[size]))
+            print_row(rows[-1], options.concurrency)
         assert client.stdin is not None
         client.stdin.close()
     packages = ["polar-trl", "uvicorn", "uvloop", "httptools", "starlette", "orjson"]

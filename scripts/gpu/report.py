@@ -46,9 +46,13 @@ class Report:
             "rows": [],
         }
 
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
     def say(self, text: str) -> None:
         """A line of progress."""
-        print(f"[{time.monotonic() - self._started:6.1f} s] {text}", flush=True)
+        print(f"[{self.elapsed_s:6.1f} s] {text}", flush=True)
 
     def add(self, **row: Any) -> None:
         """One more row; keys without a column go to the file only."""

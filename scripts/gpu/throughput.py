@@ -1,7 +1,8 @@
 """Measure tokens per second through proxy and engine, over those of offline vllm.LLM.generate.
 
   bash scripts/gpu/run.sh throughput --model 135m --tokenizer .cache/models/SmolLM2-135M-Instruct
-  bash scripts/gpu/run.sh throughput --model 4b --concurrency 64 --calls 6 --scale 0.5
+  bash scripts/gpu/run.sh throughput --model 4b --concurrency 64 256 --calls 4 3 --repeat 3 --limit-s 540
+  bash scripts/gpu/run.sh throughput --model 0.6b --concurrency 64 --calls 4 --variants now 5ms
   bash scripts/gpu/run.sh throughput --model tiny --concurrency 2 4 --calls 3 --session-calls 5      # a CPU
 
 Both sides use one `LLM` in one process. "Proxy" is HTTP from other processes (OpenAI's Chat API), so many sessions at
@@ -20,6 +21,9 @@ GPU stands still, the sessions with all first prompts arriving in one moment, an
 slots. "steady" leaves all of that out: tokens of the steps from the end of the first requests, as many as there are
 slots, to the end of the last but so many.
 
+With --repeat, everything is measured so many times in turns, and a row's figures are medians. Variants (--variants)
+share the offline side of their turn; variants.py has them.
+
 "Added" is a call's time at its client without its time between `generate` and the step that ended it; that of first
 calls, which arrive together and are encoded from scratch, stands beside it (p50). "Hit" is the
 share of prompt tokens that came from the prefix cache. A separate session of 40 calls, at a quarter of the lengths,
@@ -30,6 +34,7 @@ thread only. The file has more of the kind: waits and page faults per step, requ
 import argparse
 import gc
 import resource
+import statistics
 import tempfile
 import threading
 import time
@@ -43,6 +48,7 @@ from agent_clients import Clients, ClientSession
 from engine_watch import EngineWatch, Side, WatchedEngine, build_key, find_busy
 from report import Report
 from session_lengths import TASK_TOKENS, SessionLengths, build_sessions
+from variants import changed
 from word_chain import MAX_MODEL_LEN, MODELS, chain_words, find_words, write_model
 
 from polar_trl.engine.base import GenerationParams
@@ -61,9 +67,10 @@ SESSIONS_PER_CLIENT = 64
 COLUMNS = {
     "model": "model",
     "sessions": "sessions at once",
+    "variant": "variant",
+    "repeats": "rows",
     "calls": "calls",
     "prompt_tokens": "prompt tokens per call",
-    "sampled_tokens": "sampled tokens",
     "proxy_tokens_per_s": "proxy tok/s",
     "offline_tokens_per_s": "offline tok/s",
     "whole_ratio": "ratio, whole",
@@ -115,25 +122,34 @@ class Bench:
         calls, _ = self._run_proxy_side(build_lengths("5k/30", 8, 0.1), 4, 12, 0.1)
         self._run_offline_side(calls, 4)
 
-    def measure(self, num_slots: int, calls_per_slot: int, scale: float, *, threaded: bool) -> dict[str, Any]:
-        """One row: both sides with so many sessions at once, and offline once more in a thread of its own."""
+    def measure(
+        self, num_slots: int, calls_per_slot: int, scale: float, variants: Sequence[str], *, threaded: bool
+    ) -> list[dict[str, Any]]:
+        """A row per variant: both sides with so many sessions at once, and offline again in a thread of its own."""
         num_calls = num_slots * calls_per_slot
         # sessions end after some 27 calls and are followed by others
         lengths = build_lengths("5k/30", num_slots * (calls_per_slot // 15 + 2), scale)
-        calls, row = self._run_proxy_side(lengths, num_slots, num_calls, scale)
+        rows = []
+        for variant in variants:
+            with changed(variant, self._engine._thread.native_id or 0):
+                calls, row = self._run_proxy_side(lengths, num_slots, num_calls, scale)
+            rows.append(row | {"variant": variant})
+        # of the last variant's prompts: the others' differ in their words only
         offline, num_same = self._run_offline_side(calls, num_slots)
-        row |= offline.describe("offline") | {"same_ids_share": num_same / num_calls}
-        row |= {
-            "whole_ratio": row["proxy_tokens_per_s"] / row["offline_tokens_per_s"],
-            "steady_ratio": row["proxy_steady_tokens_per_s"] / row["offline_steady_tokens_per_s"],
-        }
+        shared = offline.describe("offline") | {"same_ids_share": num_same / num_calls}
         if threaded:
             sides: list[Side] = []
             thread = threading.Thread(target=lambda: sides.append(self._run_offline_side(calls, num_slots)[0]))
             thread.start()
             thread.join()
-            row |= sides[0].describe("threaded")
-        return row
+            shared |= sides[0].describe("threaded")
+        for row in rows:
+            row |= shared
+            row |= {
+                "whole_ratio": row["proxy_tokens_per_s"] / row["offline_tokens_per_s"],
+                "steady_ratio": row["proxy_steady_tokens_per_s"] / row["offline_steady_tokens_per_s"],
+            }
+        return rows
 
     def measure_session(self, num_calls: int, scale: float) -> dict[str, Any]:
         """One session on its own: hit rate and added time."""
@@ -334,18 +350,48 @@ def main() -> None:
 def run_rows(bench: "Bench", report: Report, options: argparse.Namespace) -> None:
     """Each row on its own: one that fails leaves the others."""
     model = {"model": options.model}
-    try:
-        row = bench.measure_session(options.session_calls, SESSION_SCALE * options.scale)
-        report.add(**model, **row)
-    except Exception as error:  # noqa: BLE001 - reported, and the run ends with a failure
-        report.fail(error, **model, sessions=1)
-    sizes = zip(options.concurrency, options.calls, strict=True)
-    for num_slots, calls_per_slot in sizes:
+    if options.session_calls:
         try:
-            row = bench.measure(num_slots, calls_per_slot, options.scale, threaded=options.threaded)
+            row = bench.measure_session(options.session_calls, SESSION_SCALE * options.scale)
             report.add(**model, **row)
-        except Exception as error:  # noqa: BLE001 - the same
-            report.fail(error, **model, sessions=num_slots)
+        except Exception as error:  # noqa: BLE001 - reported, and the run ends with a failure
+            report.fail(error, **model, sessions=1)
+    singles: list[dict[str, Any]] = []
+    turn_s = 0.0
+    for turn in range(options.repeat):
+        begun_s = report.elapsed_s
+        if begun_s + turn_s > options.limit_s:
+            break
+        for num_slots, calls_per_slot in zip(options.concurrency, options.calls, strict=True):
+            # in another order each time
+            shift = turn % len(options.variants)
+            variants = options.variants[shift:] + options.variants[:shift]
+            try:
+                rows = bench.measure(num_slots, calls_per_slot, options.scale, variants, threaded=options.threaded)
+            except Exception as error:  # noqa: BLE001 - the same
+                report.fail(error, **model, sessions=num_slots)
+                continue
+            for row in rows:
+                ratios = f"whole {row['whole_ratio']:.3f}, steady {row['steady_ratio']:.3f}"
+                added = f"added {row['added_p50_ms']:.1f} / {row['added_p95_ms']:.1f} ms"
+                report.say(f"{num_slots} sessions, {row['variant']}: {ratios}, {added}")
+            singles += rows
+            report.note(single_rows=singles)
+        turn_s = report.elapsed_s - begun_s
+    for num_slots in options.concurrency:
+        for variant in options.variants:
+            rows = [row for row in singles if (row["sessions"], row["variant"]) == (num_slots, variant)]
+            if rows:
+                report.add(**model, **take_medians(rows))
+
+
+def take_medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Each figure's median, and how many rows there were."""
+    figures = {
+        name: value if isinstance(value, str) else statistics.median(row[name] for row in rows)
+        for name, value in rows[0].items()
+    }
+    return figures | {"repeats": len(rows)}
 
 
 def read_options() -> argparse.Namespace:
@@ -361,7 +407,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), help="sessions at once")
     parser.add_argument("--calls", type=int, nargs="+", help="calls per session at each of them, at least 3")
     parser.add_argument("--scale", type=float, help="factor of all lengths")
-    parser.add_argument("--session-calls", type=int, default=40, help="calls of the session on its own (default 40)")
+    parser.add_argument(
+        "--session-calls", type=int, default=40, help="calls of the session on its own (default 40; 0: none)"
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="rows that a figure is the median of (default 1)")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no turn that would end later than this")
+    parser.add_argument("--variants", nargs="+", default=["now"], help="what to compare (default: now)")
     parser.add_argument("--cuda-graphs", choices=LLM_KWARGS, default="default", help="as engine_cuda_graphs")
     parser.add_argument(
         "--threaded", action="store_true", help="run offline in a thread too: tells the thread's cost from the proxy's"
@@ -375,8 +426,8 @@ def read_options() -> argparse.Namespace:
         options.calls *= len(options.concurrency)
     if len(options.calls) != len(options.concurrency):
         parser.error(f"--calls: {len(options.calls)} numbers for the {len(options.concurrency)} of --concurrency")
-    if min(options.concurrency) < 1 or min(options.calls) < 3 or not 3 <= options.session_calls <= 40:
-        parser.error("--concurrency must be at least 1, --calls at least 3, --session-calls 3 to 40")
+    if min(options.concurrency) < 1 or min(options.calls) < 3 or options.session_calls not in (0, *range(3, 41)):
+        parser.error("--concurrency must be at least 1, --calls at least 3, --session-calls 0 or 3 to 40")
     if not (options.tokenizer / "tokenizer_config.json").is_file():
         parser.error(f"--tokenizer: {options.tokenizer} holds no tokenizer; scripts/dev/get_model.py makes one")
     return options

@@ -69,6 +69,10 @@ def test_every_step_is_logged(run: Path) -> None:
         assert entry["polar/rollouts_without_reward"] == 0
 
 
+def test_nothing_of_a_session_is_in_memory_after_its_step(run: Path) -> None:
+    assert load(run)["held"] == [0, 0, 0]
+
+
 def test_the_log_is_on_the_disk_line_by_line(run: Path) -> None:
     assert [line["step"] for line in read_log(run) if "reward" in line] == [1, 2, 3]
     assert [line["reward"] for line in read_log(run) if "reward" in line] == [e["reward"] for e in steps(run)]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from conversations import Style
 
+from polar_trl.json_text import replace_half_surrogates
 from polar_trl.types import ChatRequest, Message, ToolCall, ToolKind
 from polar_trl.wire.base import Incoming
 
@@ -115,7 +116,7 @@ def as_object(call: ToolCall) -> Json:
         return {}
     try:
         value = json.loads(call.arguments, parse_constant=refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()
+        value = json.loads(replace_half_surrogates(json.dumps(value, ensure_ascii=False)))
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"unparsed_arguments": call.arguments}

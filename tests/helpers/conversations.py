@@ -34,7 +34,7 @@ ODD_TEXTS = (
     '"quoted" \\ {"json": [1]} </tool_call><|im_end|>',
     "data: x\n\nevent: y\n: ping",
 )
-MALFORMED = ("", "  ", "{", '{"a": ', "[1]", "null", '"text"', "ls -l", '{"a": NaN}', '{"half": "\\ud83d"}')
+MALFORMED = ("", "  ", "{", '{"a": ', "[1]", "null", '"text"', "ls -l", '{"a": NaN}')
 IMAGES = ("data:image/png;base64,iVBORw0KGgo=", "data:image/jpeg;base64,/9j/4AAQ", "https://example.org/a.png?b=1&c")
 
 PNG = "data:image/png;base64,AA=="
@@ -114,7 +114,8 @@ def _spell_json(value: object, spelling: int) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2)
 
 
-json_object_texts = st.builds(_spell_json, json_objects, st.integers(0, 2))
+HALF = '{"half": "\\ud83d", "whole": "\\ud83d\\ude00", "path": "a\\\\ud83d"}'
+json_object_texts = st.builds(_spell_json, json_objects, st.integers(0, 2)) | st.just(HALF)
 names = st.from_regex(r"\A[a-z][a-z0-9-]{0,8}\Z")
 schemas = st.sampled_from([{"type": "object"}, {}]) | st.fixed_dictionaries(
     {

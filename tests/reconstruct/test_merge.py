@@ -1,10 +1,12 @@
 """Calls become rows by prefix merging: exact ids and masks in named cases, and a slow restatement at random."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from reconstruct_sessions import build_rollout, rollouts
 
-from polar_trl.reconstruct import BUILDERS, build_per_request, build_prefix_merged, check_laws
-from polar_trl.types import Call, Rollout
+from polar_trl.reconstruct import BUILDERS, build_per_request, build_prefix_merged, check_laws, digest
+from polar_trl.types import Call, Rollout, share_ids
 
 
 def show(rollout: Rollout, builder: str = "prefix_merging") -> list[tuple[tuple[int, ...], str, tuple[int, ...]]]:
@@ -142,6 +144,15 @@ def restate_chains(rollout: Rollout) -> list[tuple[int, ...]]:
     return [tuple(call.index for call in chain) for chain in chains]
 
 
+def share(rollout: Rollout) -> Rollout:
+    """The same rollout as sessions hold it: a prompt that goes on from another one shares its ids."""
+    calls: list[Call] = []
+    for call in rollout.calls:
+        before = [other.prompt_ids for other in calls if call.goes_on_from(other)]
+        calls.append(replace(call, prompt_ids=share_ids(call.prompt_ids, before[-1] if before else ())))
+    return replace(rollout, calls=tuple(calls))
+
+
 @settings(max_examples=400, deadline=None)
 @given(rollouts())
 def test_any_session_obeys_the_laws_and_the_rule(rollout: Rollout) -> None:
@@ -152,3 +163,10 @@ def test_any_session_obeys_the_laws_and_the_rule(rollout: Rollout) -> None:
     trained = sorted(index for row in merged.trajectories for index in row.call_indices)
     assert [row.call_indices for row in per_request.trajectories] == [(index,) for index in trained]
     assert merged.dropped == per_request.dropped
+    shared = share(rollout)
+    assert shared == rollout
+    for builder, rows in ((build_prefix_merged, merged), (build_per_request, per_request)):
+        assert builder(shared) == rows
+        assert digest(builder(shared).trajectories) == digest(rows.trajectories)
+        check_laws(shared, rows)
+        check_laws(rollout, builder(shared))

@@ -134,7 +134,10 @@ def test_a_hundred_calls_are_linear_on_disk(tmp_path: Path) -> None:
     sizes = [len(line) for line in (tmp_path / "a.jsonl").read_bytes().splitlines()[1:-1]]
     assert sizes[0] > 7000
     assert max(sizes[1:]) - min(sizes[1:]) < 50
-    assert read_session(tmp_path / "a.jsonl").calls == tuple(calls)
+    read = read_session(tmp_path / "a.jsonl").calls
+    assert read == tuple(calls)
+    assert sum(len(call.prompt_ids.own) for call in read) == len(calls[-1].prompt_ids)
+    assert sum(len(call.request.messages.own) for call in read) == len(calls[-1].request.messages)
 
 
 def test_a_continued_call_is_written_as_what_it_adds(tmp_path: Path) -> None:

@@ -116,6 +116,9 @@ def test_five_turns_of_a_rewritten_history_keep_their_tokens(workers: ThreadPool
         # the results answer the ids on record, not those that the agent made up
         assert after.request.messages[-1].tool_call_id == before.message.tool_calls[0].id
     assert bench.log.counters == {}
+    # each token and each message is held once, by the call that added it
+    assert sum(len(call.prompt_ids.own) for call in calls) == len(calls[-1].prompt_ids)
+    assert sum(len(call.request.messages.own) for call in calls[1:]) + 2 == len(calls[-1].request.messages)
 
 
 class WhereRendered(ByteRenderer):

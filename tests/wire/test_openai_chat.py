@@ -344,7 +344,7 @@ def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
 
 def test_half_an_emoji_is_replaced() -> None:
     body = b'{"messages": [{"role": "user", "content": "cut \\ud83d here \\\\ud83d \\u00e9"}]}'
-    assert read(body).request.messages[0].text == "cut ? here \\ud83d é"
+    assert read(body).request.messages[0].text == "cut \ufffd here \\ud83d é"
 
 
 @given(st.binary(max_size=50))

@@ -86,7 +86,7 @@ def _build_single(rollout_id: str, call: Call) -> Trajectory:
     return Trajectory(
         rollout_id=rollout_id,
         call_indices=(call.index,),
-        token_ids=call.prompt_ids + call.completion.token_ids,
+        token_ids=(*call.prompt_ids, *call.completion.token_ids),
         trainable=(False,) * num_prompt + (True,) * num_sampled,
         logprobs=(0.0,) * num_prompt + call.completion.logprobs,
         policy_versions=(-1,) * num_prompt + (call.completion.first_policy_version,) * num_sampled,

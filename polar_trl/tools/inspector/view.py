@@ -1,12 +1,10 @@
 """Open one session: its record and trained rows as the JSON that its page asks for.
 
-Token texts and lines are made when a track is looked at. Prompts of calls, which a record holds over and over, are not
-kept; a track holds each token once.
+Token texts and lines are made when a track is looked at.
 """
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,8 +54,7 @@ class SessionView:
                 self.forks[number] = fork
         self._references = {fork.call: fork.other_call for fork in self.forks.values()}
         self._track_of_call = {index: number for number, track in enumerate(self.tracks) for index in track.calls}
-        self._num_prompt = [len(call.prompt_ids) for call in rollout.calls]
-        self._calls = tuple(replace(call, prompt_ids=()) for call in rollout.calls)
+        self._calls = rollout.calls
         self.counters = {**rollout.counters}
         self.outcome = outcome
 
@@ -164,7 +161,7 @@ class SessionView:
             "track": self._track_of_call.get(index),
             "dialect": call.dialect,
             "purpose": call.purpose,
-            "prompt_tokens": self._num_prompt[index],
+            "prompt_tokens": len(call.prompt_ids),
             "sampled_tokens": len(completion.token_ids),
             "seconds": round(call.duration_s, 3),
             "started_s": call.started_s,

@@ -70,7 +70,7 @@ def compare(
         special_ids: Tokens of markup.
         call, since: See `Rewrite`.
     """
-    sampled_ids = (*_opening_ids(tokenizer, turn.prompt_ids, opening), *turn.completion.token_ids)
+    sampled_ids = (*_opening_ids(tokenizer, tuple(turn.prompt_ids), opening), *turn.completion.token_ids)
     written_ids = tuple(tokenizer.encode(written, add_special_tokens=False))
     if sampled_ids[-1] not in special_ids and written_ids and written_ids[-1] in special_ids:
         written_ids = written_ids[:-1]  # the end of a turn that was cut off is no rewriting

@@ -175,7 +175,7 @@ def _build_turn(
         kept: set[int | None] = {call.index}
         forks_at[name] = None
         for later in followers:
-            if later.parent in kept or _continues(other.calls[call.index], later):
+            if later.parent in kept or later.goes_on_from(other.calls[call.index]):
                 kept.add(later.index)
             elif forks_at[name] is None:
                 forks_at[name] = later.index
@@ -197,16 +197,11 @@ def _build_policy(session: Session, chains: _Chains) -> PolicyReport:
             not earlier and call.purpose == "policy" for call, earlier in zip(session.calls, chains, strict=True)
         ),
         forks=sum(
-            bool(earlier) and call.parent != earlier[-1].index and not _continues(earlier[-1], call)
+            bool(earlier) and call.parent != earlier[-1].index and not call.goes_on_from(earlier[-1])
             for call, earlier in zip(session.calls, chains, strict=True)
         ),
         refusal=session.refusal,
     )
-
-
-def _continues(before: Call, call: Call) -> bool:
-    ids = before.prompt_ids + before.completion.token_ids
-    return call.prompt_ids[: len(ids)] == ids
 
 
 def _add(known: list[Rewrite], found: Rewrite) -> None:
@@ -228,7 +223,7 @@ def _check_tokenizer(model: LoadedModel, policy: Policy, recorded: Sequence[Call
     for call in checked:
         ids, recorded_message = call.completion.token_ids, call.message
         readable = max(ids) < size
-        message = renderer.parse(call.prompt_ids, ids, call.request.tools) if readable else None
+        message = renderer.parse(tuple(call.prompt_ids), ids, call.request.tools) if readable else None
         if (
             message is not None
             and message.text.strip().startswith(recorded_message.text.strip())

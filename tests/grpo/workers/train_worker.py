@@ -1,18 +1,33 @@
 """Train a few steps and write down what happened: `train_worker.py MODEL OUT BEHAVIOUR,... [JSON settings]`."""
 
 import asyncio
+import gc
 import json
 import sys
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 from worker_common import build_trainer
 
 from polar_trl.engine.base import GenerationParams
+from polar_trl.types import Call, Trajectory
 
 model, out, behaviours = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(",")
 settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
 trainer = build_trainer(model, out, behaviours, **settings)
+held = []
+
+
+class CountHeld(TrainerCallback):
+    """Counts the calls and trajectories that are in memory once a step is over."""
+
+    def on_step_end(self, *_, **__):
+        gc.collect()
+        held.append(sum(isinstance(value, Call | Trajectory) for value in gc.get_objects()))
+
+
+trainer.add_callback(CountHeld())
 before = [p.detach().clone() for p in trainer.model.parameters()]
 trainer.train()
 moved = max((a - b).abs().max().item() for a, b in zip(before, trainer.model.parameters(), strict=True))
@@ -38,6 +53,7 @@ if trainer.accelerator.is_main_process:
     result = {
         "log": trainer.state.log_history,
         "moved": moved,
+        "held": held,
         "greedy_gap_max": (own - torch.tensor(completion.logprobs)).abs().max().item(),
         "greedy_is_argmax": logits.argmax(-1).tolist() == list(completion.token_ids),
         "num_greedy_tokens": len(completion.token_ids),
