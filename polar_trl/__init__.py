@@ -18,6 +18,8 @@ _LAZY = {
     "PolarGRPOTrainer": "polar_trl.grpo.trainer",
     "PolarGRPOConfig": "polar_trl.grpo.config",
     "LocalSandboxBackend": "polar_trl.sandbox.local",
+    "Harness": "polar_trl.harness.base",
+    "Launch": "polar_trl.harness.base",
     "ShellHarness": "polar_trl.harness.shell",
     "build_agent": "polar_trl.harness",
     "CommandGrader": "polar_trl.grade.command",

@@ -19,12 +19,14 @@ PolarError
 └── LawError         a law of the design is broken; names the rollout and stops the run
 """
 
+import re
 from typing import Literal
 
 WireErrorKind = Literal["invalid_request", "authentication", "not_found", "context_overflow", "overloaded", "internal"]
 
 
 _MESSAGE_LENGTH = 2000
+_FIELD = re.compile(r"([A-Za-z_]\w*)[\w.\[\]]*: ")
 
 
 class PolarError(Exception):
@@ -48,6 +50,8 @@ class WireError(PolarError):
         kind: The error's kind in no dialect's words: "invalid_request", "authentication", "not_found",
             "context_overflow", "overloaded" or "internal"; each dialect has its own name for it.
         retry_after_s: When the same request may be sent again; None: it is hopeless, or nobody knows.
+        reason: The word by which it is counted where it refuses a request; None is the first name of the field's
+            path, or "body"; "" for what has a counter already.
     """
 
     def __init__(
@@ -57,11 +61,20 @@ class WireError(PolarError):
         status: int = 400,
         kind: WireErrorKind = "invalid_request",
         retry_after_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message[:_MESSAGE_LENGTH])  # it may quote the request
         self.status = status
         self.kind = kind
         self.retry_after_s = retry_after_s
+        named = _FIELD.match(message)
+        self.reason = reason if reason is not None else named[1] if named else "body"
+
+    @property
+    def is_agents_own(self) -> bool:
+        """Tell whether any server would refuse the request: it is too long, too large, or comes after the end. Other
+        refusals say that we do not read what a provider reads."""
+        return self.kind in ("context_overflow", "authentication") or self.status == 413
 
 
 class ContextOverflowError(WireError):
@@ -70,13 +83,16 @@ class ContextOverflowError(WireError):
     Args:
         num_tokens: Length of the prompt.
         max_tokens: Length of the context.
+        at_least: The prompt was not encoded, and is longer.
     """
 
-    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+    def __init__(self, num_tokens: int, max_tokens: int, *, at_least: bool = False) -> None:
+        counted = "the prompt is longer, it was not encoded" if at_least else "one token is kept for the answer"
+        self.advice = f"vllm_max_model_length sets the context length of {max_tokens} tokens; {counted}."
         super().__init__(
-            f"prompt is too long: {num_tokens} tokens > {max_tokens - 1} maximum "
-            f"(context length {max_tokens}, one token is kept for the answer)",
+            f"prompt is too long: {num_tokens} tokens > {max_tokens - 1} maximum. {self.advice}",
             kind="context_overflow",
+            reason="context_overflow",
         )
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens

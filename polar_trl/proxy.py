@@ -9,7 +9,9 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -35,8 +37,21 @@ from polar_trl.types import Endpoint
 
 BACKLOG = 128
 """Connections that the system accepts before the proxy can count them."""
+NewSession = tuple[SessionLog, SessionLimits, Classify]
 NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 """Threads for large bodies. Tokenizers let go of the interpreter's lock while they encode."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen; port 0 lets the system choose. Raises `ConfigError` if the address cannot be listened on."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        advice = "choose another port, or 0 to let the system choose one"
+        reason = "ports are 0 to 65535"
+        if isinstance(error, OSError):  # whose own text names the address as well, but for names of hosts
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): {advice}") from error
 
 
 class Proxy:
@@ -50,6 +65,9 @@ class Proxy:
         host: Address to listen on.
         port: 0 lets the system choose.
         ping_interval_s: How often an open stream hears a ping while the engine works.
+        live: Streams tell text while it is sampled. In training nobody reads it, and they tell whole answers.
+        begin_session: Called on the event loop with each key that is not known: the session that begins with it, or
+            None where it is to stay unknown.
     """
 
     def __init__(
@@ -62,9 +80,14 @@ class Proxy:
         host: str = "127.0.0.1",
         port: int = 0,
         ping_interval_s: float = 10.0,
+        live: bool = False,
+        begin_session: Callable[[str], NewSession | None] = lambda api_key: None,
     ) -> None:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="polar-proxy-worker")
-        self._backend = ModelBackend(engine=engine, renderer=renderer, params=params, model=model, workers=workers)
+        self._backend = ModelBackend(
+            engine=engine, renderer=renderer, params=params, model=model, workers=workers, live=live
+        )
+        self._begin_session = begin_session
         self.is_text_only = engine.own_renderer is not None  # nothing of what is recorded can be trained then
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
@@ -75,20 +98,14 @@ class Proxy:
 
     def start(self) -> None:
         """Listen, and serve from a thread. Raises `ConfigError` if the address cannot be listened on."""
-        host, port = self._address
-        try:
-            # ours and not uvicorn's: the port is known, and connections queue, before the thread runs
-            listener = socket.create_server((host, port), backlog=BACKLOG)
-        except (OSError, OverflowError) as error:
-            advice = "choose another port, or 0 to let the system choose one"
-            reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-            raise ConfigError(f"cannot listen on {host}:{port} ({reason}): {advice}") from error
-        self.origin = f"http://{host}:{listener.getsockname()[1]}"
+        # ours and not uvicorn's: the port is known, and connections queue, before the thread runs
+        listener = listen(*self._address)
+        self.origin = f"http://{self._address[0]}:{listener.getsockname()[1]}"
         # half of the files are for sandboxes, records and checkpoints
         self._connections = Connections(max_open=raise_open_file_limit() // 2)
         build_connection: Any = partial(Connection, connections=self._connections)
         config = uvicorn.Config(
-            build_app(self._sessions, self._connections, self._backend.model, self._ping_interval_s),
+            build_app(self._find_session, self._connections, self._backend.model, self._ping_interval_s),
             http=build_connection,
             backlog=BACKLOG,
             ws="none",
@@ -136,6 +153,7 @@ class Proxy:
         classify: Classify = always_policy,
         listener: socket.socket | None = None,
         gate_stats: GateStats | None = None,
+        api_key: str | None = None,
     ) -> Endpoint:
         """Make a key under which calls are served, and recorded in `log`.
 
@@ -146,8 +164,9 @@ class Proxy:
             listener: A listening socket inside the agent's own network, or one that is relayed to from there; served
                 and owned by this session.
             gate_stats: Filled with what the gate sees of this session.
+            api_key: The key; None makes a random one.
         """
-        api_key = secrets.token_urlsafe(24)
+        api_key = api_key or secrets.token_urlsafe(24)
         session = self._sessions[api_key] = Session(self._backend, log, limits, classify, gate_stats)
         origin = self.origin
         if listener is not None:
@@ -157,12 +176,16 @@ class Proxy:
             self._listeners[api_key] = asyncio.run_coroutine_threadsafe(
                 self._serve_on(listener, session), self._loop
             ).result()
+        return replace(self.describe(api_key), origin=origin)
+
+    def describe(self, api_key: str) -> Endpoint:
+        """Build what an agent with this key is told."""
         return Endpoint(
-            origin=origin,
+            origin=self.origin,
             api_key=api_key,
             model=self._backend.model,
-            max_model_len=self._backend.engine.max_model_len,
-            max_tokens=self._backend.params.max_tokens,
+            max_model_len=self.max_model_len,
+            max_tokens=self.max_tokens,
         )
 
     def close_session(self, api_key: str) -> None:
@@ -180,6 +203,16 @@ class Proxy:
             raise session.broken_law
 
     @property
+    def max_model_len(self) -> int:
+        """The engine's: tokens of a prompt and its answer together."""
+        return self._backend.engine.max_model_len
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one answer."""
+        return self._backend.params.max_tokens
+
+    @property
     def policy_version(self) -> int:
         """The engine's: grows by one whenever the weights change."""
         return self._backend.engine.policy_version
@@ -195,6 +228,11 @@ class Proxy:
     def release(self) -> None:
         """Let calls through again, those first that waited."""
         self._loop.call_soon_threadsafe(self._backend.gate.release)
+
+    def _find_session(self, api_key: str) -> Session | None:
+        if api_key not in self._sessions and (begun := self._begin_session(api_key)):
+            self.open_session(*begun, api_key=api_key)
+        return self._sessions.get(api_key)
 
     async def _serve_on(self, listener: socket.socket, session: Session) -> asyncio.Server:
         """Serve a session's own socket, as uvicorn does with the one that all share."""

@@ -27,7 +27,14 @@ StopReason = Literal[
     "cancelled",
 ]
 ErrorKind = Literal[
-    "prepare_failed", "sandbox_failed", "model_calls_failed", "engine_busy", "no_calls", "grader_failed", "cancelled"
+    "prepare_failed",
+    "sandbox_failed",
+    "model_calls_failed",
+    "request_refused",
+    "engine_busy",
+    "no_calls",
+    "grader_failed",
+    "cancelled",
 ]
 
 

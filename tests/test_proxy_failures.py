@@ -62,7 +62,7 @@ def test_keys_paths_and_methods() -> None:
 
 def test_a_bad_request_is_refused_with_a_status_even_when_streaming() -> None:
     with serve(ScriptedEngine([])) as proxy, http(proxy.open_session(log := new_log())) as agent:
-        refused = agent.post(CHAT, json={"messages": [{"role": "user"}], "stream": True})
+        refused = agent.post(CHAT, json={"messages": [{"role": "user", "content": 5}], "stream": True})
     assert refused.status_code == 400
     assert refused.headers["x-should-retry"] == "false"
     assert refused.json()["error"]["param"] == "messages[0].content"

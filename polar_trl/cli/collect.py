@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polar_trl.cli.process import sigterm_interrupts, stdout_on_stderr
+from polar_trl.errors import ConfigError
 
 if TYPE_CHECKING:
     from polar_trl.collect.accept import Acceptance
@@ -27,6 +28,9 @@ examples:
   polar-trl collect --config my_run.yaml --base_url https://example.com/v1 --served_name strong --text_only \\
       --vllm_max_model_length 65536 --output_dir runs/collect
       any other chat server: messages without token ids
+
+  polar-trl collect --recorded runs/serve-checkpoint-70 --sessions fix-login --output_dir runs/mine
+      sessions of your own, which polar-trl serve recorded: nothing is run or graded
 
 Other flags are keys of the run, as scripts/train.py takes them, and of polar-trl eval: num_samples, max_attempts,
 limit, task_ids, eval_temperature, num_engines, base_url, served_name, text_only. A key for the server is read from
@@ -51,6 +55,12 @@ def add_parser(subparsers: Any) -> None:
         "--output_dir", type=Path, required=True, metavar="OUT", help="folder of sessions and data set"
     )
     parser.add_argument(
+        "--recorded", type=Path, metavar="DIR", help="take the sessions that polar-trl serve recorded, and run none"
+    )
+    parser.add_argument(
+        "--sessions", nargs="+", default=[], metavar="NAME", help="of those that are kept (default: all with an end)"
+    )
+    parser.add_argument(
         "--min_reward", type=float, default=1.0, metavar="R", help="of an accepted session (default: %(default)s)"
     )
     parser.add_argument("--max_per_task", type=int, metavar="N", help="accepted sessions of a task that are kept")
@@ -72,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """`polar-trl collect`."""
     # torch, transformers, TRL, vLLM and datasets; the other subcommands start without
     from polar_trl.collect.data_set import Selection
-    from polar_trl.collect.run import parse_collection, run_collection
+    from polar_trl.collect.run import DATA_SET_FOLDER, collect_recorded, parse_collection, run_collection
 
     selection = Selection(
         min_reward=args.min_reward,
@@ -82,6 +92,13 @@ def run(args: argparse.Namespace) -> int:
         test_share=args.test_share,
         seed=args.split_seed,
     )
+    if args.recorded is not None:
+        if unread := [*args.overrides, *(["--config"] if args.config else [])]:
+            raise ConfigError(f"--recorded runs nothing, and nothing reads {unread[0]} with it; leave it out")
+        report = collect_recorded(args.recorded, args.output_dir, selection, args.sessions)
+        return _tell(report, args.output_dir / DATA_SET_FOLDER, selection.test_share, as_json=args.json)
+    if args.sessions:
+        raise ConfigError("--sessions names those of --recorded; give that folder too")
     with sigterm_interrupts(), stdout_on_stderr():  # vLLM prints on it
         collection = parse_collection(args.config, args.overrides, args.output_dir, selection)
         try:
@@ -89,11 +106,15 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("polar-trl: stopped; the same command goes on with what is left", file=sys.stderr)
             return 130
-    if args.json:
-        print(json.dumps({"data_set": str(collection.data_set), **report.render()}))
+    return _tell(report, collection.data_set, selection.test_share, as_json=args.json)
+
+
+def _tell(report: "Report", data_set: Path, test_share: float, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"data_set": str(data_set), **report.render()}))
     else:
-        _print_report(report, collection.data_set)
-        if selection.test_share > 0 and not any(report.num_rows(form, "test") for form in report.rows):
+        _print_report(report, data_set)
+        if test_share > 0 and not any(report.num_rows(form, "test") for form in report.rows):
             print(
                 "no rows for testing: a repository's only task is trained on, and there are too few tasks for a share",
                 file=sys.stderr,

@@ -1,31 +1,42 @@
-"""`polar-trl doctor`: which agents are installed and work here; with --security, which attacks sandboxes hold."""
+"""`polar-trl doctor`: which agents work here, own ones too; with --security, which attacks sandboxes hold."""
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness import AGENTS, build_agent
+from polar_trl.harness import AGENTS
+from polar_trl.harness.base import AgentHarness, Harness
+from polar_trl.harness.own import is_class_name
 from polar_trl.sandbox import KINDS, choose_kind
 
 if TYPE_CHECKING:
+    from polar_trl.tokens.base import Renderer
     from polar_trl.tools.doctor import Checkup
+    from polar_trl.tools.own_agent import Trial
     from polar_trl.tools.security import Row
 
 EPILOG = """\
 examples:
   polar-trl doctor                         every agent that is installed
   polar-trl doctor codex pi --install      these two, installed first where they are missing
+  polar-trl doctor pi@1.5.2 --install      another version than the one that was verified
+  polar-trl doctor 'my-agent --yes {instruction}' --agent_folders /opt/my-agent
+  polar-trl doctor my_agents:Mine          an own class, as agent: my_agents:Mine of a run file
   polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
+  polar-trl doctor codex pi --model MODEL --window 8192   does their own prompt fit, by this model's tokenizer?
   polar-trl doctor --security              attack the sandboxes of this machine, in under a minute
   polar-trl doctor --security --sandbox docker --image python:3.11 --json
 
 An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
 its own shell tool, and its calls continue each other token for token. Exits with 1 if one that was asked for does not.
+
+An own agent, by its command (anything with a space or a slash in it) or its class, works if it calls the model, ends
+as it should, and runs a tool that looks like a shell; what it spoke, sent and was refused is printed.
 
 With --security nothing is asked of agents: a script attacks each kind of sandbox from inside, and harms nothing where
 it succeeds. Exits with 1 if the sandbox of --sandbox, or else the one that a run takes by itself (docker where an
@@ -42,10 +53,25 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("agents", metavar="AGENT", nargs="*", help=f"of {', '.join(AGENTS)} (default: all)")
+    parser.add_argument(
+        "agents",
+        metavar="AGENT",
+        nargs="*",
+        help=f"of {', '.join(AGENTS)} (default: all), NAME@VERSION, the command of an own agent or its class",
+    )
+    parser.add_argument("--agent_options", metavar="JSON", help="options of the agents, as in a run file")
+    parser.add_argument("--agent_files", metavar="FILE", nargs="+", default=[], help="as in a run file")
+    parser.add_argument("--agent_folders", metavar="FOLDER", nargs="+", default=[], help="as in a run file")
     parser.add_argument("--install", action="store_true", help="install those that are missing")
     parser.add_argument(
         "--answer_s", type=float, default=0.0, metavar="S", help="seconds the model takes per answer (default: 0)"
+    )
+    parser.add_argument("--model", help="count the tokens of each agent's first prompt as this model is shown it")
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="TOKENS",
+        help="context window that they must fit (vllm_max_model_length)",
     )
     parser.add_argument(
         "--sandbox",
@@ -66,36 +92,105 @@ def run(args: argparse.Namespace) -> int:
     # the proxy and all it needs; the other subcommands start without
     from polar_trl.sandbox import build_backend
     from polar_trl.tools.doctor import check_agent
+    from polar_trl.tools.own_agent import try_agent
 
     if args.security:
         return _run_security(args)
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
-    harnesses = [build_agent(name) for name in dict.fromkeys(args.agents or AGENTS)]
+    if args.window is not None and (args.model is None or args.window < 1):
+        raise ConfigError("--window is a number of tokens from 1, and needs the --model whose tokens they are")
+    model = None if args.model is None else _load_model(args.model)
+    harnesses = {name: _build(name, args) for name in dict.fromkeys(args.agents or AGENTS)}
     # agents of Node share it, and a container takes a folder once
-    mounts = list(dict.fromkeys(folder for harness in harnesses for folder in harness.folders))
+    mounts = list(dict.fromkeys(folder for harness in harnesses.values() for folder in harness.folders))
     backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=mounts)
     checkups: dict[str, Checkup] = {}
-    for harness in harnesses:
-        print(f"polar-trl: trying {harness.name} ...", file=sys.stderr)
-        checkups[harness.name] = check_agent(harness, install=args.install, delay_s=args.answer_s, backend=backend)
+    trials: dict[str, Trial] = {}
+    settings = {"backend": backend, "delay_s": args.answer_s, "model": model, "window": args.window}
+    for name, harness in harnesses.items():
+        print(f"polar-trl: trying {name} ...", file=sys.stderr)
+        if _is_known(name):
+            checkups[name] = check_agent(cast(AgentHarness, harness), name, install=args.install, **settings)
+        else:
+            trials[name] = try_agent(harness, **settings)
     if args.json:
-        print(json.dumps({"agents": {name: asdict(checkup) for name, checkup in checkups.items()}}))
+        reports = {name: asdict(c) for name, c in checkups.items()} | {name: asdict(t) for name, t in trials.items()}
+        print(json.dumps({"agents": reports}))
     else:
-        _print_checkups(checkups)
+        if checkups:
+            _print_checkups(checkups)
+        for name, trial in trials.items():
+            _print_trial(name, trial)
     missed = [c for c in checkups.values() if not c.works and (args.agents or args.install or c.installed)]
-    return 1 if missed else 0
+    return 1 if missed or not all(trial.works for trial in trials.values()) else 0
+
+
+def _is_known(name: str) -> bool:
+    return name.partition("@")[0] in AGENTS
+
+
+def _build(name: str, args: argparse.Namespace) -> Harness:
+    """Build an agent from its name, its name and version, its class or its command. Raises `ConfigError`."""
+    from polar_trl.setup.run_setup import RunArguments, build_harness, read_agent_options
+
+    options = read_agent_options(args.agent_options)
+    run = RunArguments(tasks="", agent=name, agent_options=options)
+    run.agent_files, run.agent_folders = args.agent_files, args.agent_folders
+    if any(character in name for character in " \t\n/"):
+        run.agent, run.agent_command = "shell", name
+    elif not is_class_name(name):
+        run.agent, at, version = name.partition("@")
+        if run.agent not in AGENTS:
+            raise ConfigError(
+                f"agent {name!r} is not known; known are {', '.join(AGENTS)}, each as NAME@VERSION too. An own agent "
+                "is a command with a space or a slash in it, or a class as package.module:Class"
+            )
+        if at:
+            options["version"] = version
+    return build_harness(run)
+
+
+def _load_model(name: str) -> "Renderer":
+    from transformers import AutoTokenizer
+
+    from polar_trl.tokens.load import load_renderer
+
+    try:
+        return load_renderer(AutoTokenizer.from_pretrained(name), name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: {name} has no tokenizer that can be read: {error}") from error
 
 
 def _print_checkups(checkups: Mapping[str, "Checkup"]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("agent", "installed", "verified", "works", "why")
+    table = Table("agent", "installed", "verified", "works", "prompt", "why")
     for name, checkup in checkups.items():
         works = "yes" if checkup.works else "no"
-        table.add_row(name, checkup.installed or "-", checkup.verified, works, checkup.why)
+        prompt = "-" if checkup.prompt_tokens is None else f"{checkup.prompt_tokens} tokens"
+        table.add_row(name, checkup.installed or "-", checkup.verified, works, prompt, checkup.why)
     Console().print(table)
+
+
+def _print_trial(name: str, trial: "Trial") -> None:
+    print(f"{name}\n  works: {'yes' if trial.works else f'no: {trial.why}'}")
+    if trial.dialects:
+        spoken = ", ".join(f"{dialect} ({count} calls)" for dialect, count in trial.dialects.items())
+        print(f"  speaks: {spoken}; {trial.streamed} streamed, {trial.auxiliary} auxiliary")
+        counted = trial.prompt_tokens
+        unit = "bytes; --model counts tokens" if counted is None else "tokens"
+        sizes = trial.prompt_bytes if counted is None else counted
+        print(f"  prompts: {sizes[0]} first, {max(sizes)} longest ({unit})")
+        asked = ", ".join(map(str, trial.max_tokens))
+        print(f"  answers: {f'asks for at most {asked} tokens' if asked else 'sets no limit of their length'}")
+        print(f"  tools: {', '.join(trial.tools) or 'none'}")
+    for title, counts in (("unread fields", trial.unread), ("counted", trial.counters)):
+        if counts:
+            print(f"  {title}: " + ", ".join(f"{key} ({count})" for key, count in counts.items()))
+    for note in trial.notes:
+        print(f"  note: {note}")
 
 
 def _run_security(args: argparse.Namespace) -> int:

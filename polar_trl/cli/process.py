@@ -70,6 +70,30 @@ def sigterm_interrupts(*, with_launcher: bool = False) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+@contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Treat SIGTERM and the end of the terminal as Ctrl-C inside the block; a second signal ends the process at once.
+
+    One that was ignored before, as nohup does, stays so.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+
+    def interrupt(_signum: int, _frame: Any) -> None:
+        for number in heeded:
+            signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    for number in heeded:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
+
+
 def is_launcher(pid: int) -> bool:
     """Tell whether a process is a launcher of training scripts, by its command line."""
     try:

@@ -112,6 +112,7 @@ def build_data_set(
     *,
     agent: str,
     model: str,
+    results: Sequence[SampleResult] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Write the data set of a folder of `sample_tasks`.
@@ -121,6 +122,7 @@ def build_data_set(
         target: Replaced if it holds an earlier data set.
         agent: Whose sessions they are, and
         model: what answered it, for the card.
+        results: Of the sessions; None: those in `results.jsonl`.
         on_progress: Called with how many accepted sessions have been read, and of how many.
 
     Raises:
@@ -131,7 +133,7 @@ def build_data_set(
     refuse_foreign(target)
     results = [
         result
-        for result in read_results(folder)
+        for result in (read_results(folder) if results is None else results)
         if selection.num_samples is None or result.sample < selection.num_samples
     ]
     chosen = choose_accepted(results, min_reward=selection.min_reward, max_per_task=selection.max_per_task)

@@ -52,13 +52,19 @@ class Engine(Protocol):
     `text_only`, and this stands where a renderer is asked for."""
 
     async def answer(
-        self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams
+        self,
+        request: ChatRequest,
+        prompt_ids: TokenIds,
+        params: GenerationParams,
+        so_far: list[int] | None = None,
     ) -> Completion | TextReply:
         """Sample the next message of a conversation.
 
         Args:
             request: The conversation; read by engines that take messages.
             prompt_ids: [P], the rendered prompt; read by all others.
+            so_far: Filled with the ids as they are sampled, from any thread, by engines that can; None where nobody
+                looks at them, which costs nothing.
 
         Raises:
             EngineError, EngineBusyError: the engine fails, is closed meanwhile, or takes no requests for now.
@@ -78,11 +84,23 @@ class TokenEngine(Engine, Protocol):
         """Sample one completion. Raises `EngineError` if the engine fails or closes meanwhile."""
         ...
 
+    async def generate_live(self, prompt_ids: TokenIds, params: GenerationParams, so_far: list[int]) -> Completion:
+        """Sample the same, and fill `so_far`; engines that know no ids before the end leave it empty."""
+        return await self.generate(prompt_ids, params)
+
     async def answer(
-        self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams
+        self,
+        request: ChatRequest,
+        prompt_ids: TokenIds,
+        params: GenerationParams,
+        so_far: list[int] | None = None,
     ) -> Completion | TextReply:
         """Sample from the prompt's ids; see `Engine.answer`. Raises `EngineError` as `require_usable` does."""
-        return require_usable(await self.generate(prompt_ids, params), self.vocab_size)
+        if so_far is None:
+            completion = await self.generate(prompt_ids, params)
+        else:
+            completion = await self.generate_live(prompt_ids, params, so_far)
+        return require_usable(completion, self.vocab_size)
 
 
 def require_usable(completion: Completion, vocab_size: int) -> Completion:

@@ -41,7 +41,13 @@ class ChatServer(Engine, Renderer):
         self.max_model_len = max_model_len
         self.own_renderer = self
 
-    async def answer(self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams) -> TextReply:
+    async def answer(
+        self,
+        request: ChatRequest,
+        prompt_ids: TokenIds,
+        params: GenerationParams,
+        so_far: list[int] | None = None,
+    ) -> TextReply:
         """Ask for the next message; see `Engine.answer`."""
         body = self._build_body(request, params)
         try:
@@ -57,7 +63,7 @@ class ChatServer(Engine, Renderer):
             if error.status in (401, 403, 404):
                 raise  # the server does not know us, or the model: no fault of the agent's
             kind: WireErrorKind = "context_overflow" if _is_overflow(error) else "invalid_request"
-            raise WireError(str(error), kind=kind) from error
+            raise WireError(str(error), kind=kind, reason="server") from error
         return _parse_reply(answer)
 
     def probe(self, params: GenerationParams) -> None:

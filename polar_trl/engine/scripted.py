@@ -22,6 +22,7 @@ class ScriptedEngine(TokenEngine):
     Args:
         replies: One per request, in the order of the requests; or a function from prompt ids to a reply.
         delay_s: How long each request takes.
+        token_delay_s: How long each token of a reply takes, where somebody looks at them.
         logprob: Of every token of a reply that brings none (nats).
         max_model_len: Prompt and completion tokens together.
     """
@@ -31,6 +32,7 @@ class ScriptedEngine(TokenEngine):
         replies: Iterable[Reply] | Callable[[TokenIds], Reply],
         *,
         delay_s: float = 0.0,
+        token_delay_s: float = 0.0,
         logprob: float = -0.5,
         max_model_len: int = 32768,
         policy_version: int = 0,
@@ -43,6 +45,7 @@ class ScriptedEngine(TokenEngine):
             self._script.extend(replies)
         self._logprob = logprob
         self.delay_s = delay_s
+        self.token_delay_s = token_delay_s
         self.max_model_len = max_model_len
         self.policy_version = policy_version
         self.params: list[GenerationParams] = []
@@ -79,6 +82,18 @@ class ScriptedEngine(TokenEngine):
             first_policy_version=first_policy_version,
             last_policy_version=self.policy_version,
         )
+
+    async def generate_live(self, prompt_ids: TokenIds, params: GenerationParams, so_far: list[int]) -> Completion:
+        """Return the next reply, after its tokens have come one by one."""
+        completion = await self.generate(prompt_ids, params)
+        try:
+            for token_id in completion.token_ids:
+                so_far.append(token_id)
+                await asyncio.sleep(self.token_delay_s)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        return completion
 
     def _take(self, prompt_ids: TokenIds) -> Reply:
         if self._choose is not None:

@@ -5,17 +5,14 @@ reward already is counted and not run again.
 """
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.engine.standalone import build_standalone_engine
+from polar_trl.eval.open_model import open_engine, open_proxy, prepare_model
 from polar_trl.eval.sample_tasks import (
     Sample,
     SampleResult,
@@ -25,7 +22,6 @@ from polar_trl.eval.sample_tasks import (
     sample_tasks,
     share_folder,
 )
-from polar_trl.eval.served_model import open_served_model
 from polar_trl.eval.setup import (
     EvalSetup,
     build_eval_parts,
@@ -38,12 +34,10 @@ from polar_trl.eval.setup import (
 from polar_trl.eval.summary import build_summary
 from polar_trl.eval.workers import run_workers
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
-from polar_trl.proxy import Proxy
+from polar_trl.grpo.resume.model_folder import Checkpoint
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.run_folder import disk_errors, write_whole
 from polar_trl.setup.run_setup import RunParts
-from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
 
 SUMMARY_FILE = "summary.json"
@@ -66,7 +60,7 @@ def run_evaluation(setup: EvalSetup, *, show_progress: bool = True) -> dict[str,
             samples = _list_left(setup, tasks, before)
             _say_what_is_left(setup, len(tasks), before, samples)
             if samples and setup.evaluation.num_engines > 1:
-                _prepare_model(setup, checkpoint)
+                prepare_model(setup, checkpoint)
                 run_workers(setup, len(samples), show_progress=show_progress)
             elif samples:
                 _sample(setup, parts, checkpoint, samples, show_progress=show_progress)
@@ -116,21 +110,10 @@ def summarize_results(setup: EvalSetup, tasks: Sequence[Task]) -> dict[str, Any]
 def open_runner(
     args: PolarGRPOConfig, parts: RunParts, engine: Engine, *, model: str, params: GenerationParams
 ) -> Iterator[RolloutRunner]:
-    """Open a proxy in front of the engine and a runner of sessions; both end after the block.
-
-    Args:
-        model: Folder or hub name of what the engine samples from: its tokenizer is read.
-        params: How to sample; the proxy adds the tokens that end an answer.
-    """
-    renderer = engine.own_renderer
-    if renderer is None:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
-        renderer = load_renderer(
-            tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
-        )
+    """Open a proxy in front of the engine, as `open_proxy` does, and a runner; both end after the block."""
     # an evaluation that cuts agents would measure how quick the others were
     config = replace(args.build_rollout_config(), straggler_quantile=None)
-    with Proxy(engine, renderer, params=params) as proxy:
+    with open_proxy(args, engine, model=model, params=params) as proxy:
         runner = RolloutRunner(
             proxy=proxy, backend=parts.backend, harness=parts.harness, grader=parts.grader, config=config
         )
@@ -143,55 +126,14 @@ def open_runner(
 def _sample(
     setup: EvalSetup, parts: RunParts, checkpoint: Checkpoint, samples: Sequence[Sample], *, show_progress: bool
 ) -> None:
-    model = _prepare_model(setup, checkpoint)
+    model = prepare_model(setup, checkpoint)
     with (
-        _open_engine(setup, model) as engine,
+        open_engine(setup, model) as engine,
         open_runner(setup.args, parts, engine, model=model, params=setup.params) as runner,
     ):
         sample_tasks(
             runner, samples, setup.folder, max_attempts=setup.evaluation.max_attempts, show_progress=show_progress
         )
-
-
-def _prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
-    """Return what the engine loads: the checkpoint, or its merged copy; for a server, what has its tokenizer."""
-    if checkpoint.base is None or setup.evaluation.base_url is not None:
-        return checkpoint.base or checkpoint.name
-    folder = setup.folder / "merged"
-    print(f"merging the adapter {checkpoint.name} onto {checkpoint.base}: {folder}", file=sys.stderr, flush=True)
-    return str(merge_adapter(checkpoint, folder, trust_remote_code=setup.args.trust_remote_code))
-
-
-@contextmanager
-def _open_engine(setup: EvalSetup, model: str) -> Iterator[Engine]:
-    args, evaluation = setup.args, setup.evaluation
-    if evaluation.base_url is not None:
-        tokenizer = None if evaluation.text_only or setup.model is None else model
-        with open_served_model(
-            evaluation.base_url,
-            args,
-            setup.params,
-            model=tokenizer,
-            served_name=evaluation.served_name,
-            text_only=evaluation.text_only,
-        ) as served:
-            yield served
-        return
-    engine = build_standalone_engine(
-        model,
-        cpu=setup.on_cpu,
-        max_model_len=args.vllm_max_model_length,
-        max_num_seqs=args.engine_slots,
-        gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
-        graphs=args.engine_cuda_graphs,
-        trust_remote_code=args.trust_remote_code,
-        # another one in each process: samples that are added later must not repeat the earlier ones
-        seed=int.from_bytes(os.urandom(4), "big"),
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def _list_left(setup: EvalSetup, tasks: Sequence[Task], results: Sequence[SampleResult]) -> list[Sample]:

@@ -25,7 +25,7 @@ from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grpo.arguments import RunParser, parse_groups, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
-from polar_trl.harness.base import Harness
+from polar_trl.harness.base import Harness, require_launch
 from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts, find_sandbox_kind
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
@@ -138,12 +138,14 @@ def load_eval_tasks(setup: EvalSetup) -> list[Task]:
 
 def build_eval_parts(setup: EvalSetup, tasks: Sequence[Task], *, is_first: bool = True) -> RunParts:
     """Build agent, sandboxes and graders; every task has a grader. Raises `ConfigError`."""
-    parts = build_parts(
-        setup.run, tasks, run_id=setup.folder.name, check_jobs=setup.args.max_grading, is_first=is_first
-    )
-    if parts.grader is not None:
-        return parts
+    args = setup.args
+    parts = build_parts(setup.run, tasks, run_id=setup.folder.name, check_jobs=args.max_grading, is_first=is_first)
     try:
+        if args.vllm_max_model_length is not None:  # before a model is loaded; else the runner asks
+            window = args.vllm_max_model_length
+            require_launch(parts.harness, max_model_len=window, max_tokens=args.max_completion_length)
+        if parts.grader is not None:
+            return parts
         check_gradable(tasks, parts.backend)
     except BaseException:
         parts.backend.close()

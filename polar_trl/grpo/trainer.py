@@ -42,7 +42,7 @@ from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.step import SessionRows
 from polar_trl.grpo.weights.engine_sync import EngineSync
-from polar_trl.harness.base import Harness
+from polar_trl.harness.base import Harness, require_launch
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.run_folder import disk_errors
@@ -108,6 +108,10 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         require_a_step(len(tasks["train"]), args)
         refuse_uploads(args)
         own_output_dir(args)
+        limits = {}
+        if args.vllm_max_model_length is not None:  # else the runner asks
+            limits = {"max_model_len": args.vllm_max_model_length, "max_tokens": args.max_completion_length}
+        require_launch(harness, all_tasks, **limits)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
         with _colocated(args):
@@ -126,10 +130,10 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         self.vllm_generation.on_merged = self.policy_weights.note_merged
         self.proxy = self._build_proxy()
         self.proxy.start()
-        runner = RolloutRunner(
-            proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
-        )
         try:
+            runner = RolloutRunner(
+                proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
+            )
             self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
         except BaseException:
             self.proxy.stop()

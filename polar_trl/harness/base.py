@@ -5,18 +5,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from polar_trl.errors import ConfigError
 from polar_trl.harness.install import Package
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 INSTRUCTION_FILE = ".polar/instruction.txt"
 """Path under HOME of the instruction for agents that read it from stdin, so that it may be of any length."""
+MAX_ARGUMENT_BYTES = 127 << 10
+"""Of a text that a program gets as one argument or variable: Linux takes 128 KiB (MAX_ARG_STRLEN), a name before it
+and a NUL byte after it included."""
 SHORT_PROMPT = """\
 You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
 Use the tools to look at files, change them and run commands. Check your work by running it.
 When the task is done, answer with a short summary and call no tool.
 """
 """System prompt in place of an agent's own."""
+
+
+_PROBE = Task(id="start", instruction="-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,40 +36,74 @@ class Launch:
     """Path relative to HOME -> text: the agent's own settings."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSize:
+    """The tokens of an agent's first prompt with an instruction of one word: system prompt, tools and context.
+
+    Counted at the verified versions with the 151,000 tokens of Qwen's vocabulary, and rounded down. Smaller
+    vocabularies need more, SmolLM2's 6 to 30 % (`polar-trl doctor --model`).
+    """
+
+    default: int
+    short: int | None = None
+    """With the option `short_prompt`; None where the agent has no such option."""
+
+    def require_fit(self, name: str, endpoint: Endpoint, *, is_short: bool = False) -> None:
+        """Raise `ConfigError` where the prompt leaves no room in the context window."""
+        tokens = self.short if is_short and self.short is not None else self.default
+        if tokens < endpoint.max_model_len:
+            return
+        has_shorter = self.short is not None and not is_short
+        shorter = f", or set agent_options to {{short_prompt: true}} (about {self.short})" if has_shorter else ""
+        raise ConfigError(
+            f"{name}: its own prompt has about {tokens} tokens, and the context window is {endpoint.max_model_len}: "
+            f"set vllm_max_model_length higher{shorter}"
+        )
+
+
 class Harness(Protocol):
-    """An agent that runs once per session against an endpoint."""
+    """An agent that runs once per session against an endpoint.
+
+    A base class, too: an own agent needs `name` and `build_launch`, and overrides where it differs from the rest.
+    """
 
     name: str
+    """In records and metrics."""
 
     @property
     def folders(self) -> Sequence[Path]:
         """Host folders that the agent needs, which sandboxes show at the same path."""
-        ...
+        return ()
 
     def install(self) -> None:
         """Install the agent and what it needs, unless it is there. Called once, before the first session.
 
         Raises `ConfigError` with the reason and what to do.
         """
-        ...
+        return
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Build the command, environment and settings files for a task and an endpoint. Pure."""
+        """Build the command, environment and settings files for a task and an endpoint. Pure.
+
+        Raises `ConfigError` where the agent cannot work there, or cannot be given the task; a run asks for each before
+        a model is loaded.
+        """
         ...
 
     def judge_exit(self, result: ExecResult, calls: Sequence[Call]) -> bool:
-        """Return whether the agent ended as it should (its work is graded either way)."""
-        ...
+        """Return whether the agent ended as it should (its work is graded either way): with exit code 0."""
+        return result.exit_code == 0
 
     def classify(self, request: ChatRequest) -> Purpose:
         """Return "auxiliary" for a request beside the task: a title, a summary, a quota probe. Else "policy"."""
-        ...
+        return "policy"
 
 
 class AgentHarness(Harness, Protocol):
     """A known command-line agent, whose behaviour was verified at one version."""
 
     verified_version: str
+    prompt_size: PromptSize
 
     def find_installed_version(self) -> str | None:
         """Return the version that `build_launch` would run; None where the agent is not installed."""
@@ -121,3 +162,32 @@ class PackagedAgent:
     def classify(self, request: ChatRequest) -> Purpose:
         """Return "policy" for requests that declare tools: titles, summaries and quota probes declare none."""
         return "policy" if request.tools else "auxiliary"
+
+
+def require_launch(harness: Harness, tasks: Sequence[Task] = (_PROBE,), **limits: int) -> None:
+    """Have an agent build a launch for each task. `limits` are the `Endpoint`'s: `max_model_len`, `max_tokens`.
+
+    Raises its `ConfigError`, such as for a context window that its prompt fills, or an instruction that is too long.
+    """
+    endpoint = Endpoint(origin="http://127.0.0.1:1", api_key="none", model="policy", **limits)
+    for task in tasks:
+        _count_bytes(task)
+        launch: object = harness.build_launch(task, endpoint)
+        if not isinstance(launch, Launch):
+            raise ConfigError(f"agent {harness.name}: build_launch gives a {type(launch).__name__}, and not a Launch")
+
+
+def check_instruction(task: Task) -> int:
+    """Return the bytes of an instruction that a program gets as an argument. Raises `ConfigError` where none can."""
+    if "\0" in task.instruction:
+        raise ConfigError(f"task {task.id}: the instruction holds a NUL byte, which no process can be given")
+    return _count_bytes(task)
+
+
+def _count_bytes(task: Task) -> int:
+    try:
+        return len(task.instruction.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"task {task.id}: the instruction holds half a surrogate pair at position {error.start}, which is no text"
+        ) from error

@@ -8,7 +8,7 @@ import json
 import shlex
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, PromptSize
 from polar_trl.harness.install import NpmPackage
 from polar_trl.types import ChatRequest, Endpoint, Purpose, Task, ToolCall
 
@@ -50,6 +50,7 @@ class ClaudeCodeHarness(PackagedAgent):
 
     name = "claude_code"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=11_500, short=950)
 
     def __init__(
         self, *, short_prompt: bool = False, max_turns: int | None = None, version: str = VERIFIED_VERSION
@@ -65,6 +66,7 @@ class ClaudeCodeHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch Claude Code without questions, its events as JSON lines on stdout."""
+        self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
         arguments = [
             "-p",
             "--dangerously-skip-permissions",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, PromptSize
 from polar_trl.harness.install import NpmPackage
 from polar_trl.types import Endpoint, Task, ToolCall
 
@@ -54,6 +54,7 @@ class CodexHarness(PackagedAgent):
 
     name = "codex"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=8400, short=1500)
 
     def __init__(self, *, short_prompt: bool = False, images: bool = False, version: str = VERIFIED_VERSION) -> None:
         self._short_prompt = short_prompt
@@ -63,8 +64,9 @@ class CodexHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch Codex with the instruction on stdin, its events as JSON lines on stdout."""
+        self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
         program = self._find_build() / "bin" / "codex"
-        files = {INSTRUCTION_FILE: task.instruction, ".codex/config.toml": _write_toml(self._build_config(endpoint))}
+        files = {INSTRUCTION_FILE: task.instruction, ".codex/config.toml": _write_toml(self.build_config(endpoint))}
         if self._short_prompt:
             files[_CATALOGUE] = json.dumps({"models": [_describe_model(endpoint, images=self._images)]})
         return Launch(
@@ -88,7 +90,8 @@ class CodexHarness(PackagedAgent):
         name, target = _BUILDS[machine]
         return self._package.folder / "node_modules" / "@openai" / f"codex-{name}" / "vendor" / target
 
-    def _build_config(self, endpoint: Endpoint) -> dict[str, object]:
+    def build_config(self, endpoint: Endpoint) -> dict[str, object]:
+        """Build the content of its config.toml."""
         window = endpoint.max_model_len
         features = {"apps": False, "plugins": False}
         config: dict[str, object] = {
@@ -152,6 +155,15 @@ def _write_toml(table: Mapping[str, object], path: tuple[str, ...] = ()) -> str:
     parts = ["\n".join(lines)] if lines else []
     parts += [_write_toml(value, (*path, key)) for key, value in table.items() if isinstance(value, Mapping)]
     return "\n\n".join(parts)
+
+
+def list_flags(table: Mapping[str, object], path: tuple[str, ...] = ()) -> list[str]:
+    """List the values of a configuration as Codex takes them on its command line, after `-c` each."""
+    flags: list[str] = []
+    for key, value in table.items():
+        here = (*path, key)
+        flags += list_flags(value, here) if isinstance(value, Mapping) else [f"{'.'.join(here)}={_write_value(value)}"]
+    return flags
 
 
 def _write_value(value: object) -> str:

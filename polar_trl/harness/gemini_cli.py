@@ -8,7 +8,7 @@ must be JSON.
 import json
 import shlex
 
-from polar_trl.harness.base import INSTRUCTION_FILE, SHORT_PROMPT, Launch, PackagedAgent
+from polar_trl.harness.base import INSTRUCTION_FILE, SHORT_PROMPT, Launch, PackagedAgent, PromptSize
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
 from polar_trl.types import Endpoint, Task, ToolCall
 
@@ -32,6 +32,7 @@ class GeminiCLIHarness(PackagedAgent):
 
     name = "gemini_cli"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=10_300, short=2900)
 
     def __init__(self, *, short_prompt: bool = False, version: str = VERIFIED_VERSION) -> None:
         self._short_prompt = short_prompt
@@ -40,6 +41,7 @@ class GeminiCLIHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch Gemini CLI without questions, its system prompt by the option."""
+        self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
         program = shlex.quote(str(self._package.program))
         env = {
             "GOOGLE_GEMINI_BASE_URL": endpoint.origin,

@@ -251,6 +251,8 @@ def _run(command: list[str], package: Package) -> None:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - 1000))
             said = log.read().decode(errors="replace").strip()
+            if re.search(r"npm error code (ETARGET|E404)|there is no version of|No matching distribution", said):
+                raise ConfigError(f"{package.name}: the registry has no version {package.version}") from error
             raise ConfigError(f"{package.name} {package.version} could not be installed: {error}; {said}") from error
 
 

@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from polar_trl.harness.base import Launch, PackagedAgent
+from polar_trl.harness.base import Launch, PackagedAgent, PromptSize
 from polar_trl.harness.install import PyPIPackage
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, Endpoint, Task, ToolCall
@@ -34,6 +34,7 @@ class MiniSWEAgentHarness(PackagedAgent):
 
     name = "mini_swe_agent"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=750)
 
     def __init__(self, *, step_limit: int = 0, command_timeout_s: int = 30, version: str = VERIFIED_VERSION) -> None:
         self._step_limit = step_limit
@@ -43,6 +44,7 @@ class MiniSWEAgentHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch mini with its own settings first and ours laid over them."""
+        self.prompt_size.require_fit(self.name, endpoint)
         folder = shlex.quote(str(self._package.folder))
         return Launch(
             command=(

@@ -11,7 +11,7 @@ import shlex
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, SHORT_PROMPT, Launch, PackagedAgent
+from polar_trl.harness.base import INSTRUCTION_FILE, SHORT_PROMPT, Launch, PackagedAgent, PromptSize
 from polar_trl.harness.install import NpmPackage
 from polar_trl.types import Endpoint, Task, ToolCall
 
@@ -48,6 +48,7 @@ class OpenCodeHarness(PackagedAgent):
 
     name = "opencode"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=7000, short=3200)
 
     def __init__(
         self, *, api: OpenCodeAPI = "openai", short_prompt: bool = False, version: str = VERIFIED_VERSION
@@ -61,6 +62,7 @@ class OpenCodeHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch OpenCode with the instruction on stdin."""
+        self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
         program = shlex.quote(str(self._package.program))
         return Launch(
             command=(

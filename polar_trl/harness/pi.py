@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, PromptSize
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
 from polar_trl.types import Endpoint, Task, ToolCall
 
@@ -57,6 +57,7 @@ class PiHarness(PackagedAgent):
 
     name = "pi"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=1200)
 
     def __init__(
         self,
@@ -212,8 +213,9 @@ def _check_window(endpoint: Endpoint) -> None:
     least = 2 * _MARGIN_TOKENS
     if endpoint.max_model_len < least:
         raise ConfigError(
-            f"pi: a context window of {endpoint.max_model_len} tokens is too small; Pi leaves {_MARGIN_TOKENS} free "
-            f"and asks for a single token beyond that. Set vllm_max_model_length to {least} or more"
+            f"pi: a context window of {endpoint.max_model_len} tokens is too small; Pi leaves {_MARGIN_TOKENS} free, "
+            f"beside its own prompt of about {PiHarness.prompt_size.default}, and asks for a single token beyond. "
+            f"Set vllm_max_model_length to {least} or more"
         )
 
 

@@ -1,7 +1,7 @@
 """Run Qwen Code (`@qwen-code/qwen-code`) on Node 22, with its settings in HOME and in environment variables.
 
-Verified at 0.24.4. The instruction is an argument, of 120 kB at most: the kernel takes none longer than 128 kB. (On
-stdin this version waits half a second for the first byte, and gives up after that.)
+Verified at 0.24.4. The instruction is an argument, up to 120 kB: the kernel takes none longer than 128 kB. A longer
+one comes by stdin, where this version waits half a second for the first byte, and ends without a call after that.
 """
 
 import json
@@ -9,12 +9,13 @@ import shlex
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import Launch, PackagedAgent
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, PromptSize, check_instruction
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
 from polar_trl.types import ChatRequest, Endpoint, Purpose, Task, ToolCall
 
 VERIFIED_VERSION = "0.24.4"
-MAX_INSTRUCTION_BYTES = 120_000
+MAX_ARGUMENT_BYTES = 120_000
+"""Of the instruction as bash reads it, in quotes."""
 QwenAPI = Literal["openai", "openai-responses", "anthropic", "google"]
 # ours -> its name of the API, the variables of address and key, and what it expects after the origin
 _APIS: dict[str, tuple[str, str, str, str]] = {
@@ -41,6 +42,7 @@ class QwenCodeHarness(PackagedAgent):
 
     name = "qwen_code"
     verified_version = VERIFIED_VERSION
+    prompt_size = PromptSize(default=15_600, short=7100)
 
     def __init__(
         self,
@@ -59,8 +61,9 @@ class QwenCodeHarness(PackagedAgent):
         super().__init__(NODE, self._package)
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
-        """Launch Qwen Code with the instruction as an argument. Raises `ConfigError` where it cannot be one."""
-        _check_instruction(task)
+        """Launch Qwen Code with the instruction as an argument, or on stdin where it is too long for one."""
+        self.prompt_size.require_fit(self.name, endpoint, is_short=self._short_prompt)
+        check_instruction(task)
         auth_type, url_name, key_name, path = _APIS[self._api]
         arguments = [
             f"--auth-type={auth_type}",
@@ -68,10 +71,16 @@ class QwenCodeHarness(PackagedAgent):
             "--yolo",
             # the second only for what bare mode leaves on, see `preventSystemSleep`
             *(["--bare", "--safe-mode"] if self._short_prompt else []),
-            f"--prompt={task.instruction}",
         ]
+        files = {".qwen/settings.json": json.dumps(self._build_settings(endpoint))}
+        prompt = shlex.quote(f"--prompt={task.instruction}")
+        if len(prompt.encode()) > MAX_ARGUMENT_BYTES:
+            files[INSTRUCTION_FILE] = task.instruction
+            prompt = f'<"$HOME/{INSTRUCTION_FILE}"'
+        else:
+            prompt += " </dev/null"
         return Launch(
-            command=(f"{put_node_first()}\nexec {shlex.join([str(self._package.program), *arguments])} </dev/null"),
+            command=f"{put_node_first()}\nexec {shlex.join([str(self._package.program), *arguments])} {prompt}",
             env={
                 url_name: endpoint.origin + path,
                 key_name: endpoint.api_key,
@@ -80,7 +89,7 @@ class QwenCodeHarness(PackagedAgent):
                 # of the policy is longer than this, so a second one would only be cut at the same place
                 "QWEN_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_tokens),
             },
-            files={".qwen/settings.json": json.dumps(self._build_settings(endpoint))},
+            files=files,
         )
 
     def build_shell_call(self, command: str) -> ToolCall:
@@ -140,14 +149,3 @@ _SWITCHES = {
     "QWEN_STREAM_IDLE_TIMEOUT_MS": "0",
     "QWEN_STREAM_MAX_LIFETIME_MS": "0",
 }
-
-
-def _check_instruction(task: Task) -> None:
-    if "\0" in task.instruction:
-        raise ConfigError(f"task {task.id}: the instruction holds a NUL byte, which no process can be given")
-    num_bytes = len(task.instruction.encode("utf-8", "surrogatepass"))
-    if num_bytes > MAX_INSTRUCTION_BYTES:
-        raise ConfigError(
-            f"task {task.id}: the instruction has {num_bytes} bytes; qwen_code gets it as an argument, which may have "
-            f"{MAX_INSTRUCTION_BYTES}. Put the long part into a file of the task"
-        )

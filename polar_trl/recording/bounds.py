@@ -39,10 +39,10 @@ class SessionBounds:
             raise session_ended()
         if self._log.exceeded:
             message = f"this session went past its limit of {self._log.exceeded} and has ended"
-            raise WireError(message, status=403, kind="authentication")
+            raise WireError(message, status=403, kind="authentication", reason="")
         if self._num_budget_messages >= MAX_BUDGET_MESSAGES:
             self.count_budget_message()
-            raise WireError(BUDGET_TEXT, status=403, kind="authentication")
+            raise WireError(BUDGET_TEXT, status=403, kind="authentication", reason="")
 
     def count_budget_message(self) -> None:
         """Count a request that came after the budget was used up."""

@@ -65,6 +65,10 @@ class SessionLog:
         self._closed = False
         self.last_failure = ""
         """What kept a call from its answer, on our side and the last time; "" where nothing has."""
+        self.last_refusal = ""
+        """The words in which a request was refused (HTTP 4xx) the last time."""
+        self.unanswered_refusal = ""
+        """The same of a call of the model that any provider would have answered, until another one is accepted."""
         self.exceeded = ""
         """The limit that the session went past, such as "connections"; "" while it is within them."""
         self.num_bytes = 0

@@ -55,7 +55,8 @@ class RequestReader:
         self._max_model_len = max_model_len
         self._memo = ItemMemo()
         self._tools: tuple[bytes, tuple[Tool, ...]] = (b"", ())
-        """The tools of the last request, as JSON and parsed: calls with the same tools share them in memory."""
+        """The tools of the last request, as sorted JSON and parsed: calls with the same tools share them in memory,
+        and write their keys in one order."""
         self._walked: list[tuple[Message, bytes]] = []
         """The messages of the last request, each with the digest of the conversation up to it."""
 
@@ -81,7 +82,7 @@ class RequestReader:
         if has_more_values(incoming.body, MAX_REMEMBERED_VALUES):
             self._memo.forget()
         try:
-            tools = orjson.dumps(request.tools)
+            tools = orjson.dumps(request.tools, option=orjson.OPT_SORT_KEYS)
         except orjson.JSONEncodeError as error:
             raise WireError(f"tools: {error}; nest the parameters less deeply") from error
         if tools == self._tools[0]:
@@ -94,14 +95,27 @@ class RequestReader:
         num_characters = sum(len(message.text) for message in request.messages)
         num_tokens = len(request.messages) + num_characters // MAX_CHARACTERS_PER_TOKEN
         if num_tokens >= self._max_model_len:
-            raise ContextOverflowError(num_tokens, self._max_model_len)
+            raise ContextOverflowError(num_tokens, self._max_model_len, at_least=True)
 
     def _digest(self, dialect_name: str, request: ChatRequest, tools: bytes) -> bytes:
         known, self._walked = self._walked, []
         is_known, digest = True, b""
         for index, message in enumerate(request.messages):
             is_known = is_known and index < len(known) and known[index][0] is message
-            digest = known[index][1] if is_known else sha256(digest + orjson.dumps(message)).digest()
+            digest = known[index][1] if is_known else sha256(digest + _spell(message)).digest()
             self._walked.append((message, digest))
         rest = orjson.dumps((dialect_name, replace(request, messages=(), tools=(), stream=False)))
         return sha256(digest + sha256(rest).digest() + tools).digest()
+
+
+def _spell(message: Message) -> bytes:
+    """Write a message so that the order of the keys in tool arguments is no difference."""
+    calls = tuple(replace(call, arguments=_sort_keys(call.arguments)) for call in message.tool_calls)
+    return orjson.dumps(replace(message, tool_calls=calls) if calls else message)
+
+
+def _sort_keys(arguments: str) -> str:
+    try:
+        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return arguments

@@ -1,6 +1,7 @@
 """Turn one session's requests into recorded calls: recognize a retry, build the prompt, sample, record.
 
-Runs on the proxy's event loop. A request is sampled once, however often it is sent, and every answer is on record.
+Runs on the proxy's event loop. A request that is sent again because its answer was lost is not sampled again, and
+every answer is on record.
 """
 
 import asyncio
@@ -23,9 +24,11 @@ from polar_trl.errors import (
     WireError,
 )
 from polar_trl.recording.bounds import BUDGET_TEXT, SessionBounds
+from polar_trl.recording.live import LiveReply
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.reader import ReadRequest, RequestReader, count_bytes
-from polar_trl.recording.turn import Turn
+from polar_trl.recording.refusals import Refusals
+from polar_trl.recording.turn import Turn, Turns
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Purpose, share_ids
@@ -90,12 +93,22 @@ class ModelBackend:
     params: GenerationParams
     model: str
     workers: ThreadPoolExecutor
+    live: bool = False
+    """Streams tell text while it is sampled, and not whole answers."""
     gate: Gate = field(default_factory=Gate)
     """Passed by every call on its way to the engine."""
 
     def __post_init__(self) -> None:
         if self.engine.own_renderer not in (None, self.renderer):
             raise ValueError("the engine is its own renderer: another one would record ids that no engine saw")
+
+    def open_live(self, prompt: Prompt, params: GenerationParams) -> LiveReply | None:
+        """Open the reply to a prompt for who reads along; None where streams tell whole answers."""
+        if not self.live or self.engine.own_renderer is not None:
+            return None
+        tools = prompt.request.tools
+        parse = partial(self.renderer.parse, prompt.ids, tools=tools)
+        return LiveReply(parse, stops=params.stop, has_tools=bool(tools))
 
     async def work(self, num_bytes: int, function: Callable[[], _T]) -> _T:
         """Run plain work where it does not hold up the event loop."""
@@ -111,7 +124,7 @@ class _TurnSettings:
     dialect_name: str
     purpose: Purpose
     params: GenerationParams
-    num_body_bytes: int
+    num_new_bytes: int
 
 
 _Answer = Callable[[Turn], Coroutine[Any, Any, Call]]
@@ -132,14 +145,15 @@ class Session:
         self._gate_stats = gate_stats or GateStats()
         self._classify = classify
         self._log = log
+        self.count = log.count
         self.limits = limits
         self.bounds = SessionBounds(log, self._stop, max_requests=limits.max_requests)
+        self.refusals = Refusals(log)
         self._reader = RequestReader(backend.engine.max_model_len)
         self._continuations = Continuations(backend.renderer)
         # an agent's sub-agents call concurrently: building a prompt and recording a call happen one at a time
         self._lock = asyncio.Lock()
-        self._turns: dict[bytes, Turn] = {}
-        """The turn that answers or answered a question."""
+        self._turns = Turns(log)
         self._running: set[Turn] = set()
         self._num_turns = 0
         self._num_known_bytes = 0
@@ -154,28 +168,29 @@ class Session:
 
         The caller must `leave` it. Raises `WireError` for a request that cannot be served.
         """
-        async with self._lock:
+        async with self._lock, self.refusals.noting(is_call=True):
             if self._log.num_bytes > self.limits.compute_max_record(self._backend.engine.max_model_len):
                 self.bounds.exceed("record")
             self.bounds.check_open()
             read = await self._read(dialect, incoming)
             parsed, question, num_bytes = read.parsed, read.question, read.num_bytes
-            turn = self._turns.get(question)
-            if turn is not None:
-                self._log.count("retries_replayed" if turn.task.done() else "retries_joined")
-            elif self.limits.are_used_up(len(self._log.calls) + len(self._running), self._num_sampled):
+            num_calls = len(self._log.calls) + len(self._running) + self._turns.num_replays
+            is_used_up = self.limits.are_used_up(num_calls, self._num_sampled)
+            purpose: Purpose = "policy"
+            turn = self._turns.find(question, is_budget_used_up=is_used_up)
+            if turn is None and is_used_up:
                 self.bounds.count_budget_message()
                 answer = partial(self._answer_over_budget, dialect.name, parsed.request)
                 turn = self._start(answer, question, 0)
-                self._forget(turn)  # it needs no recognition: the next one hears the same
-            else:
+                self._turns.forget(turn)  # it needs no recognition: the next one hears the same
+            elif turn is None:
                 if open_calls := parsed.request.messages[-1].tool_calls:
                     ids = ", ".join(tool_call.id for tool_call in open_calls)
                     raise WireError(dialect.open_calls_error.format(ids=ids))
                 prompt = await self._work_out_prompt(parsed.request, num_bytes)
+                num_new_bytes = num_bytes - self._num_known_bytes
                 self._num_known_bytes = max(self._num_known_bytes, num_bytes)
                 if len(prompt.ids) >= self._backend.engine.max_model_len:
-                    self._log.count("context_overflows")
                     raise ContextOverflowError(len(prompt.ids), self._backend.engine.max_model_len)
                 if prompt.forked:
                     self._log.count("prompts_forked")
@@ -184,18 +199,24 @@ class Session:
                     dialect_name=dialect.name,
                     purpose=purpose,
                     params=self._build_params(prompt),
-                    num_body_bytes=num_bytes,
+                    num_new_bytes=num_new_bytes,
                 )
+                live = None
+                # a parser that has changed its mind once is not read along again
+                if parsed.request.stream and "streams_taken_back" not in self._log.counters:
+                    live = self._backend.open_live(prompt, settings.params)
                 answer = partial(self._answer, prompt, settings)
-                turn = self._start(answer, question, _count_tokens(prompt, num_bytes))
+                turn = self._start(answer, question, _count_tokens(prompt, num_bytes), live)
             turn.num_waiting += 1
+            if purpose == "policy":
+                self.refusals.go_on()
         if self.bounds.has_ended:
             self._abort(turn)
         return turn, parsed
 
     async def count_prompt_tokens(self, dialect: Dialect, incoming: Incoming) -> int:
         """Count the tokens that this request's prompt would have. Samples nothing and records nothing."""
-        async with self._lock:
+        async with self._lock, self.refusals.noting(is_call=False):
             self.bounds.check_open()
             read = await self._read(dialect, incoming)
             prompt = await self._work_out_prompt(read.parsed.request, read.num_bytes)
@@ -204,6 +225,7 @@ class Session:
     def leave(self, turn: Turn) -> None:
         """Note that a connection has its answer, or has hung up. The last one to hang up aborts the generation."""
         turn.num_waiting -= 1
+        turn.was_given = turn.was_given or turn.task.done()
         if turn.num_waiting == 0:
             self._abort(turn)
 
@@ -239,12 +261,16 @@ class Session:
             options=parsed.reply_options,
         )
 
-    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int) -> Turn:
+    def _start(self, answer: _Answer, question: bytes, num_prompt_tokens: int, live: LiveReply | None = None) -> Turn:
         turn = Turn(
-            number=self._num_turns, question=question, started_s=time.time(), num_prompt_tokens=num_prompt_tokens
+            number=self._num_turns,
+            question=question,
+            started_s=time.time(),
+            num_prompt_tokens=num_prompt_tokens,
+            live=live,
         )
         self._num_turns += 1
-        self._turns[question] = turn
+        self._turns.add(turn)
         self._running.add(turn)
         turn.task = asyncio.create_task(answer(turn))
         turn.task.add_done_callback(partial(self._end, turn))
@@ -252,29 +278,25 @@ class Session:
 
     def _end(self, turn: Turn, task: "asyncio.Task[Call]") -> None:
         self._running.discard(turn)
+        turn.live = None  # the call has it
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
-            self._forget(turn)  # what failed may be tried again
-        if error is not None and not isinstance(error, WireError):
-            self.note_fault(error)  # here, since nobody may be left who waits for the turn
+            self._turns.forget(turn)  # what failed may be tried again
+        # here, since nobody may be left who waits for the turn
+        if isinstance(error, WireError):
+            self.refusals.note(error, is_call=True)
+        elif error is not None:
+            self.note_fault(error)
 
     def _abort(self, turn: Turn) -> None:
         if turn.sampled or turn.task.done() or turn.task.cancelling():
             return
         self._log.count("calls_aborted")
-        self._forget(turn)
+        self._turns.forget(turn)
         turn.task.cancel()
 
-    def _forget(self, turn: Turn) -> None:
-        if self._turns.get(turn.question) is turn:
-            del self._turns[turn.question]
-
     async def _read(self, dialect: Dialect, incoming: Incoming) -> ReadRequest:
-        try:
-            return await self._backend.work(count_bytes(incoming), partial(self._reader.read, dialect, incoming))
-        except ContextOverflowError:
-            self._log.count("context_overflows")
-            raise
+        return await self._backend.work(count_bytes(incoming), partial(self._reader.read, dialect, incoming))
 
     async def _work_out_prompt(self, request: ChatRequest, num_bytes: int) -> Prompt:
         weight = max(num_bytes, ENCODING_WEIGHT * (num_bytes - self._num_known_bytes))
@@ -287,7 +309,7 @@ class Session:
         try:
             return self._continuations.build_prompt(request)
         except RenderError as error:
-            raise WireError(str(error)) from error
+            raise WireError(str(error), reason="template") from error
 
     def _build_params(self, prompt: Prompt) -> GenerationParams:
         params, limit = self._backend.params, self.limits.max_sampled_tokens
@@ -308,7 +330,8 @@ class Session:
             async with self._backend.gate.passing(gate_stats):
                 if gate_stats.first_policy_version is None:
                     gate_stats.first_policy_version = engine.policy_version
-                reply = await engine.answer(prompt.request, prompt.ids, settings.params)
+                so_far = None if turn.live is None else turn.live.token_ids
+                reply = await engine.answer(prompt.request, prompt.ids, settings.params, so_far)
         except EngineBusyError as error:
             self._log.count("calls_sent_back")
             if settings.purpose == "policy":
@@ -321,7 +344,7 @@ class Session:
         self._sent_back.discard(turn.question)
         async with self._lock:
             return await self._backend.work(
-                settings.num_body_bytes, partial(self._finish, turn, settings, prompt, reply)
+                settings.num_new_bytes, partial(self._finish, turn, settings, prompt, reply)
             )
 
     def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, reply: Completion | TextReply) -> Call:

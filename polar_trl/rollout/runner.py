@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
-from polar_trl.harness.base import Harness
+from polar_trl.harness.base import Harness, require_launch
 from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.progress import StageProgress
@@ -61,11 +61,14 @@ class RolloutRunner:
     Args:
         proxy: A started proxy.
         grader: None where rewards come from elsewhere; the rollouts then have none of their own.
+
+    Raises `ConfigError` where the agent's own prompt does not fit the engine's context window.
     """
 
     def __init__(
         self, *, proxy: Proxy, backend: SandboxBackend, harness: Harness, grader: Grader | None, config: RolloutConfig
     ) -> None:
+        require_launch(harness, max_model_len=proxy.max_model_len, max_tokens=proxy.max_tokens)
         self.proxy = proxy
         self.backend = backend
         self.config = config

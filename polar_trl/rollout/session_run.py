@@ -212,12 +212,16 @@ class SessionRun:
         if waited := self._log.counters.get("calls_never_taken", 0):
             error = f"the model's server was too busy for {waited} of the agent's calls, and took none of them later"
             return "agent_failed", _Failure("engine_busy", error)
+        refusal, refused = self._log.unanswered_refusal, None
+        if refusal:
+            error = f"a request of the agent was refused, and it asked for nothing more: {refusal}"
+            refused = _Failure("request_refused", error)
         if not any(call.is_answered for call in self._log.calls):
-            counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
-            why = counts or _describe_exit(result, is_stopped=stopped_as is not None)
-            return "no_calls", _Failure("no_calls", f"the agent got no answer of the model ({why})")
+            return "no_calls", refused or self._describe_no_calls(result, is_stopped=stopped_as is not None)
         if self._log.exceeded:
             return "limit_exceeded", None
+        if refused:
+            return stopped_as or "agent_failed", refused
         if stopped_as is not None:
             return stopped_as, None
         is_fine = self._context.harness.judge_exit(result, self._log.calls)
@@ -225,6 +229,12 @@ class SessionRun:
             # it may have lost patience with a call that nobody was there to answer
             return "agent_failed", _Failure("model_calls_failed", _describe_pause(pause_s, "the agent ran and failed"))
         return ("completed" if is_fine else "agent_failed"), None
+
+    def _describe_no_calls(self, result: ExecResult, *, is_stopped: bool) -> "_Failure":
+        counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
+        why = counts or _describe_exit(result, is_stopped=is_stopped)
+        last = f"; the last request was refused: {self._log.last_refusal}" if self._log.last_refusal else ""
+        return _Failure("no_calls", f"the agent got no answer of the model ({why}){last}")
 
     def _grade(self, sandbox: Sandbox) -> tuple[float | None, "_Failure | None"]:
         grader = self._context.grader

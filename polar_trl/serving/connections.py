@@ -16,6 +16,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from polar_trl.errors import WireError
 from polar_trl.recording.session import Session
 from polar_trl.wire.base import MAX_BODY_BYTES
 
@@ -254,6 +255,11 @@ class Connection(HttpToolsProtocol):
         self._in_body, self._num_other_bytes = False, self._num_new_body_bytes - self._num_new_bytes
         super().on_message_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or too much of it."""
+        self._note_refusal(msg, 400)
+        super().send_400_response(msg)
+
     def adopt(self, session: Session) -> bool:
         """Make this connection the session's. False where its listener is that of another session."""
         if self.session is not session:
@@ -285,5 +291,11 @@ class Connection(HttpToolsProtocol):
         self._is_ending = True
         self._sweeps_left = CLOSING_SWEEPS
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            if self._in_body or self._num_other_bytes > 0:
+                self._note_refusal("the request took too long to arrive", 408)
             self.transport.write(_TIMED_OUT)
         self.transport.close()
+
+    def _note_refusal(self, message: str, status: int) -> None:
+        if self.session is not None:
+            self.session.refusals.note(WireError(message, status=status, reason="http"), is_call=False)

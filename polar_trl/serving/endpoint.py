@@ -7,7 +7,10 @@ read.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,25 +25,39 @@ from polar_trl.errors import WireError
 from polar_trl.recording.session import Session
 from polar_trl.recording.turn import Turn, internal_error
 from polar_trl.serving.connections import Connections
+from polar_trl.types import Call
 from polar_trl.wire import DIALECTS
-from polar_trl.wire.base import MAX_BODY_BYTES, Dialect, Incoming, ReplyHead, Route, parse_key
+from polar_trl.wire.base import (
+    MAX_BODY_BYTES,
+    NOTHING_TOLD,
+    Dialect,
+    Incoming,
+    ReplyHead,
+    Route,
+    Told,
+    parse_key,
+)
 
 _log = logging.getLogger(__name__)
 
+FindSession = Callable[[str], Session | None]
+"""Finds the session of a key, "" where a request has none."""
 HEADER_DELAY_S = 0.02
+MAX_PATH_LENGTH = 200
+"""Of a path that nobody serves, in the words of its refusal."""
+LOOK_INTERVAL_S = 0.05
+"""Between two looks at a reply that is told while it is sampled."""
 
 
-def build_app(
-    sessions: Mapping[str, Session], connections: Connections, model: str, ping_interval_s: float
-) -> Starlette:
-    """Build the ASGI app with every dialect's routes. `sessions` are found by their keys."""
+def build_app(find_session: FindSession, connections: Connections, model: str, ping_interval_s: float) -> Starlette:
+    """Build the ASGI app with every dialect's routes."""
     routes = [HTTPRoute("/", _reply_alive, methods=["HEAD"])]
     served = [(dialect, route) for dialect in DIALECTS for route in dialect.routes]
     # those that ask for a header first: the same path without it is somebody else's
     for dialect, route in sorted(served, key=lambda pair: pair[1].header is None):
-        endpoint = _DialectEndpoint(sessions, connections, dialect, route, model, ping_interval_s)
+        endpoint = _DialectEndpoint(find_session, connections, dialect, route, model, ping_interval_s)
         routes.append(_HeaderRoute(route, endpoint))
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _render_http_error})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: partial(_render_http_error, find_session)})
     app.router.redirect_slashes = False
     return app
 
@@ -64,14 +81,14 @@ class _DialectEndpoint:
 
     def __init__(
         self,
-        sessions: Mapping[str, Session],
+        find_session: FindSession,
         connections: Connections,
         dialect: Dialect,
         route: Route,
         model: str,
         ping_interval_s: float,
     ) -> None:
-        self._sessions = sessions
+        self._find_session = find_session
         self._connections = connections
         self._dialect = dialect
         self._kind = route.kind
@@ -90,7 +107,8 @@ class _DialectEndpoint:
             session = self._identify(request)
             session.bounds.check_open()
             with self._connections.holding_bytes(session) as hold:
-                incoming = _describe(request, await _read_body(request, hold))
+                async with session.refusals.noting(is_call=self._kind == "chat"):
+                    incoming = _describe(request, await _read_body(request, hold))
                 if self._kind == "count":
                     num_tokens = await session.count_prompt_tokens(self._dialect, incoming)
                     return await _send_whole(send, self._dialect.render_count(num_tokens))
@@ -104,9 +122,14 @@ class _DialectEndpoint:
             await _send_error(send, self._dialect, error)
 
     def _identify(self, request: Request) -> Session:
-        session = self._sessions.get(parse_key(_describe(request)) or "")
-        if session is None or not request.scope["connection"].adopt(session):
-            raise WireError("unknown API key: use the key of a running session", status=401, kind="authentication")
+        session = self._find_session(parse_key(_describe(request)) or "")
+        connection = request.scope["connection"]
+        if session is None or not connection.adopt(session):
+            message = "unknown API key: use the key of a running session"
+            error = WireError(message, status=401, kind="authentication", reason="key")
+            if connection.session is not None and not connection.session.bounds.has_ended:
+                connection.session.refusals.note(error, is_call=False)
+            raise error
         return session
 
     async def _reply(self, session: Session, incoming: Incoming, receive: Receive, send: Send) -> None:
@@ -126,7 +149,7 @@ class _DialectEndpoint:
     async def _stream(
         self, session: Session, turn: Turn, head: ReplyHead, hung_up: "asyncio.Future[None]", send: Send
     ) -> None:
-        """Headers almost at once, pings while the engine works, then the whole reply as events.
+        """Headers almost at once, pings or what can be told while the engine works, then the rest of the reply.
 
         What fails before the headers are sent gets a status of its own, which clients heed better than an event.
         """
@@ -136,17 +159,37 @@ class _DialectEndpoint:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send_part(send, self._dialect.stream_start(head))
+        told, last_sent = NOTHING_TOLD, time.monotonic()
         while not turn.task.done():
-            await _wait_for_either(turn, hung_up, timeout_s=self._ping_interval_s)
+            timeout_s = self._ping_interval_s if turn.live is None else min(LOOK_INTERVAL_S, self._ping_interval_s)
+            await _wait_for_either(turn, hung_up, timeout_s=timeout_s)
             if hung_up.done():
                 return
-            if not turn.task.done():
-                await _send_part(send, self._dialect.ping())
+            if turn.task.done():
+                break
+            parts: list[bytes] = []
+            if turn.live is not None:
+                now = turn.live.look()
+                parts = list(self._dialect.stream_part(head, told, now))
+                told = replace(now, num_events=told.num_events + len(parts)) if parts else told
+            if parts or turn.live is None or time.monotonic() - last_sent >= self._ping_interval_s:
+                await _send_part(send, b"".join(parts) or self._dialect.ping())
+                last_sent = time.monotonic()
         try:
-            events = b"".join(self._dialect.stream(head, turn.result()))
+            call = turn.result()
+            _check_told(told, call, session)
+            events = b"".join(self._dialect.stream(head, call, told))
         except Exception as failure:  # noqa: BLE001 - the same boundary, once a status has been sent
             events = self._dialect.stream_error(_explain(failure, session))
         await _send_part(send, events, is_last=True)
+
+
+def _check_told(told: Told, call: Call, session: Session) -> None:
+    """Raise `WireError`, after which clients ask again, where a stream has told what the call does not say."""
+    if not told.begins(call.message):
+        session.count("streams_taken_back")
+        message = "the reply was read in another way at its end than before: ask again for the whole of it"
+        raise WireError(message, status=503, kind="overloaded")
 
 
 def _explain(failure: Exception, session: Session | None) -> WireError:
@@ -221,8 +264,12 @@ async def _reply_alive(request: Request) -> Response:
     return Response()
 
 
-async def _render_http_error(request: Request, error: Exception) -> Response:
+async def _render_http_error(find_session: FindSession, request: Request, error: Exception) -> Response:
     """Answer a path that no dialect has a route for."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path} is not served here"
+    message = f"{request.method} {request.url.path[:MAX_PATH_LENGTH]} is not served here"
+    session = find_session(parse_key(_describe(request)) or "") or request.scope["connection"].session
+    if session is not None:
+        refusal = WireError(message, status=status, kind="not_found", reason="path")
+        session.refusals.note(refusal, is_call=False)
     return JSONResponse({"error": {"message": message, "type": "not_found", "code": status}}, status_code=status)

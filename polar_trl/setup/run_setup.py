@@ -6,8 +6,9 @@ Settings that nothing would read, and tasks whose graders do not tell their solu
 
 import importlib
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS, build_agent
-from polar_trl.harness.base import Harness
-from polar_trl.harness.shell import ShellHarness
+from polar_trl.harness.base import Harness, require_launch
+from polar_trl.harness.own import is_class_name, load_harness
+from polar_trl.harness.shell import PLACEHOLDERS, ShellHarness
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
@@ -44,20 +46,22 @@ class RunArguments:
     agent: str = field(
         default="shell",
         metadata={
-            "help": f"The agent: one of {', '.join(AGENTS)}, or 'shell' for whatever agent_command runs. "
-            "See polar-trl doctor."
+            "help": f"The agent: one of {', '.join(AGENTS)}, 'package.module:Class' for a class of your own, or "
+            "'shell' for whatever agent_command runs. See polar-trl doctor."
         },
     )
     agent_options: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Options of the named agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them."
+            "help": "Options of the agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them. Those of "
+            "agent_command: auxiliary_without_tools, where its requests without tools are no work on the task."
         },
     )
     agent_command: str | None = field(
         default=None,
         metadata={
-            "help": "Shell command that runs the agent; {instruction}, {model}, {base_url}, {api_key} are filled in."
+            "help": f"Shell command that runs the agent; {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)} are "
+            "filled in."
         },
     )
     sandbox: str = field(
@@ -138,6 +142,7 @@ def build_parts(
     Raises `ConfigError`.
     """
     harness = build_harness(run)
+    require_launch(harness, tasks)
     mounts = [*harness.folders, *list_environments(tasks)]
     backend = build_sandbox(run, tasks, mounts, run_id)
     try:
@@ -156,7 +161,35 @@ def build_parts(
 
 def build_harness(run: RunArguments) -> Harness:
     """Build the agent that the settings name."""
-    options = run.agent_options
+    options = read_agent_options(run.agent_options)
+    if run.agent == "shell":
+        if not run.agent_command:
+            known = ", ".join(AGENTS)
+            raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
+        if unknown := set(options) - {"auxiliary_without_tools"}:
+            names = ", ".join(sorted(map(str, unknown)))
+            raise ConfigError(f"agent_options has {names}; those of agent_command are: auxiliary_without_tools")
+        return ShellHarness(
+            run.agent_command,
+            files=read_agent_files(run.agent_files),
+            folders=find_agent_folders(run.agent_folders),
+            **options,
+        )
+    if run.agent not in AGENTS and not is_class_name(run.agent):
+        raise ConfigError(
+            f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}, and classes of your own as "
+            "package.module:Class"
+        )
+    for name in ("agent_command", "agent_files", "agent_folders"):
+        if getattr(run, name):
+            raise ConfigError(
+                f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
+            )
+    return load_harness(run.agent, options) if is_class_name(run.agent) else build_agent(run.agent, options)
+
+
+def read_agent_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Read the options of an agent, from JSON where they are a text."""
     if isinstance(options, str):
         try:
             options = json.loads(options)
@@ -164,25 +197,7 @@ def build_harness(run: RunArguments) -> Harness:
             raise ConfigError(f"agent_options is not JSON: {error}") from error
     if options is not None and not isinstance(options, dict):
         raise ConfigError("agent_options must be a mapping of names to values")
-    if run.agent == "shell":
-        if not run.agent_command:
-            known = ", ".join(AGENTS)
-            raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
-        if options:
-            raise ConfigError("agent_options are for the agents that are known by name; agent_command takes none")
-        return ShellHarness(
-            run.agent_command,
-            files=read_agent_files(run.agent_files),
-            folders=find_agent_folders(run.agent_folders),
-        )
-    if run.agent not in AGENTS:
-        raise ConfigError(f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}")
-    for name in ("agent_command", "agent_files", "agent_folders"):
-        if getattr(run, name):
-            raise ConfigError(
-                f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
-            )
-    return build_agent(run.agent, options)
+    return dict(options or {})
 
 
 def build_limits(run: RunArguments) -> Limits:
@@ -285,11 +300,12 @@ def read_agent_files(names: list[str]) -> dict[str, str]:
 
 
 def find_agent_folders(names: list[str]) -> list[Path]:
-    """Find the folders; their absolute paths."""
+    """Find the folders; their absolute paths, as they were named and where a link leads."""
     if isinstance(names, str):
         raise ConfigError(f"agent_folders must be a list, such as [{names}]")
-    folders = [Path(name).resolve() for name in names]
+    folders = [Path(os.path.abspath(name)) for name in names]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"agent_folders: {folder} is no folder")
-    return folders
+    # commands name the one, and what was installed there may name the other
+    return list(dict.fromkeys(path for folder in folders for path in (folder, folder.resolve())))

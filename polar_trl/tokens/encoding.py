@@ -5,6 +5,7 @@ The library lets go of the interpreter's lock while it encodes.
 """
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -32,15 +33,43 @@ class PromptTokenizer:
         encode_text = _find_encode(tokenizer)
         remembered = lru_cache(maxsize=1024)(lambda text: tuple(encode_text(text)))
 
+        self._local = local = threading.local()
+
         def encode(text: str, *, add_special_tokens: bool = False) -> list[int]:
             if add_special_tokens:
                 ids: list[int] = tokenizer.encode(text, add_special_tokens=True)
                 return ids
-            if SEAM in text:
-                return [token_id for piece in text.split(SEAM) for token_id in encode(piece)]
-            return list(remembered(text)) if len(text) <= MAX_REMEMBERED_CHARACTERS else encode_text(text)
+            if len(text) <= MAX_REMEMBERED_CHARACTERS and SEAM not in text:
+                return list(remembered(text))
+            ids = [token_id for piece in text.split(SEAM) for token_id in encode_text(piece)]
+            texts: list[list[int]] | None = getattr(local, "texts", None)
+            if texts is None:
+                return ids
+            texts.append(ids)
+            return [-len(texts)]
 
         self.encode = encode
+
+    def render_quickly(self, render: Callable[[], Sequence[int] | None]) -> list[int] | None:
+        """Have `render` put ids together with one negative id for each longer text, and put in that text's ids.
+
+        For renderers that do not look at the ids of texts: `renderers` handles each token on its own, four times.
+        """
+        texts: list[list[int]] = []
+        self._local.texts = texts
+        try:
+            rendered = render()
+        finally:
+            self._local.texts = None
+        if rendered is None:
+            return None
+        ids: list[int] = []
+        for token_id in rendered:
+            if token_id < 0:
+                ids += texts[-token_id - 1]
+            else:
+                ids.append(token_id)
+        return ids
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `__call__` among them

@@ -7,7 +7,8 @@ read from their own text, so that arguments stay as sampled and none is lost.
 import difflib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from renderers.base import MODEL_RENDERER_MAP, ParsedResponse, ParsedToolCall, ToolCallParseStatus, create_renderer
@@ -39,8 +40,9 @@ _TAGGED = ("qwen", "prime-qwen", "nemotron")
 """Beginnings of the names of families that write <think> and <tool_call> tags, with JSON or <function=> in them."""
 _NUM_OPENING_TOKENS = 64
 """More than a chat format writes between the end of the last turn and the first sampled token."""
-_READING_OPENINGS = frozenset({"qwen3", "qwen3.5", "qwen3.6", "qwen3.8"})
-"""Families that read nothing of a prompt before the end of its last turn, which spares them copies of the history."""
+_READING_LITTLE = frozenset({"qwen3", "qwen3.5", "qwen3.6", "qwen3.8"})
+"""Families that read nothing of a prompt before the end of its last turn, and nothing of a text's ids, which spares
+most of the work of `renderers`."""
 
 _PROBE_INSTRUCTION = Message(role="system", text="probe instruction")
 _PROBE_QUESTION = Message(role="user", text="probe question")
@@ -100,12 +102,13 @@ class FamilyRenderer:
             if readable == list(messages):
                 raise RenderError(f"the chat format of {self.family} refuses the conversation: {error}") from error
             return self.render(readable, tools)
-        return tuple(ids)
+        return tuple(ids or ())
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         dicts = self._build_dicts(messages, at_start=True)
-        ids: list[int] = self._renderer.render_ids(dicts, tools=self._build_tools(tools), add_generation_prompt=True)
-        return ids
+        return self._run(
+            partial(self._renderer.render_ids, dicts, tools=self._build_tools(tools), add_generation_prompt=True)
+        )
 
     def extend(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
@@ -117,21 +120,19 @@ class FamilyRenderer:
         dicts = self._build_dicts(new_messages, at_start=False)
         opening = self._take_opening(prompt_ids)
         try:
-            extended = self._renderer.bridge_to_next_turn(
-                opening, list(completion_ids), dicts, tools=self._build_tools(tools)
-            )
+            extended = self._run(partial(self._bridge, opening, list(completion_ids), dicts, tools))
         except Exception as error:
             raise RenderError(f"the chat format of {self.family} refuses the new messages: {error}") from error
         if extended is None:
             return None
         num_kept = len(opening) + len(completion_ids)
-        if extended.token_ids[:num_kept] != [*opening, *completion_ids]:
+        if extended[:num_kept] != [*opening, *completion_ids]:
             raise RenderError(
                 f"renderers changed sampled tokens while continuing a {self.family} conversation "
                 f"({len(prompt_ids)} prompt and {len(completion_ids)} sampled tokens); use thinking='template', or "
                 "report the conversation"
             )
-        return prompt_ids + (completion_ids + tuple(extended.token_ids[num_kept:]))
+        return prompt_ids + (completion_ids + tuple(extended[num_kept:]))
 
     def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
         """As `Renderer.continue_reply`."""
@@ -188,9 +189,20 @@ class FamilyRenderer:
         is_open: bool = prompt_ends_in_reasoning(self._tokenizer, opening, stop_ids=stop_ids)
         return is_open
 
+    def _bridge(
+        self, prompt_ids: list[int], completion_ids: list[int], dicts: list[Any], tools: Sequence[Tool]
+    ) -> list[int] | None:
+        extended = self._renderer.bridge_to_next_turn(
+            prompt_ids, completion_ids, dicts, tools=self._build_tools(tools)
+        )
+        return None if extended is None else extended.token_ids
+
+    def _run(self, render: Callable[[], list[int] | None]) -> list[int] | None:
+        return self._tokenizer.render_quickly(render) if self.family in _READING_LITTLE else render()
+
     def _take_opening(self, prompt_ids: TokenIds) -> list[int]:
         """Take what the family reads of a prompt: from the end of the last turn on, or all of it."""
-        if self.family in _READING_OPENINGS:
+        if self.family in _READING_LITTLE:
             tail = list(prompt_ids[-_NUM_OPENING_TOKENS:])
             for position in range(len(tail) - 1, -1, -1):
                 if tail[position] in self._own_stop_ids:

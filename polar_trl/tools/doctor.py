@@ -14,9 +14,11 @@ from polar_trl.errors import PolarError
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness.base import AgentHarness, Harness
 from polar_trl.proxy import Proxy
+from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import START, ByteRenderer
 from polar_trl.types import Message, Task, TokenIds
 
@@ -36,58 +38,77 @@ class Checkup:
     works: bool
     why: str
     """What is wrong and what to do; empty where it works."""
+    prompt_tokens: int | None = None
+    """Of its first request, as a model's chat format writes it; None where no model was given, or none was asked."""
 
 
 def check_agent(
-    harness: AgentHarness, *, install: bool = True, delay_s: float = 0.0, backend: SandboxBackend | None = None
+    harness: AgentHarness,
+    name: str,
+    *,
+    install: bool = True,
+    delay_s: float = 0.0,
+    backend: SandboxBackend | None = None,
+    model: Renderer | None = None,
+    window: int | None = None,
 ) -> Checkup:
     """Run one session of two turns: a shell command that writes a file, then the end.
 
     Args:
         harness: The agent.
+        name: As it was asked for, with a version or without.
         install: Install it first where it is missing.
         delay_s: How long the scripted model takes for each answer.
         backend: Where it runs; None is the default sandbox.
+        model: The chat format by which its first prompt is counted.
+        window: The context window that this prompt has to fit.
     """
+    num_tokens: int | None = None
     try:
         if install:
             harness.install()
         installed = harness.find_installed_version()
         if installed is None:
-            why = f"{harness.name} is not installed; run: polar-trl doctor --install {harness.name}"
+            why = f"{name} is not installed; run: polar-trl doctor --install {name}"
         else:
-            why = _find_fault(harness, delay_s, backend or build_backend("auto", mounts=harness.folders))
+            finished = _try(harness, delay_s, backend or build_backend("auto", mounts=harness.folders))
+            num_tokens = None if model is None else _count_first_prompt(finished, model)
+            why = _find_fault(finished)
+            if not why and window is not None and num_tokens is not None and num_tokens >= window:
+                why = f"its first prompt has {num_tokens} tokens, and the context window is {window}"
     except PolarError as error:
         installed, why = harness.find_installed_version(), str(error)
-    return Checkup(installed=installed, verified=harness.verified_version, works=not why, why=why)
+    return Checkup(
+        installed=installed, verified=harness.verified_version, works=not why, why=why, prompt_tokens=num_tokens
+    )
 
 
 def run_scripted_session(
     harness: Harness,
-    replies: Sequence[Message],
+    replies: Sequence[Message] | Callable[[TokenIds], TokenIds],
     task: Task,
     *,
     backend: SandboxBackend,
     delay_s: float = 0.0,
     max_model_len: int = MAX_MODEL_LEN,
-    ping_interval_s: float = 10.0,
+    limits: SessionLimits = SessionLimits(),
 ) -> RolloutResult:
-    """Run one session of an agent whose model says `replies`, one per turn of its conversation.
+    """Run one session of an agent whose model says `replies`, one per turn, or what a function makes of each prompt.
 
     The n-th reply answers a prompt with n assistant turns, so that side requests and retries do not shift the script;
     after the last one, the model repeats it. A prompt without tools is a side request and is answered with a word.
     """
-    engine = ScriptedEngine(answer_by_turn(replies), delay_s=delay_s, max_model_len=max_model_len)
-    params = GenerationParams(max_tokens=4096)
-    with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s) as proxy:
+    script = replies if callable(replies) else answer_by_turn(replies)
+    engine = ScriptedEngine(script, delay_s=delay_s, max_model_len=max_model_len)
+    with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=4096)) as proxy:
         runner = RolloutRunner(
             proxy=proxy,
             backend=backend,
             harness=harness,
             grader=CommandGrader(task.grader) if task.grader else None,
-            config=RolloutConfig(),
+            config=RolloutConfig(limits=limits),
         )
-        return runner.run([Job(rollout_id=f"doctor-{harness.name}", group_id="doctor", task=task)])[0]
+        return runner.run([Job(rollout_id="doctor", group_id="doctor", task=task)])[0]
 
 
 def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:
@@ -102,8 +123,8 @@ def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]
     return answer
 
 
-def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend) -> str:
-    """Say why the agent does not work here; "" where it does."""
+def _try(harness: AgentHarness, delay_s: float, backend: SandboxBackend) -> RolloutResult:
+    """Run the session of two turns."""
     text, tool_calls = harness.build_last_message("The file is written.")
     replies = [
         Message(
@@ -120,7 +141,16 @@ def _find_fault(harness: AgentHarness, delay_s: float, backend: SandboxBackend) 
         agent_timeout_s=180.0 + 4 * delay_s,
         grader='test "$(cat doctor.txt)" = hello',
     )
-    finished = run_scripted_session(harness, replies, task, delay_s=delay_s, backend=backend)
+    return run_scripted_session(harness, replies, task, delay_s=delay_s, backend=backend)
+
+
+def _count_first_prompt(finished: RolloutResult, model: Renderer) -> int | None:
+    first = next((call.request for call in finished.rollout.calls if call.purpose == "policy"), None)
+    return None if first is None else len(model.render(first.messages, first.tools))
+
+
+def _find_fault(finished: RolloutResult) -> str:
+    """Say why the agent does not work here; "" where it does."""
     rollout, counters = finished.rollout, finished.reconstruction.counters
     if rollout.error is not None:
         return rollout.error

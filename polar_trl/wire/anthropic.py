@@ -16,11 +16,13 @@ from polar_trl.types import Call, Message
 from polar_trl.wire.anthropic_request import parse_request
 from polar_trl.wire.anthropic_tools import has_only_server_tools
 from polar_trl.wire.base import (
+    NOTHING_TOLD,
     Incoming,
     ItemMemo,
     ParsedRequest,
     ReplyHead,
     Route,
+    Told,
     parse_object,
     read_arguments,
 )
@@ -85,12 +87,34 @@ class Anthropic:
     def ping(self) -> bytes:
         return _render("ping", {})
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        blocks = _render_blocks(call.message, raw_input=_RAW_INPUT in head.options)
-        for index, (block, deltas) in enumerate(blocks):
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        if now.reasoning and not told.text:
+            if not told.reasoning:
+                yield _render("content_block_start", {"index": 0, "content_block": dict(_THINKING)})
+            if thinking := now.reasoning[len(told.reasoning) :]:
+                yield _render_delta(0, {"type": "thinking_delta", "thinking": thinking})
+            if now.text:
+                yield _render_delta(0, {"type": "signature_delta", "signature": SIGNATURE})
+                yield _render("content_block_stop", {"index": 0})
+        if text := now.text[len(told.text) :]:
+            index = int(bool(now.reasoning))
+            if not told.text:
+                yield _render("content_block_start", {"index": index, "content_block": {"type": "text", "text": ""}})
+            yield _render_delta(index, {"type": "text_delta", "text": text})
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
+        whole = Told(reasoning=call.message.reasoning or "", text=call.message.text)
+        yield from self.stream_part(head, told, whole)
+        if whole.reasoning and not whole.text:
+            yield _render_delta(0, {"type": "signature_delta", "signature": SIGNATURE})
+        if whole.reasoning or whole.text:
+            yield _render("content_block_stop", {"index": int(bool(whole.reasoning and whole.text))})
+        for index, (block, deltas) in enumerate(_render_blocks(call.message, raw_input=_RAW_INPUT in head.options)):
+            if block["type"] != "tool_use":
+                continue
             yield _render("content_block_start", {"index": index, "content_block": block})
             for delta in deltas:
-                yield _render("content_block_delta", {"index": index, "delta": delta})
+                yield _render_delta(index, delta)
             yield _render("content_block_stop", {"index": index})
         usage = {"output_tokens": len(call.completion.token_ids)}
         yield _render("message_delta", {"delta": _stop(call), "usage": usage})
@@ -119,6 +143,7 @@ class Anthropic:
         return orjson.dumps({"data": [entry], "has_more": False, "first_id": name, "last_id": name})
 
 
+_THINKING = {"type": "thinking", "thinking": "", "signature": ""}
 _Part = tuple[dict[str, Any], list[dict[str, Any]]]
 """A content block as a stream opens it, empty, and the deltas that fill it."""
 
@@ -126,7 +151,7 @@ _Part = tuple[dict[str, Any], list[dict[str, Any]]]
 def _render_blocks(message: Message, *, raw_input: bool) -> Iterator[_Part]:
     if message.reasoning:
         yield (
-            {"type": "thinking", "thinking": "", "signature": ""},
+            dict(_THINKING),
             [
                 {"type": "thinking_delta", "thinking": message.reasoning},
                 {"type": "signature_delta", "signature": SIGNATURE},
@@ -193,6 +218,10 @@ def _usage(head: ReplyHead, num_sampled: int) -> dict[str, int]:
 
 def _envelope(head: ReplyHead) -> dict[str, Any]:
     return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": head.model, "content": []}
+
+
+def _render_delta(index: int, delta: dict[str, Any]) -> bytes:
+    return _render("content_block_delta", {"index": index, "delta": delta})
 
 
 def _render(kind: str, fields: dict[str, Any]) -> bytes:

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import orjson
-
 from polar_trl.errors import WireError
 from polar_trl.json_text import is_json_object
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Role, ToolCall
@@ -17,9 +15,13 @@ from polar_trl.wire.anthropic_tools import parse_tool_choice, parse_tools
 from polar_trl.wire.base import (
     ItemMemo,
     json_type,
+    list_parts,
     list_unread,
+    read_call_arguments,
     read_field,
-    render_arguments,
+    read_reasoning,
+    read_text,
+    read_texts,
     require_string,
 )
 
@@ -169,26 +171,23 @@ def _build_messages(role: Role, blocks: _Blocks) -> list[Message]:
 
 
 def _parse_content(raw: Any, path: str, blocks: _Blocks) -> None:
-    if isinstance(raw, str):
-        blocks.texts.append(raw)
-    elif isinstance(raw, list):
-        for index, block in enumerate(raw):
-            _parse_block(block, f"{path}[{index}]", blocks)
-    else:
-        raise WireError(f"{path}: must be a string or an array of blocks, not {json_type(raw)}")
+    for index, block in enumerate(list_parts(raw, path)):
+        _parse_block(block, f"{path}[{index}]", blocks)
 
 
 def _parse_block(block: Any, path: str, blocks: _Blocks) -> None:
     if isinstance(block, str):  # some clients write a text block as its text
         blocks.texts.append(block)
         return
+    if not block and block in (None, {}):
+        return
     if not isinstance(block, dict):
         raise WireError(f"{path}: must be an object, not {json_type(block)}")
     kind = block.get("type")
     if kind == "text":
-        blocks.texts.append(require_string(block, "text", path))
+        blocks.texts.append(read_text(block, "text", path))
     elif kind == "thinking":
-        blocks.thinking.append(require_string(block, "thinking", path))
+        blocks.thinking.append(read_reasoning(block))
     elif kind == "image":
         blocks.images.append(_parse_image(block, path))
     elif kind == "tool_use":
@@ -198,11 +197,13 @@ def _parse_block(block: Any, path: str, blocks: _Blocks) -> None:
     elif kind == "document":
         _parse_document(block, path, blocks)
     elif kind == "search_result":
-        _parse_content(block.get("content", []), f"{path}.content", blocks)
+        _parse_content(block.get("content"), f"{path}.content", blocks)
     elif kind == "tool_reference":
         blocks.tool_references.append(require_string(block, "tool_name", path))
     elif isinstance(kind, str) and kind in _UNREAD_BLOCKS:
         blocks.unread.append(f"{path}.{kind}")
+    elif block.get("text") is not None:
+        blocks.texts.append(read_text(block, "text", path))
     else:
         shown = repr(kind[:40]) if isinstance(kind, str) else json_type(kind)
         raise WireError(f"{path}.type: {shown} is no block that can be read here")
@@ -232,15 +233,12 @@ def _parse_document(block: Mapping[str, Any], path: str, blocks: _Blocks) -> Non
 
 
 def _parse_tool_use(block: Mapping[str, Any], path: str) -> ToolCall:
-    value = read_field(block, "input", dict, path) or {}
-    unparsed = value.get(UNPARSED_INPUT)
-    if value.keys() == {UNPARSED_INPUT} and isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
+    value = block.get("input")
+    unparsed = value.get(UNPARSED_INPUT) if isinstance(value, dict) and len(value) == 1 else None
+    if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
         arguments = unparsed["raw"]
     else:
-        try:
-            arguments = render_arguments(value)
-        except orjson.JSONEncodeError as error:
-            raise WireError(f"{path}.input: {error}; nest it less deeply") from error
+        arguments = read_call_arguments(block, "input", path) if value not in (None, []) else "{}"
     return ToolCall(
         id=require_string(block, "id", path),
         name=require_string(block, "name", path),
@@ -251,9 +249,7 @@ def _parse_tool_use(block: Mapping[str, Any], path: str) -> ToolCall:
 
 def _parse_tool_result(block: Mapping[str, Any], path: str, outer: _Blocks) -> Message:
     inner = _Blocks()
-    content = block.get("content")
-    if content is not None:
-        _parse_content(content, f"{path}.content", inner)
+    _parse_content(block.get("content"), f"{path}.content", inner)
     outer.unread += inner.unread
     outer.tool_references += inner.tool_references
     # with references alone, the tools themselves are what the model gets; say which
@@ -267,13 +263,10 @@ def _parse_sampling(body: Mapping[str, Any]) -> RequestedSampling:
     max_tokens = read_field(body, "max_tokens", int, "")
     if max_tokens is not None and max_tokens < 1:
         raise WireError("max_tokens: must be at least 1")
-    stops = read_field(body, "stop_sequences", list, "") or []
-    if not all(isinstance(text, str) for text in stops):
-        raise WireError("stop_sequences: must be an array of strings")
     return RequestedSampling(
         max_tokens=max_tokens,
         temperature=read_field(body, "temperature", (int, float), ""),
         top_p=read_field(body, "top_p", (int, float), ""),
         top_k=read_field(body, "top_k", int, ""),
-        stop=tuple(text for text in stops if text),
+        stop=read_texts(body, "stop_sequences", ""),
     )

@@ -98,7 +98,7 @@ def has_only_server_tools(body: Mapping[str, Any]) -> bool:
 def parse_tool_choice(body: Mapping[str, Any], unread: list[str]) -> str:
     """ "auto", "none", "required" or the name of a tool."""
     choice = read_field(body, "tool_choice", dict, "")
-    if choice is None:
+    if not choice:
         return "auto"
     kind = choice.get("type")
     if kind == "tool":

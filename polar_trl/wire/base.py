@@ -15,7 +15,7 @@ import orjson
 
 from polar_trl.errors import WireError
 from polar_trl.json_text import UNPARSED_ARGUMENTS, load_json
-from polar_trl.types import Call, ChatRequest, Purpose, Tool
+from polar_trl.types import Call, ChatRequest, Message, Purpose, Tool
 
 _T = TypeVar("_T")
 MAX_BODY_BYTES = 16 << 20
@@ -29,6 +29,8 @@ MAX_STOP_LENGTH = 1024
 MAX_UNREAD = 200
 """Fields that nobody reads are on record up to this number, each with so much of its path."""
 _LARGE_BODY_BYTES = 1 << 20
+_MAX_EXACT = 2.0**53
+_REASONING_KEYS = ("text", "thinking", "reasoning", "content")
 RouteKind = Literal["chat", "count", "models", "alive", "no_upgrade"]
 
 
@@ -83,6 +85,26 @@ class ReplyHead:
     """The `reply_options` of the request on this connection."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """The part of a reply that a stream has told before the reply had ended."""
+
+    reasoning: str = ""
+    """All of it, where there is text."""
+    text: str = ""
+    num_events: int = 0
+    """That told it."""
+
+    def begins(self, message: Message) -> bool:
+        """Tell whether the message goes on from here."""
+        reasoning = message.reasoning or ""
+        is_whole = reasoning == self.reasoning if self.text else reasoning.startswith(self.reasoning)
+        return is_whole and message.text.startswith(self.text)
+
+
+NOTHING_TOLD = Told()
+
+
 class ItemMemo:
     """The items of a session's last request, raw and parsed.
 
@@ -91,22 +113,49 @@ class ItemMemo:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[list[Any], list[Any]] = ([], [])
+        self._last: list[tuple[Any, object, Any]] = []
+        """Each item raw, its `_hash_exactly` where it holds a number, and parsed."""
 
     def forget(self) -> None:
         """Let go of the last request."""
-        self._last = ([], [])
+        self._last = []
 
     def parse_items(self, raw: list[Any], parse_item: Callable[[Any, int], _T]) -> list[_T]:
-        """`parse_item(item, index)` of every item, or what it gave when the same item was last in that place."""
-        known_raw, known = self._last
-        num_known = len(known)
-        parsed = [
-            known[index] if index < num_known and known_raw[index] == item else parse_item(item, index)
-            for index, item in enumerate(raw)
-        ]
-        self._last = (raw, parsed)
-        return parsed
+        """`parse_item(item, index)` of every item, or what it gave when the same item was last in that place.
+
+        An item is a JSON value, or a tuple of its place and one.
+        """
+        last, self._last = self._last, []
+        for index, item in enumerate(raw):
+            if index < len(last) and last[index][0] == item:
+                _, exact, parsed = last[index]
+                if exact is not None and (now := _hash_exactly(item)) != exact:
+                    exact, parsed = now, parse_item(item, index)
+            else:
+                exact, parsed = _hash_exactly(item) if _holds_number(item) else None, parse_item(item, index)
+            self._last.append((item, exact, parsed))
+        return [parsed for _, _, parsed in self._last]
+
+
+def _holds_number(item: Any) -> bool:
+    """Tell whether there is a number or a boolean in an item: true, 1 and 1.0 are equal in Python and not in JSON."""
+    values = [item[1]] if isinstance(item, tuple) else [item]
+    for value in values:  # it grows meanwhile
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, (int, float)):
+            return True
+    return False
+
+
+def _hash_exactly(item: Any) -> object:
+    """Hash an item so that what differs in JSON differs here; nothing equals one that is nested too deeply."""
+    try:
+        return hash(orjson.dumps(item, option=orjson.OPT_SORT_KEYS))
+    except orjson.JSONEncodeError:
+        return object()
 
 
 class Dialect(Protocol):
@@ -137,8 +186,15 @@ class Dialect(Protocol):
         """Render a keep-alive event for an open stream, which clients of this format ignore."""
         ...
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        """Render the events after `stream_start`, the format's end of stream included."""
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        """Render the events that lead from what was told to what can be told `now`.
+
+        None where this reply is told whole.
+        """
+        ...
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
+        """Render the events after `stream_start` and `stream_part`, the format's end of stream included."""
         ...
 
     def stream_error(self, error: WireError) -> bytes:
@@ -275,17 +331,75 @@ def json_type(value: object) -> str:
 def read_field(holder: Mapping[str, Any], key: str, kind: type | tuple[type, ...], path: str) -> Any:
     """Return `holder[key]` if it has the wanted type, None where it is absent or null.
 
+    JSON has one kind of number, so 8.0 is a whole one; an empty array is an empty object, as PHP writes it.
+
     `path` is the holder's own, "" for the body.
     """
     value = holder.get(key)
     if value is None:
         return None
+    if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT:
+        return int(value)
+    if kind is dict and value == []:
+        return {}
     # JSON's booleans are ints in Python
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         wanted = {str: "a string", int: "a whole number", bool: "a boolean", list: "an array", dict: "an object"}
         name = "a number" if isinstance(kind, tuple) else wanted[kind]
         raise WireError(f"{path}{'.' if path else ''}{key}: must be {name}, not {json_type(value)}")
     return value
+
+
+def read_text(holder: Mapping[str, Any], key: str, path: str) -> str:
+    """Return the text at `holder[key]`, "" where it is absent or null: tools that print nothing send that."""
+    return read_field(holder, key, str, path) or ""
+
+
+def read_texts(holder: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
+    """Return the texts of the array, or the one text, at `holder[key]`, without those that are empty or null."""
+    value = holder.get(key)
+    texts = [value] if value is None or isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(text is None or isinstance(text, str) for text in texts):
+        raise WireError(f"{path}{'.' if path else ''}{key}: must be a string or an array of strings")
+    return tuple(text for text in texts if text)
+
+
+def read_call_arguments(holder: Mapping[str, Any], key: str, path: str) -> str:
+    """Return the text of a tool call's arguments, which clients send as text or as the JSON itself."""
+    value = holder.get(key)
+    if value is None or isinstance(value, str):
+        return value or ""
+    try:
+        return render_arguments(value) if isinstance(value, dict) else orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as error:
+        raise WireError(f"{path}{'.' if path else ''}{key}: {error}; nest it less deeply") from error
+
+
+def read_reasoning(value: Any) -> str:
+    """Return the text of a reply's earlier reasoning in whatever shape it comes back, "" where there is none to read.
+
+    Of any shape, since it is shown to no model: what was sampled stands in its place.
+    """
+    texts = []
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, dict):
+            held = next((part[key] for key in _REASONING_KEYS if part.get(key)), "")
+            inner = held if isinstance(held, list) else [held]
+            texts += [text.get("text") if isinstance(text, dict) else text for text in inner]
+        else:
+            texts.append(part)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def list_parts(content: Any, path: str) -> list[Any]:
+    """Return a message's content as a list of parts: none where it is null, one where it is a text or an object."""
+    if content is None:
+        return []
+    if isinstance(content, (str, dict)):
+        return [content]
+    if not isinstance(content, list):
+        raise WireError(f"{path}: must be a string or an array of parts, not {json_type(content)}")
+    return content
 
 
 def require_string(holder: Mapping[str, Any], key: str, path: str) -> str:

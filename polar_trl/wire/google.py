@@ -12,12 +12,14 @@ import orjson
 from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.types import Call, ChatRequest, Message
 from polar_trl.wire.base import (
+    NOTHING_TOLD,
     Incoming,
     ItemMemo,
     ParsedRequest,
     ReplyHead,
     Route,
     RouteKind,
+    Told,
     parse_object,
     read_arguments,
     read_field,
@@ -70,7 +72,9 @@ class Google:
         return ParsedRequest(request=parse_request(body, memo, model=model, stream=stream))
 
     def render(self, head: ReplyHead, call: Call) -> bytes:
-        return orjson.dumps(_build_reply(head, call, list(_render_parts(call.message)), is_last=True))
+        message = call.message
+        parts = [*_render_texts(message.reasoning or "", message.text), *_render_calls(message)]
+        return orjson.dumps(_build_reply(head, parts, call))
 
     def stream_start(self, head: ReplyHead) -> bytes:
         # Nothing: an error that follows at once must not share a read with an event, see `stream_error`.
@@ -80,10 +84,18 @@ class Google:
         # A candidate that adds no part. Comments are no way: to Gemini CLI 0.61.0 they make the stream an empty one.
         return render_event(orjson.dumps({"candidates": [_build_candidate([])]}))
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        for part in _render_parts(call.message):
-            yield render_event(orjson.dumps(_build_reply(head, call, [part], is_last=False)))
-        yield render_event(orjson.dumps(_build_reply(head, call, [], is_last=True)))
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        for part in _render_texts(now.reasoning[len(told.reasoning) :], now.text[len(told.text) :]):
+            yield render_event(orjson.dumps(_build_reply(head, [part])))
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
+        message = call.message
+        rest = (message.reasoning or "")[len(told.reasoning) :], message.text[len(told.text) :]
+        parts = [*_render_texts(*rest), *_render_calls(message)]
+        for part in parts[:-1]:
+            yield render_event(orjson.dumps(_build_reply(head, [part])))
+        # with the last part: the chats of Google's Python client forget a turn that has a content without any
+        yield render_event(orjson.dumps(_build_reply(head, parts[-1:], call)))
 
     def stream_error(self, error: WireError) -> bytes:
         # As Google sends it, bare and not as an event: its JavaScript client finds an error only in a read that is
@@ -95,7 +107,7 @@ class Google:
         if isinstance(error, ContextOverflowError):
             text = (
                 f"The input token count ({error.num_tokens}) exceeds the maximum number of tokens allowed "
-                f"({error.max_tokens - 1})."
+                f"({error.max_tokens - 1}). {error.advice}"
             )
         status = "RESOURCE_EXHAUSTED" if error.status == 429 else _STATUS_NAMES[error.kind]
         body: dict[str, Any] = {"code": error.status, "message": text, "status": status}
@@ -135,11 +147,14 @@ def _parse_counted(body: dict[str, Any], memo: ItemMemo, model: str) -> ChatRequ
         raise WireError(f"{wrapper}.{error}") from error
 
 
-def _render_parts(message: Message) -> Iterator[dict[str, Any]]:
-    if message.reasoning:
-        yield {"text": message.reasoning, "thought": True, "thoughtSignature": THOUGHT_SIGNATURE}
-    if message.text:
-        yield {"text": message.text}
+def _render_texts(reasoning: str, text: str) -> Iterator[dict[str, Any]]:
+    if reasoning:
+        yield {"text": reasoning, "thought": True, "thoughtSignature": THOUGHT_SIGNATURE}
+    if text:
+        yield {"text": text}
+
+
+def _render_calls(message: Message) -> Iterator[dict[str, Any]]:
     for call in message.tool_calls:
         yield {"functionCall": {"id": call.id, "name": call.name, "args": read_arguments(call.arguments)}}
 
@@ -148,10 +163,11 @@ def _build_candidate(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": {"role": "model", "parts": parts}, "index": 0}
 
 
-def _build_reply(head: ReplyHead, call: Call, parts: list[dict[str, Any]], *, is_last: bool) -> dict[str, Any]:
+def _build_reply(head: ReplyHead, parts: list[dict[str, Any]], call: Call | None = None) -> dict[str, Any]:
+    """Build a reply, or a part of one; `call` is given with the last."""
     candidate = _build_candidate(parts)
     usage = {"promptTokenCount": head.num_prompt_tokens, "totalTokenCount": head.num_prompt_tokens}
-    if is_last:
+    if call is not None:
         candidate["finishReason"] = "MAX_TOKENS" if call.completion.finish_reason == "length" else "STOP"
         num_sampled = len(call.completion.token_ids)
         usage = {

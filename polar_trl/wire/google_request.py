@@ -19,8 +19,9 @@ from polar_trl.types import ChatRequest, Message, RequestedSampling, ToolCall
 from polar_trl.wire.base import (
     ItemMemo,
     list_unread,
+    read_call_arguments,
     read_field,
-    render_arguments,
+    read_texts,
     require_string,
 )
 from polar_trl.wire.google_tools import parse_tool_choice, parse_tools, read_fields
@@ -38,7 +39,7 @@ _PLAIN_RESPONSE_KEYS = ("output", "error", "result")
 def parse_request(raw: Mapping[str, Any], memo: ItemMemo, *, model: str, stream: bool) -> ChatRequest:
     """Parse the request into normal form. Raises `WireError` naming the field that is wrong."""
     body = read_fields(raw, "")
-    if body.get("cachedContent") is not None:
+    if body.get("cachedContent"):
         raise WireError("cachedContent: nothing is cached here; send the whole conversation")
     unread = list(list_unread(body, _BODY_FIELDS, ""))
     messages = (*_parse_system(body, unread), *_parse_contents(body, unread, memo))
@@ -90,7 +91,8 @@ def _parse_system(body: Mapping[str, Any], unread: list[str]) -> list[Message]:
     parts = _Parts()
     _parse_content(raw, "systemInstruction", "system", parts)
     unread += parts.unread
-    return [Message(role="system", text="".join(parts.texts), images=tuple(parts.images))]
+    text, images = "".join(parts.texts), tuple(parts.images)
+    return [Message(role="system", text=text, images=images)] if parts.texts or images else []
 
 
 def _parse_contents(body: Mapping[str, Any], unread: list[str], memo: ItemMemo) -> list[Message]:
@@ -111,22 +113,22 @@ def _parse_contents(body: Mapping[str, Any], unread: list[str], memo: ItemMemo) 
     return messages
 
 
-def _split_at_replies(contents: list[Any]) -> list[list[Any]]:
-    """Split the contents into runs that each begin with a reply (the first may not), led by the index of the first
+def _split_at_replies(contents: list[Any]) -> list[tuple[int, list[Any]]]:
+    """Split the contents into runs that each begin with a reply (the first may not), each after the index of its first
     content: a run is read without knowing what was before it, and what was read once is known again."""
-    runs: list[list[Any]] = []
+    runs: list[tuple[int, list[Any]]] = []
     was_reply = False
     for index, content in enumerate(contents):
         is_reply = _is_reply(content)
         if not runs or (is_reply and not was_reply):
-            runs.append([index])
-        runs[-1].append(content)
+            runs.append((index, []))
+        runs[-1][1].append(content)
         was_reply = is_reply
     return runs
 
 
-def _parse_turn(run: list[Any], _: int) -> _Turn:
-    start, *contents = run
+def _parse_turn(run: tuple[int, list[Any]], _: int) -> _Turn:
+    start, contents = run
     num_replies = sum(map(_is_reply, contents))  # they come first
     reply = _Parts()
     for index, content in enumerate(contents[:num_replies], start):
@@ -210,7 +212,7 @@ def _parse_content(raw: Any, path: str, place: str, parts: _Parts) -> None:
 
 
 def _parse_part(raw: Any, path: str, parts: _Parts, *, is_reply: bool, unnamed_id: str) -> None:
-    part = read_fields(raw, path)
+    part = {"text": raw} if raw is None or isinstance(raw, str) else read_fields(raw, path)
     parts.unread += list_unread(part, _PART_FIELDS, path)
     text = read_field(part, "text", str, path)
     if text is not None:
@@ -227,8 +229,7 @@ def _parse_part(raw: Any, path: str, parts: _Parts, *, is_reply: bool, unnamed_i
 def _parse_call(raw: Any, path: str, unnamed_id: str) -> ToolCall:
     call = read_fields(raw, path)
     # the object's own keys are the tool's and stay as they are
-    args = read_field(call, "args", dict, path) or {}
-    arguments = _dump(args, f"{path}.args", render_arguments)
+    arguments = read_call_arguments(call, "args", path) if call.get("args") not in (None, []) else "{}"
     return ToolCall(
         id=read_field(call, "id", str, path) or unnamed_id,
         name=require_string(call, "name", path),
@@ -239,7 +240,6 @@ def _parse_call(raw: Any, path: str, unnamed_id: str) -> ToolCall:
 
 def _parse_result(raw: Any, path: str) -> _Result:
     result = read_fields(raw, path)
-    response = read_field(result, "response", dict, path) or {}
     images = []
     for index, part in enumerate(read_field(result, "parts", list, path) or []):
         here = f"{path}.parts[{index}]"
@@ -247,23 +247,21 @@ def _parse_result(raw: Any, path: str) -> _Result:
     return _Result(
         name=read_field(result, "name", str, path) or "",
         id=read_field(result, "id", str, path),
-        text=_build_result_text(response, f"{path}.response"),
+        text=_build_result_text(result.get("response"), f"{path}.response"),
         images=tuple(images),
     )
 
 
-def _build_result_text(response: Mapping[str, Any], path: str) -> str:
-    """Build the text of a function's response: the whole object as JSON, or the one plain text that it wraps."""
-    if len(response) == 1:
+def _build_result_text(response: Any, path: str) -> str:
+    """Build the text of a function's response: the JSON as it is, or the one plain text that it wraps."""
+    if isinstance(response, dict) and len(response) == 1:
         key, value = next(iter(response.items()))
-        if key in _PLAIN_RESPONSE_KEYS and isinstance(value, str):
-            return value
-    return _dump(response, path, lambda value: orjson.dumps(value).decode())
-
-
-def _dump(value: Mapping[str, Any], path: str, render: Any) -> str:
+        if key in _PLAIN_RESPONSE_KEYS and (value is None or isinstance(value, str)):
+            response = value
+    if response is None or isinstance(response, str):
+        return response or ""
     try:
-        return str(render(value))
+        return orjson.dumps(response).decode()
     except orjson.JSONEncodeError as error:
         raise WireError(f"{path}: {error}; nest it less deeply") from error
 
@@ -299,14 +297,11 @@ def _parse_sampling(body: Mapping[str, Any], unread: list[str]) -> RequestedSamp
     max_tokens = read_field(config, "maxOutputTokens", int, path)
     if max_tokens is not None and max_tokens < 1:
         raise WireError(f"{path}.maxOutputTokens: must be at least 1")
-    stops = read_field(config, "stopSequences", list, path) or []
-    if not all(isinstance(text, str) for text in stops):
-        raise WireError(f"{path}.stopSequences: must be an array of strings")
     top_k = read_field(config, "topK", (int, float), path)  # Google's Python client sends 40.0
     return RequestedSampling(
         max_tokens=max_tokens,
         temperature=read_field(config, "temperature", (int, float), path),
         top_p=read_field(config, "topP", (int, float), path),
         top_k=None if top_k is None else int(top_k),
-        stop=tuple(text for text in stops if text),
+        stop=read_texts(config, "stopSequences", path),
     )

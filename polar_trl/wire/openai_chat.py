@@ -14,25 +14,33 @@ from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.json_text import is_json_object
 from polar_trl.types import Call, ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
 from polar_trl.wire.base import (
+    NOTHING_TOLD,
     Incoming,
     ItemMemo,
     ParsedRequest,
     ReplyHead,
     Route,
+    Told,
     find_tool,
     json_type,
     list_unread,
     parse_object,
+    read_call_arguments,
     read_field,
+    read_reasoning,
+    read_text,
+    read_texts,
     require_string,
 )
 from polar_trl.wire.freeform import FREEFORM_PARAMETERS, describe_grammar, parse_input, render_input
+from polar_trl.wire.openai_parts import parse_content
 from polar_trl.wire.sse import render_comment, render_event
 
 _ROLES: tuple[Role, ...] = get_args(Role)
 _SAMPLING_FIELDS = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop"}
 _BODY_FIELDS = _SAMPLING_FIELDS | {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "n"}
-_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *_REASONING_FIELDS}
 _TOOL_TYPES = ("function", "custom")
 # kind of a WireError -> OpenAI's type and code
 _ERROR_NAMES: dict[str, tuple[str, str | None]] = {
@@ -97,12 +105,15 @@ class OpenAIChat:
     def ping(self) -> bytes:
         return render_comment("ping")
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        if reasoning := now.reasoning[len(told.reasoning) :]:
+            yield _render_chunk(head, {"reasoning_content": reasoning})
+        if text := now.text[len(told.text) :]:
+            yield _render_chunk(head, {"content": text})
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
         message = call.message
-        if message.reasoning:
-            yield _render_chunk(head, {"reasoning_content": message.reasoning})
-        if message.text:
-            yield _render_chunk(head, {"content": message.text})
+        yield from self.stream_part(head, told, Told(reasoning=message.reasoning or "", text=message.text))
         for index, tool_call in enumerate(message.tool_calls):
             yield _render_chunk(head, {"tool_calls": [{"index": index} | _render_tool_call(tool_call, call)]})
         yield _render_chunk(head, {}, finish_reason=_finish_reason(call))
@@ -121,7 +132,7 @@ class OpenAIChat:
             # agents that do not read `code` look for these words before they compact
             text = (
                 f"This model's maximum context length is {error.max_tokens} tokens. "
-                f"However, your messages resulted in {error.num_tokens} tokens."
+                f"However, your messages resulted in {error.num_tokens} tokens. {error.advice}"
             )
         path = _FIELD_PATH.match(text)
         return orjson.dumps({"error": {"message": text, "type": kind, "param": path and path[1], "code": code}})
@@ -160,44 +171,16 @@ def _parse_message(item: Any, index: int) -> Message:
     role = item.get("role")
     if role not in _ROLES:
         raise WireError(f"{path}.role: must be one of {', '.join(_ROLES)}")
-    content = item.get("content")
-    images: tuple[str, ...] = ()
-    if isinstance(content, str):
-        text = content
-    elif isinstance(content, list):
-        text, images = _parse_parts(content, f"{path}.content")
-    elif content is None and role == "assistant":
-        text = ""
-    else:
-        raise WireError(f"{path}.content: must be a string or an array of parts, not {json_type(content)}")
+    content = parse_content(item, "content", path, is_reply=role == "assistant")
+    text, images = content.text, tuple(content.images)
     if role == "assistant":
-        reasoning = read_field(item, "reasoning_content", str, path) or read_field(item, "reasoning", str, path)
+        told = (read_reasoning(item.get(key)) for key in _REASONING_FIELDS)
         tool_calls = _parse_tool_calls(read_field(item, "tool_calls", list, path) or [], f"{path}.tool_calls")
+        reasoning = next(filter(None, told), content.reasoning)
         return Message(role="assistant", text=text, reasoning=reasoning, tool_calls=tool_calls, images=images)
     if role == "tool":
         return Message(role="tool", text=text, tool_call_id=read_field(item, "tool_call_id", str, path), images=images)
     return Message(role=role, text=text, images=images)
-
-
-def _parse_parts(parts: list[Any], path: str) -> tuple[str, tuple[str, ...]]:
-    texts: list[str] = []
-    images: list[str] = []
-    for index, part in enumerate(parts):
-        here = f"{path}[{index}]"
-        if not isinstance(part, dict):
-            raise WireError(f"{here}: must be an object, not {json_type(part)}")
-        kind = part.get("type")
-        if kind == "image_url":
-            image = part.get("image_url")
-            url = image.get("url") if isinstance(image, dict) else image
-            if not isinstance(url, str):
-                raise WireError(f"{here}.image_url.url: must be a string, not {json_type(url)}")
-            images.append(url)
-        elif kind in ("text", "refusal"):
-            texts.append(require_string(part, kind, here))
-        else:
-            raise WireError(f"{here}.type: only text and image_url parts can be read")
-    return "".join(texts), tuple(images)
 
 
 def _parse_tool_calls(items: list[Any], path: str) -> tuple[ToolCall, ...]:
@@ -212,9 +195,9 @@ def _parse_tool_calls(items: list[Any], path: str) -> tuple[ToolCall, ...]:
         if not isinstance(called, dict):
             raise WireError(f"{here}.{kind}: must be an object with a name")
         if kind == "custom":
-            arguments = parse_input(call_id, require_string(called, "input", f"{here}.custom"))
+            arguments = parse_input(call_id, read_text(called, "input", f"{here}.custom"))
         else:
-            arguments = read_field(called, "arguments", str, f"{here}.function") or ""
+            arguments = read_call_arguments(called, "arguments", f"{here}.function")
         tool_call = ToolCall(
             id=call_id,
             name=require_string(called, "name", f"{here}.{kind}"),
@@ -231,7 +214,7 @@ def _parse_tools(body: dict[str, Any], unread: list[str]) -> tuple[Tool, ...]:
         path = f"tools[{index}]"
         if not isinstance(item, dict):
             raise WireError(f"{path}: must be an object, not {json_type(item)}")
-        kind = item.get("type")
+        kind = item.get("type") or ("function" if "function" in item else None)
         if kind not in _TOOL_TYPES:
             unread.append(path)
             continue
@@ -266,7 +249,7 @@ def _parse_custom_tool(custom: dict[str, Any], path: str, unread: list[str]) -> 
 
 
 def _parse_tool_choice(value: object, tools: Sequence[Tool], unread: list[str]) -> str:
-    if value is None:
+    if not value:
         return "auto"
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
@@ -289,16 +272,12 @@ def _parse_sampling(body: dict[str, Any]) -> RequestedSampling:
     for key, limit in limits:
         if limit is not None and limit < 1:
             raise WireError(f"{key}: must be at least 1")
-    stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
-        raise WireError("stop: must be a string or an array of strings")
     return RequestedSampling(
         max_tokens=min((limit for _, limit in limits if limit is not None), default=None),
         temperature=read_field(body, "temperature", (int, float), ""),
         top_p=read_field(body, "top_p", (int, float), ""),
         top_k=read_field(body, "top_k", int, ""),
-        stop=tuple(text for text in stops if text),
+        stop=read_texts(body, "stop", ""),
     )
 
 

@@ -11,13 +11,24 @@ import orjson
 
 from polar_trl.errors import WireError
 from polar_trl.types import Call
-from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead, Route, parse_object
+from polar_trl.wire.base import (
+    NOTHING_TOLD,
+    Incoming,
+    ItemMemo,
+    ParsedRequest,
+    ReplyHead,
+    Route,
+    Told,
+    parse_object,
+)
 from polar_trl.wire.openai_chat import OpenAIChat
 from polar_trl.wire.openai_responses_reply import (
     COMPACTION,
     Events,
     build_compacted_response,
     build_finished_response,
+    build_message,
+    build_reasoning,
     build_response,
 )
 from polar_trl.wire.openai_responses_request import parse_body
@@ -68,11 +79,27 @@ class OpenAIResponses:
         # event either: it would have to name the response, and openai-python 3.57 refuses another id than the first.
         return render_event(b'{"type":"keepalive","sequence_number":1}', event="keepalive")
 
-    def stream(self, head: ReplyHead, call: Call) -> Iterator[bytes]:
-        events = Events(_NUM_FIRST_EVENTS)
+    def stream_part(self, head: ReplyHead, told: Told, now: Told) -> Iterator[bytes]:
+        if COMPACTION in head.options:  # its one item is opaque
+            return
+        events = Events(_NUM_FIRST_EVENTS + told.num_events)
+        index = 0
+        if now.reasoning:
+            if not told.text:
+                reasoning = build_reasoning(head, now.reasoning)
+                yield from events.render_item(reasoning, 0, told.reasoning, is_whole=bool(now.text))
+            index = 1
+        if now.text:
+            yield from events.render_item(build_message(head, now.text), index, told.text, is_whole=False)
+
+    def stream(self, head: ReplyHead, call: Call, told: Told = NOTHING_TOLD) -> Iterator[bytes]:
+        events = Events(_NUM_FIRST_EVENTS + told.num_events)
         response = build_finished_response(head, call)
         for index, item in enumerate(response["output"]):
-            yield from events.render_item(item, index)
+            if item["type"] == "reasoning" and told.text:
+                continue
+            known = {"reasoning": told.reasoning, "message": told.text}.get(item["type"], "")
+            yield from events.render_item(item, index, known)
         yield events.render(f"response.{response['status']}", response=response)
 
     def stream_error(self, error: WireError) -> bytes:

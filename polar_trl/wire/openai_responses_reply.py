@@ -81,33 +81,38 @@ def build_output(head: ReplyHead, call: Call) -> list[dict[str, Any]]:
         return [{"id": f"cmp_{head.id}", "type": "compaction", "encrypted_content": encode_summary(summary)}]
     items: list[dict[str, Any]] = []
     if message.reasoning:
-        summary_part = {"type": "summary_text", "text": message.reasoning}
-        items.append(
-            {
-                "id": f"rs_{head.id}",
-                "type": "reasoning",
-                "status": "completed",
-                "summary": [summary_part],
-                "encrypted_content": _SIGNATURE,
-            }
-        )
+        items.append(build_reasoning(head, message.reasoning))
     if message.text or not (items or message.tool_calls):
         # a reply that says nothing is an item too, so that a client has something to send back
-        part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
-        items.append(
-            {
-                "id": f"msg_{head.id}",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [part],
-            }
-        )
+        items.append(build_message(head, message.text))
     for index, tool_call in enumerate(message.tool_calls):
         items.append(_build_call(tool_call, call, f"{head.id}_{index}"))
     if call.completion.finish_reason == "length" and "status" in items[-1]:
         items[-1]["status"] = "incomplete"
     return items
+
+
+def build_reasoning(head: ReplyHead, text: str) -> dict[str, Any]:
+    """Build the item of a reply's reasoning."""
+    return {
+        "id": f"rs_{head.id}",
+        "type": "reasoning",
+        "status": "completed",
+        "summary": [{"type": "summary_text", "text": text}],
+        "encrypted_content": _SIGNATURE,
+    }
+
+
+def build_message(head: ReplyHead, text: str) -> dict[str, Any]:
+    """Build the item of a reply's text."""
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "id": f"msg_{head.id}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
 
 
 def _build_call(tool_call: ToolCall, call: Call, item_id: str) -> dict[str, Any]:
@@ -165,14 +170,22 @@ class Events:
         self._number += 1
         return render_event(orjson.dumps(event), event=kind)
 
-    def render_item(self, item: dict[str, Any], index: int) -> Iterator[bytes]:
-        """Render an output item: its beginning, its text in one piece, the whole."""
+    def render_item(
+        self, item: dict[str, Any], index: int, told: str = "", *, is_whole: bool = True
+    ) -> Iterator[bytes]:
+        """Render an output item: its beginning, its text in one piece, the whole.
+
+        Args:
+            told: The part of its text that was rendered before, with its beginning.
+            is_whole: Render its end; otherwise more follows.
+        """
         place = {"item_id": item["id"], "output_index": index}
-        yield self.render("response.output_item.added", output_index=index, item=_empty(item))
+        if not told:
+            yield self.render("response.output_item.added", output_index=index, item=_empty(item))
         if item["type"] == "reasoning":
-            yield from self._render_reasoning(item, place)
+            yield from self._render_reasoning(item, place, told, is_whole)
         elif item["type"] == "message":
-            yield from self._render_message(item, place)
+            yield from self._render_message(item, place, told, is_whole)
         elif item["type"] == "function_call":
             if item["arguments"]:
                 yield self.render("response.function_call_arguments.delta", **place, delta=item["arguments"])
@@ -182,24 +195,34 @@ class Events:
             if item["input"]:
                 yield self.render("response.custom_tool_call_input.delta", **place, delta=item["input"])
             yield self.render("response.custom_tool_call_input.done", **place, input=item["input"])
-        yield self.render("response.output_item.done", output_index=index, item=item)
+        if is_whole:
+            yield self.render("response.output_item.done", output_index=index, item=item)
 
-    def _render_reasoning(self, item: dict[str, Any], place: dict[str, Any]) -> Iterator[bytes]:
+    def _render_reasoning(
+        self, item: dict[str, Any], place: dict[str, Any], told: str, is_whole: bool
+    ) -> Iterator[bytes]:
         (part,) = item["summary"]
         place = place | {"summary_index": 0}
-        yield self.render("response.reasoning_summary_part.added", **place, part=part | {"text": ""})
-        yield self.render("response.reasoning_summary_text.delta", **place, delta=part["text"])
-        yield self.render("response.reasoning_summary_text.done", **place, text=part["text"])
-        yield self.render("response.reasoning_summary_part.done", **place, part=part)
+        if not told:
+            yield self.render("response.reasoning_summary_part.added", **place, part=part | {"text": ""})
+        if delta := part["text"][len(told) :]:
+            yield self.render("response.reasoning_summary_text.delta", **place, delta=delta)
+        if is_whole:
+            yield self.render("response.reasoning_summary_text.done", **place, text=part["text"])
+            yield self.render("response.reasoning_summary_part.done", **place, part=part)
 
-    def _render_message(self, item: dict[str, Any], place: dict[str, Any]) -> Iterator[bytes]:
+    def _render_message(
+        self, item: dict[str, Any], place: dict[str, Any], told: str, is_whole: bool
+    ) -> Iterator[bytes]:
         (part,) = item["content"]
         place = place | {"content_index": 0}
-        yield self.render("response.content_part.added", **place, part=part | {"text": ""})
-        if part["text"]:
-            yield self.render("response.output_text.delta", **place, delta=part["text"], logprobs=[])
-        yield self.render("response.output_text.done", **place, text=part["text"], logprobs=[])
-        yield self.render("response.content_part.done", **place, part=part)
+        if not told:
+            yield self.render("response.content_part.added", **place, part=part | {"text": ""})
+        if delta := part["text"][len(told) :]:
+            yield self.render("response.output_text.delta", **place, delta=delta, logprobs=[])
+        if is_whole:
+            yield self.render("response.output_text.done", **place, text=part["text"], logprobs=[])
+            yield self.render("response.content_part.done", **place, part=part)
 
 
 def _empty(item: dict[str, Any]) -> dict[str, Any]:

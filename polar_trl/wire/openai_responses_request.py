@@ -16,8 +16,18 @@ import orjson
 from polar_trl.errors import WireError
 from polar_trl.json_text import is_json_object
 from polar_trl.types import ChatRequest, Message, RequestedSampling, Role, Tool, ToolCall
-from polar_trl.wire.base import ItemMemo, json_type, list_unread, read_field, require_string
+from polar_trl.wire.base import (
+    ItemMemo,
+    json_type,
+    list_unread,
+    read_call_arguments,
+    read_field,
+    read_reasoning,
+    read_text,
+    require_string,
+)
 from polar_trl.wire.freeform import parse_input
+from polar_trl.wire.openai_parts import parse_content
 from polar_trl.wire.openai_responses_tools import (
     LOCAL_SHELL,
     parse_tool_choice,
@@ -43,7 +53,6 @@ _MESSAGE_ROLES: dict[str, Role] = {
 _CALL_TYPES = {"function_call", "custom_tool_call", "local_shell_call"}
 _RESULT_TYPES = {"function_call_output", "custom_tool_call_output", "local_shell_call_output"}
 _SUMMARY_TYPES = {"compaction", "compaction_summary"}
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # what is read, and what changes no answer; the rest is named as unread
 _BODY_FIELDS = {
     "model", "input", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "temperature", "top_p",
@@ -113,7 +122,7 @@ def parse_body(body: dict[str, Any], memo: ItemMemo, *, compact: bool) -> tuple[
 
 def _refuse_memory(body: Mapping[str, Any]) -> None:
     for key in ("previous_response_id", "conversation", "prompt"):
-        if body.get(key) is not None:
+        if body.get(key):
             raise WireError(f"{key}: nothing is stored here; send the whole conversation in input")
     if read_field(body, "background", bool, ""):
         raise WireError("background: must be false; nothing is stored here, so send the whole conversation and wait")
@@ -191,12 +200,14 @@ def _parse_turn(start: int, items: list[dict[str, Any]]) -> _Turn:
         role = item.get("role")
         if not isinstance(role, str) or role not in _MESSAGE_ROLES:
             raise WireError(f"{path}.role: must be one of {', '.join(_MESSAGE_ROLES)}")
-        text, images = _parse_content(item, "content", path)
-        return _Turn(message=Message(role=_MESSAGE_ROLES[role], text=text, images=images), unread=unread)
+        content = parse_content(item, "content", path)
+        message = Message(role=_MESSAGE_ROLES[role], text=content.text, images=tuple(content.images))
+        return _Turn(message=message, unread=unread)
     if kind in _RESULT_TYPES:
-        text, images = _parse_content(item, "output", path)
+        content = parse_content(item, "output", path)
         call_id = read_field(item, "call_id", str, path) or read_field(item, "id", str, path)
-        return _Turn(message=Message(role="tool", text=text, tool_call_id=call_id, images=images), unread=unread)
+        message = Message(role="tool", text=content.text, tool_call_id=call_id, images=tuple(content.images))
+        return _Turn(message=message, unread=unread)
     if kind in _SUMMARY_TYPES:
         summary = decode_summary(require_string(item, "encrypted_content", path), f"{path}.encrypted_content")
         return _Turn(message=Message(role="user", text=SUMMARY_LEAD + summary), unread=unread)
@@ -216,11 +227,13 @@ def _parse_assistant(start: int, items: list[dict[str, Any]]) -> _Turn:
         path = f"input[{index}]"
         kind = item.get("type") or "message"
         if kind == "message":
-            text, shown = _parse_content(item, "content", path)
-            texts.append(text)
-            images += shown
+            content = parse_content(item, "content", path, is_reply=True)
+            texts.append(content.text)
+            reasonings += content.reasonings
+            images += content.images
         elif kind == "reasoning":
-            reasonings.append(_parse_reasoning(item, path))
+            # the reasoning itself if it was sent, else its summary; what is encrypted is not ours to read
+            reasonings.append(read_reasoning(item.get("content")) or read_reasoning(item.get("summary")))
         elif kind in _CALL_TYPES:
             tool_calls.append(_parse_call(item, kind, path))
         else:
@@ -245,44 +258,6 @@ def _list_unread(item: dict[str, Any], kind: str, path: str) -> tuple[tuple[str,
     return tuple((f"{kind}.{key}", f"{path}.{key}") for key in item if key not in _ITEM_FIELDS)
 
 
-def _parse_content(item: Mapping[str, Any], key: str, path: str) -> tuple[str, tuple[str, ...]]:
-    """Parse text and images of a string or an array of parts."""
-    content = item.get(key)
-    if isinstance(content, str):
-        return content, ()
-    if not isinstance(content, list):
-        raise WireError(f"{path}.{key}: must be a string or an array of parts, not {json_type(content)}")
-    texts: list[str] = []
-    images: list[str] = []
-    for index, part in enumerate(content):
-        here = f"{path}.{key}[{index}]"
-        if not isinstance(part, dict):
-            raise WireError(f"{here}: must be an object, not {json_type(part)}")
-        kind = part.get("type")
-        if kind == "input_image":
-            images.append(require_string(part, "image_url", here))
-        elif isinstance(kind, str) and kind in _TEXT_PARTS:
-            texts.append(require_string(part, _TEXT_PARTS[kind], here))
-        else:
-            raise WireError(f"{here}.type: only text and input_image parts can be read")
-    return "".join(texts), tuple(images)
-
-
-def _parse_reasoning(item: Mapping[str, Any], path: str) -> str:
-    """Return the reasoning itself if it was sent, else its summary. What is encrypted is not ours to read."""
-    for key in ("content", "summary"):
-        parts = read_field(item, key, list, path) or []
-        texts = []
-        for index, part in enumerate(parts):
-            here = f"{path}.{key}[{index}]"
-            if not isinstance(part, dict):
-                raise WireError(f"{here}: must be an object, not {json_type(part)}")
-            texts.append(require_string(part, "text", here))
-        if texts:
-            return "".join(texts)
-    return ""
-
-
 def _parse_call(item: Mapping[str, Any], kind: str, path: str) -> ToolCall:
     call_id = read_field(item, "call_id", str, path) or read_field(item, "id", str, path) or ""
     if kind == "local_shell_call":
@@ -291,9 +266,9 @@ def _parse_call(item: Mapping[str, Any], kind: str, path: str) -> ToolCall:
             raise WireError(f"{path}.action: must be an object with a command, which is an array of strings")
         return ToolCall(id=call_id, name=LOCAL_SHELL, arguments=orjson.dumps(action).decode())
     if kind == "custom_tool_call":
-        arguments = parse_input(call_id, require_string(item, "input", path))
+        arguments = parse_input(call_id, read_text(item, "input", path))
     else:
-        arguments = read_field(item, "arguments", str, path) or ""
+        arguments = read_call_arguments(item, "arguments", path)
     return ToolCall(
         id=call_id,
         name=qualify_name(item, path),

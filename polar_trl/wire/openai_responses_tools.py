@@ -49,7 +49,7 @@ def parse_tools(items: list[Any], path: str, unread: list[str]) -> tuple[Tool, .
 
 def parse_tool_choice(value: object, unread: list[str]) -> str:
     """ "auto", "none", "required" or a tool's name. A choice among some tools is one among all of them, and unread."""
-    if value is None:
+    if not value:
         return "auto"
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):

@@ -23,7 +23,8 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Launch
 from polar_trl.harness.qwen_code import QwenCodeHarness
-from polar_trl.tools.doctor import MAX_MODEL_LEN, answer_by_turn
+from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.tools.doctor import MAX_MODEL_LEN, answer_by_turn, run_scripted_session
 from polar_trl.types import Endpoint, Task
 
 HARNESS = QwenCodeHarness()
@@ -158,14 +159,18 @@ def test_the_settings_name_the_policy_and_nothing_else() -> None:
     assert generation["contextWindowSize"] == 32768
 
 
-@pytest.mark.parametrize(
-    ("instruction", "reason"),
-    [("é" * 60_001, "has 120002 bytes; qwen_code gets it as an argument"), ("a\0b", "holds a NUL byte")],
-)
-def test_an_instruction_that_no_argument_can_carry_is_refused(instruction: str, reason: str) -> None:
-    endpoint = Endpoint(origin="http://x", api_key="k", model="m")
-    with pytest.raises(ConfigError, match=reason):
-        HARNESS.build_launch(Task(id="t", instruction=instruction), endpoint)
+@pytest.mark.parametrize("instruction", ["it's a é 👩‍👧 log\n" * 5000, "'" * 30_000], ids=["long", "long when quoted"])
+def test_an_instruction_that_no_argument_can_carry_comes_by_stdin(instruction: str) -> None:
+    task = Task(id="t", instruction=f"Read this. {instruction} The end.", agent_timeout_s=120.0)
+    for harness in (HARNESS, QwenCodeHarness(short_prompt=True)):
+        rollout = run_scripted_session(harness, [say("Read.")], task, backend=LocalSandboxBackend()).rollout
+        assert rollout.stop_reason == "completed", rollout.error
+        assert any(task.instruction in message.text for message in rollout.calls[0].request.messages)
+
+
+def test_an_instruction_that_no_process_can_be_given_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds a NUL byte"):
+        HARNESS.build_launch(Task(id="t", instruction="a\0b"), Endpoint(origin="http://x", api_key="k", model="m"))
 
 
 def test_an_api_that_it_does_not_speak_is_refused() -> None:

@@ -1,6 +1,7 @@
 """`polar-trl doctor`: which agents work here, and why not."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.pi import PiHarness
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_it_says_of_each_agent_that_it_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "codex", "pi", "--install", "--json"]) == 0
@@ -17,7 +20,8 @@ def test_it_says_of_each_agent_that_it_works(capsys: pytest.CaptureFixture[str])
     assert report["agents"].keys() == {"codex", "pi"}
     for name, checkup in report["agents"].items():
         version = AGENTS[name].verified_version
-        assert checkup == {"installed": version, "verified": version, "works": True, "why": ""}
+        about = {"installed": version, "verified": version, "works": True, "why": "", "prompt_tokens": None}
+        assert checkup == about
 
 
 def test_what_is_not_installed_is_no_failure_unless_it_was_asked_for(
@@ -42,6 +46,26 @@ def test_an_agent_that_does_not_run_the_command_is_found_out(
     assert not checkup["works"] and "the shell command of the first turn was not run" in checkup["why"]
 
 
+def test_a_prompt_is_counted_by_a_models_tokenizer_and_has_to_fit_the_window(
+    capsys: pytest.CaptureFixture[str], smollm2: Path
+) -> None:
+    model = str(smollm2)
+    assert main(["doctor", "pi", "--install", "--json", "--model", model, "--window", "100000"]) == 0
+    (fits,) = json.loads(capsys.readouterr().out)["agents"].values()
+    assert fits["works"] and fits["prompt_tokens"] > PiHarness.prompt_size.default
+    assert main(["doctor", "pi", "--json", "--model", model, "--window", "900"]) == 1
+    (small,) = json.loads(capsys.readouterr().out)["agents"].values()
+    assert small["why"] == f"its first prompt has {fits['prompt_tokens']} tokens, and the context window is 900"
+    assert main(["doctor", "pi", "--model", model]) == 0
+    assert f"{fits['prompt_tokens']} tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [["--window", "9"], ["--window", "0", "--model", "x"], ["--model", "/nowhere"]])
+def test_a_window_needs_a_model_that_is_there(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(["doctor", "pi", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
 def test_an_odd_answer_time_is_one_sentence(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
     assert main(["doctor", "pi", "--answer_s", seconds]) == 2
@@ -62,6 +86,64 @@ def test_an_odd_answer_time_is_one_sentence(capsys: pytest.CaptureFixture[str], 
 def test_odd_options_are_named(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_agent(name, options)
+
+
+def test_another_version_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "pi@1.5.2", "pi@1.5.999", "--install", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)["agents"]
+    assert report["pi@1.5.2"].items() >= {"installed": "1.5.2", "works": True, "why": ""}.items()
+    assert report["pi@1.5.2"]["verified"] == PiHarness.verified_version
+    assert report["pi@1.5.999"]["why"] == "@earendil-works/pi-coding-agent: the registry has no version 1.5.999"
+
+
+def test_a_version_that_is_not_installed_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path))
+    assert main(["doctor", "codex@0.170.0", "--json"]) == 1
+    (checkup,) = json.loads(capsys.readouterr().out)["agents"].values()
+    assert checkup["why"] == "codex@0.170.0 is not installed; run: polar-trl doctor --install codex@0.170.0"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pi@"], "version must be an exact version such as 1.2.3, not ''"),
+        (["pi@latest"], "version must be an exact version such as 1.2.3, not 'latest'"),
+        (["vim@1.0.0"], "agent 'vim@1.0.0' is not known"),
+        (["agent {instructions}"], "did you mean {instruction}?"),
+        (["agent {instruction}", "--agent_folders", "no/such/folder"], "no/such/folder is no folder"),
+        (["agent {instruction}", "--agent_files", "no/such/file"], "agent_files: no/such/file cannot be read"),
+        (["agent {instruction}", "--agent_options", "{"], "agent_options is not JSON"),
+        (["agent {instruction}", "--model", "no/such/model"], "no/such/model"),
+    ],
+)
+def test_a_wrong_question_is_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["doctor", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said.splitlines()[-1]
+
+
+def test_an_own_agent_is_described(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
+    command = f"python3 -I -S {ROOT}/examples/shell_agent.py --max-turns 2 -- {{instruction}}"
+    words = [
+        command,
+        "no-such-agent {instruction}",
+        "--agent_folders",
+        str(ROOT / "examples"),
+        "--model",
+        str(smollm2),
+    ]
+    assert main(["doctor", *words]) == 1
+    good, bad = capsys.readouterr().out.split("no-such-agent {instruction}\n")
+    assert "works: yes" in good and "speaks: openai_chat (1 calls); 0 streamed, 0 auxiliary" in good
+    assert re.search(r"prompts: (\d\d) first, \1 longest \(tokens\)", good)
+    assert "tools: none" in good and "ran a command in a code block" in good
+    assert re.fullmatch(
+        r"  works: no: the agent got no answer .*exit code 127.*no-such-agent: command not found'\)\n", bad
+    )
+    assert main(["doctor", *words[:1], "--agent_folders", str(ROOT / "examples")]) == 0
+    assert "(bytes; --model counts tokens)" in capsys.readouterr().out
 
 
 def test_an_unknown_agent_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,9 +248,9 @@ def test_a_call_that_comes_while_the_engine_ends_does_not_wait_for_ever(
     engine = vllm.VllmEngine(llm)
     build = vllm.build_sampling_params
 
-    def close_and_build(params: GenerationParams) -> Any:
+    def close_and_build(params: GenerationParams, **options: Any) -> Any:
         engine.close()  # after `generate` has looked for a failure, and before it asks
-        return build(params)
+        return build(params, **options)
 
     monkeypatch.setattr(vllm, "build_sampling_params", close_and_build)
     with pytest.raises(EngineError, match="the engine was closed"):
@@ -346,3 +346,27 @@ def test_a_trainers_engine_with_full_graphs_is_refused(tiny_model: Path) -> None
                 AutoTokenizer.from_pretrained(tiny_model),
                 llm_kwargs={},
             )
+
+
+@pytest.mark.parametrize("stop", [(), ("e",)])
+def test_who_looks_at_a_request_gets_the_same_and_sees_it_grow(engine: Any, stop: tuple[str, ...]) -> None:
+    params = GenerationParams(max_tokens=40, temperature=0.0, stop=stop)
+    lengths: list[int] = []
+
+    async def main() -> tuple[list[Any], list[int]]:
+        so_far: list[int] = []
+        whole = [engine.generate(prompt, params) for prompt in PROMPTS[1:4]]
+        tasks = [asyncio.ensure_future(one) for one in (engine.generate_live(PROMPTS[0], params, so_far), *whole)]
+        while not all(task.done() for task in tasks):
+            lengths.append(len(so_far))
+            await asyncio.sleep(0.001)
+        return [task.result() for task in tasks], so_far
+
+    completions, so_far = asyncio.run(main())
+    alone = generate_all(engine, params, PROMPTS[:4])
+    assert [one.token_ids for one in completions] == [one.token_ids for one in alone]
+    for one, other in zip(completions, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4) and one.finish_reason == other.finish_reason
+    # all but what the last step gave, in order
+    assert tuple(so_far) == completions[0].token_ids[: len(so_far)] and len(so_far) >= len(alone[0].token_ids) - 1
+    assert lengths == sorted(lengths) and len(set(lengths)) > 3 * (not stop)

@@ -1,14 +1,16 @@
 """The shell harness hands the agent its task byte for byte, through a real sandbox."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
 from polar_trl.errors import ConfigError
+from polar_trl.harness.base import MAX_ARGUMENT_BYTES, require_launch
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.types import Endpoint, Task
+from polar_trl.types import ChatRequest, Endpoint, Task, Tool
 
 ENDPOINT = Endpoint(origin="http://127.0.0.1:4711", api_key="sk-1", model="policy")
 PRINT = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -52,13 +54,13 @@ def test_every_provider_points_at_the_policy(tmp_path: Path) -> None:
 
 def test_braces_of_the_shell_are_left_alone() -> None:
     plan = ShellHarness("echo ${HOME} {a,b} | awk '{print $1}'").build_launch(Task(id="t", instruction="x"), ENDPOINT)
-    assert plan.command == "echo ${HOME} {a,b} | awk '{print $1}'"
+    assert plan.command.splitlines()[1:] == ["echo ${HOME} {a,b} | awk '{print $1}'"]
 
 
 def test_only_whole_known_words_are_placeholders() -> None:
     command = "echo ${model} {x} \\'{model} | awk '{print}' | jq '{\"api_key\": .key}'"
     plan = ShellHarness(command).build_launch(Task(id="t", instruction="x"), ENDPOINT)
-    assert plan.command == command.replace(" \\'{model}", " \\'policy")
+    assert plan.command.splitlines()[1:] == [command.replace(" \\'{model}", " \\'policy")]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,10 @@ def test_only_whole_known_words_are_placeholders() -> None:
         ('agent "{instruction}"', "inside quotes"),
         ("agent 'Task: {instruction}'", "inside quotes"),
         ('agent "it\'s {instruction}"', "inside quotes"),
+        ("agent '@{instruction_file}'", r'inside quotes; .* write "\$POLAR_INSTRUCTION_FILE"'),
+        ("agent {instructions_file}", r"did you mean \{instruction_file\}"),
+        ("agent --ctx {context_window}", r"did you mean \{max_model_len\}"),
+        ("agent --max {max_token}", r"did you mean \{max_tokens\}"),
     ],
 )
 def test_commands_that_would_not_do_what_they_say(command: str, message: str) -> None:
@@ -89,3 +95,69 @@ def test_refusals() -> None:
         ShellHarness("  ")
     with pytest.raises(ConfigError, match="task t: the instruction holds a NUL byte"):
         ShellHarness("run").build_launch(Task(id="t", instruction="a\0b"), ENDPOINT)
+    with pytest.raises(ConfigError, match="task t: the instruction holds half a surrogate pair at position 1"):
+        ShellHarness("run").build_launch(Task(id="t", instruction="a\ud83d"), ENDPOINT)
+    with pytest.raises(ConfigError, match="auxiliary_without_tools must be true or false, not 'yes'"):
+        ShellHarness("run", auxiliary_without_tools="yes")  # type: ignore[arg-type]
+
+
+def test_the_limits_and_the_file_are_placeholders_and_variables(tmp_path: Path) -> None:
+    harness = ShellHarness(
+        "python3 -I ~/show.py {instruction_file} {max_model_len} {max_tokens}", files={"show.py": PRINT}
+    )
+    (file, *limits), env = launch(tmp_path, harness, Task(id="t", instruction="x"))
+    assert limits == ["32768", "8192"] == [env["POLAR_MAX_MODEL_LEN"], env["POLAR_MAX_TOKENS"]]
+    assert file == env["POLAR_INSTRUCTION_FILE"] == f"{env['HOME']}/.polar/instruction.txt"
+
+
+@pytest.mark.parametrize("word", ["{instruction_file}", '"$POLAR_INSTRUCTION_FILE"', '"$(echo {instruction_file})"'])
+@pytest.mark.parametrize("instruction", ["\r\n 'x' ", "é\n" * 70_000, "'" * 5_000_000], ids=["short", "long", "huge"])
+def test_a_file_holds_an_instruction_of_any_length(tmp_path: Path, word: str, instruction: str) -> None:
+    assert digest_in_sandbox(tmp_path, f"sha256sum < {word}", instruction) == digest(instruction)
+
+
+@pytest.mark.parametrize("instruction", ["a" * MAX_ARGUMENT_BYTES, "it's " * 26_000, "'" * MAX_ARGUMENT_BYTES])
+def test_an_argument_may_be_as_long_as_the_kernel_takes_it(tmp_path: Path, instruction: str) -> None:
+    assert digest_in_sandbox(tmp_path, "printf %s {instruction} | sha256sum", instruction) == digest(instruction)
+    words = "python3 -c 'import sys; sys.stdout.write(sys.argv[1])' {instruction} | sha256sum"
+    assert digest_in_sandbox(tmp_path, words, instruction) == digest(instruction)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_in_sandbox(tmp_path: Path, command: str, instruction: str) -> str:
+    """The first word that the command prints."""
+    task = Task(id="t", instruction=instruction)
+    plan = ShellHarness(command).build_launch(task, ENDPOINT)
+    sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
+    for path, text in plan.files.items():
+        sandbox.put(f"~/{path}", text.encode())
+    result = sandbox.run(plan.command, env=plan.env, timeout_s=60)
+    sandbox.destroy()
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout.split()[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["agent {instruction}", "agent", 'agent "$POLAR_INSTRUCTION"', "agent {instruction} {instruction_file}"],
+)
+def test_an_instruction_that_no_argument_can_carry_needs_a_file(command: str) -> None:
+    tasks = [Task(id="short", instruction="x"), Task(id="long", instruction="é" * (MAX_ARGUMENT_BYTES // 2 + 1))]
+    with pytest.raises(ConfigError, match=r"task long: the instruction has 130050 bytes.* write \{instruction_file\}"):
+        require_launch(ShellHarness(command), tasks)
+
+
+def test_a_file_of_its_own_may_read_the_variable() -> None:
+    harness = ShellHarness("python3 ~/a.py", files={"a.py": "open(os.environ['POLAR_INSTRUCTION_FILE'])"})
+    plan = harness.build_launch(Task(id="t", instruction="x" * 200_000), ENDPOINT)
+    assert "POLAR_INSTRUCTION" not in plan.env and len(plan.command) < 200
+
+
+def test_requests_without_tools_are_auxiliary_where_that_was_said() -> None:
+    title, work = ChatRequest(messages=()), ChatRequest(messages=(), tools=(Tool(name="bash"),))
+    for said, purposes in ((False, ["policy", "policy"]), (True, ["auxiliary", "policy"])):
+        harness = ShellHarness("agent", auxiliary_without_tools=said)
+        assert [harness.classify(request) for request in (title, work)] == purposes

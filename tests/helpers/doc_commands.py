@@ -11,6 +11,11 @@ ONE_STEP = (
     "--drop_zero_variance false --entropy_coef 0.01"
 )
 """Overrides that make a step of the quickstart small, and one with a gradient whatever is sampled."""
+OWN_AGENT_STEP = (
+    f"{ONE_STEP} --model_name_or_path tiny --use_cpu true --bf16 false --gradient_checkpointing false "
+    "--vllm_enable_sleep_mode false --max_completion_length 48 --save_strategy no"
+)
+"""A step of a 4B model's run file on two CPU cores, with a tiny model; the window and the calls stay."""
 FIRST = "runs/first"
 QUICKSTART = "bash scripts/quickstart.sh"
 
@@ -34,7 +39,9 @@ QUICKSTARTED = "tests/scripts/test_quickstart.py"
 TRAINED = "tests/scripts/test_train.py"
 CHECKED = "tests/cli/test_check_tasks.py::test_a_rebuilt_task_in_containers"
 DOCTOR = "tests/cli/test_doctor.py::test_it_says_of_each_agent_that_it_works"
+TRIED = "tests/scripts/dev/test_try_agents.py::test_an_agent_of_the_examples_works"
 SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds"
+SERVED = "tests/cli/test_serve.py::test_ctrl_c_ends_it_and_what_it_recorded_is_read"
 GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | str] = {
@@ -51,16 +58,27 @@ COMMANDS: dict[str, Run | str] = {
     # agents
     "polar-trl doctor pi --install": Run("pi"),
     "polar-trl doctor( --install| codex pi)?": DOCTOR,
+    "polar-trl doctor pi@1.5.2 --install": "tests/cli/test_doctor.py::test_another_version_is_tried",
+    "polar-trl doctor .*my-agent/run --yes .*": Run("works: yes"),
+    "PYTHONPATH=. polar-trl doctor my_agents:MyAgent .*": Run("works: yes"),
+    "PYTHONPATH=. accelerate launch scripts/train.py .* --agent my_agents:MyAgent .*": (
+        "tests/harness/test_own.py::test_a_run_file_names_a_class"
+    ),
+    "npm install --prefix agents/continue .*": TRIED,
+    "polar-trl doctor .*agents/continue .*": TRIED,
+    "polar-trl doctor codex pi --model MODEL --window 16384": (
+        "tests/cli/test_doctor.py::test_a_prompt_is_counted_by_a_models_tokenizer_and_has_to_fit_the_window"
+    ),
     "polar-trl doctor --sandbox bwrap --json": Run('"works": true', "pi", containers=True),
     "polar-trl doctor --security( --json)?": SECURITY,
     "polar-trl doctor --security --sandbox docker --image IMAGE": (
         "tests/cli/test_doctor.py::test_security_in_containers"
     ),
     "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True),
-    "grep -v '\\^grader:' configs/quickstart.yaml > my_run.yaml": Run("agent_command", "&& cat my_run.yaml"),
+    "grep -vE .* configs/qwen3_4b_pi_pypi_1gpu.yaml > my_run.yaml": Run("max_session_calls", "&& cat my_run.yaml"),
     "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": "tests/cli/test_eval.py",
     "accelerate launch scripts/train.py --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
-        "check it: +polar-trl replay runs/mine", ONE_STEP
+        "check it: +polar-trl replay runs/mine", OWN_AGENT_STEP
     ),
     "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --agent codex .*": PAPER,
     # tasks
@@ -92,6 +110,10 @@ COMMANDS: dict[str, Run | str] = {
     "python -m polar_trl.tasks.shell_ladder .* --output new_tasks.jsonl": Run("^48 ", "&& wc -l new_tasks.jsonl"),
     "python scripts/reproduce_table.py .*": "tests/scripts/test_reproduce_table.py::test_the_documented_commands",
     "polar-trl collect --config configs/quickstart.yaml .*": "tests/cli/test_collect.py::test_the_documented_command",
+    "polar-trl serve .*": SERVED,
+    "polar-trl inspect runs/serve-checkpoint-70": SERVED,
+    "polar-trl replay runs/serve-checkpoint-70": SERVED,
+    "polar-trl collect --recorded .*": SERVED,
     "polar-trl collect .* --text_only .*": (
         "tests/collect/test_text_only.py::test_the_command_collects_messages_and_says_so"
     ),

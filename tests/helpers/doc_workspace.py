@@ -70,8 +70,12 @@ def build_workspace(folder: Path, smollm2: Path) -> Workspace:
     _build_models(folder, smollm2)
     _build_tasks(folder, env)
     _build_agent(folder)
-    run = (ROOT / "configs" / "quickstart.yaml").read_text().splitlines(keepends=True)
-    (folder / "my_run.yaml").write_text("".join(line for line in run if not line.startswith("grader:")))
+    run = (ROOT / "configs" / "qwen3_4b_pi_pypi_1gpu.yaml").read_text().splitlines(keepends=True)
+    (folder / "my_run.yaml").write_text("".join(line for line in run if not line.startswith(("agent:", "sandbox:"))))
+    page = (ROOT / "docs" / "own-agent.md").read_text()
+    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    (folder / "my_agents.py").write_text(block[1])
     return Workspace(folder, env)
 
 

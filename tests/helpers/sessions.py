@@ -79,13 +79,17 @@ def run_session(
     change: Change | None = None,
     max_tokens: int = 4096,
     ping_interval_s: float = 10.0,
+    live: bool = False,
 ) -> RolloutResult:
-    """One session; a list of replies is one per turn of the conversation, as in `run_scripted_session`."""
+    """One session; a list of replies is one per turn of the conversation, as in `run_scripted_session`.
+
+    `live` tells them while they are sampled.
+    """
     if not isinstance(engine, ScriptedEngine):
         engine = ScriptedEngine(answer_by_turn(engine), max_model_len=MAX_MODEL_LEN)
     task = Task(id="t", instruction=INSTRUCTION, agent_timeout_s=120.0, grader=grader)
     params = GenerationParams(max_tokens=max_tokens)
-    with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s) as running:
+    with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s, live=live) as running:
         runner = RolloutRunner(
             proxy=running,
             backend=LocalSandboxBackend(),

@@ -186,6 +186,48 @@ def test_a_retry_is_recognised_by_what_it_asks(workers: ThreadPoolExecutor) -> N
     assert bench.log.counters == {"retries_replayed": 2}
 
 
+def ask_with(arguments: Any, default: Any = None) -> Incoming:
+    """A history with one tool call, and a tool with one parameter."""
+    call = {"id": "c", "type": "function", "function": {"name": "sh", "arguments": arguments}}
+    history = [
+        HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+    ]
+    parameters = {"type": "object", "properties": {"n": {"default": default, "type": "number"}}}
+    return ask(*history, tools=[{"type": "function", "function": {"name": "sh", "parameters": parameters}}])
+
+
+@pytest.mark.parametrize("by_text", [False, True])
+def test_two_requests_are_the_same_if_their_json_is(workers: ThreadPoolExecutor, by_text: bool) -> None:
+    """1, 1.0 and true are equal in Python and not in JSON; in what order keys are written says nothing."""
+    spell = (lambda value: orjson.dumps(value).decode()) if by_text else (lambda value: value)
+    asks = [ask_with(spell({"n": value, "a": [{"b": 1, "c": 2}]})) for value in (1, True, 1.0, "1", None)]
+    asks.append(ask_with(spell({"a": [{"c": 2, "b": 1}], "n": 1})))
+    asks += [ask_with(spell({}), default=value) for value in (1, True, 1.0, False, 0)]
+    reordered = orjson.loads(ask_with(spell({}), default=0).body)
+    parameters = reordered["tools"][0]["function"]["parameters"]
+    reordered["tools"][0]["function"]["parameters"] = dict(reversed(parameters.items()))
+    asks.append(Incoming(body=orjson.dumps(reordered)))
+
+    async def run(bench: Bench) -> list[int]:
+        numbers = []
+        for incoming in asks:
+            turn = await bench.begin(incoming)
+            await turn.task
+            bench.session.leave(turn)
+            numbers.append(turn.number)
+        return numbers
+
+    bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
+    assert asyncio.run(run(bench)) == [0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, 9]
+    assert bench.log.counters == {"retries_replayed": 2}
+    # each call has the arguments that its own request had
+    said = [call.request.messages[1].tool_calls[0].arguments for call in bench.log.calls[:5]]
+    assert [orjson.loads(arguments)["n"] for arguments in said] == [1, True, 1.0, "1", None]
+    assert [type(orjson.loads(arguments)["n"]) for arguments in said[:3]] == [int, bool, float]
+
+
 def test_a_failed_request_may_be_asked_again(workers: ThreadPoolExecutor) -> None:
     async def run(bench: Bench) -> None:
         turn = await bench.begin(ask())
@@ -333,7 +375,7 @@ def test_a_session_out_of_budget_keeps_little_of_what_it_is_sent(workers: Thread
                 with pytest.raises(WireError, match="budget of this session is used up") as caught:
                     await bench.begin(incoming)
                 assert caught.value.status == 403
-        assert len(bench.session._turns) == 1
+        assert len(bench.session._turns._turns) == 1
 
     bench = Bench(ScriptedEngine(lambda _: (1,), max_model_len=1 << 20), workers, limits=SessionLimits(max_calls=1))
     asyncio.run(run(bench))

@@ -118,6 +118,20 @@ def test_an_agent_that_carries_the_answer_along(tmp_path: Path) -> None:
     assert "no model at 'no/such/model'" in said[-1]
 
 
+def test_a_task_that_the_agent_cannot_be_given(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    rows = [
+        {"id": "a", "instruction": "x", "grader": "true"},
+        {"id": "b", "instruction": "x" * 140_000, "grader": "true"},
+    ]
+    tasks.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keys = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    said = start(tmp_path, tasks, agent_command="agent {instruction}", **keys)
+    assert said[-1].startswith("train: task b: the instruction has 140000 bytes") and "{instruction_file}" in said[-1]
+    said = start(tmp_path, tasks, agent_command="agent < {instruction_file}", **keys)
+    assert "no model at 'no/such/model'" in said[-1]
+
+
 @pytest.mark.containers
 def test_a_task_that_asks_for_more_than_its_sandbox_has(tmp_path: Path) -> None:
     tasks = write_task(tmp_path / "t", environment="memory_mb = 5000\n")

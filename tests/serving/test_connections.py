@@ -64,7 +64,9 @@ def test_a_request_that_does_not_come_is_timed_out(
     with target.connect() as connection:
         connection.sendall({"nothing": b"", "half a head": head[:-9], "half a body": head + b"{"}[part])
         assert read_to_end(connection).startswith(b"HTTP/1.1 408 ")
-    assert log.counters == {} and target.post(ask()) == 200
+    is_known = part != "nothing" and (has_own_listener or part == "half a body")
+    assert log.counters == ({"refused_http": 1} if is_known else {})
+    assert target.post(ask()) == 200
 
 
 def test_a_connection_with_a_key_waits_for_the_next_request_and_for_its_reply(quick_sweeps: None) -> None:
@@ -101,7 +103,7 @@ def test_one_connection_too_many_ends_its_session_and_no_other(proxy: Proxy, has
         with other:
             assert other.post(CHAT, json={"messages": HELLO}).status_code == 200
     assert target.post(ask()) in (0, 403)
-    assert log.counters["connections_exceeded"] == 1 and len(log.calls) == 1
+    assert log.counters["connections_exceeded"] == 1 and len(log.calls) == 2  # the second after three replays
 
 
 @pytest.mark.parametrize("has_own_listener", [False, True])

@@ -1,11 +1,14 @@
 """Parse Anthropic's Messages bodies into normal form, and render calls as messages and events."""
 
+from dataclasses import replace
+from typing import Literal
+
 import orjson
 import pytest
 from conversations import WHOLE_REQUEST, build_reply
 
 from polar_trl.errors import ContextOverflowError, WireError
-from polar_trl.types import Message, ToolCall
+from polar_trl.types import Message, Tool, ToolCall
 from polar_trl.wire.anthropic import SIGNATURE, Anthropic
 from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead
 
@@ -227,7 +230,54 @@ def test_tool_choice(choice: str, read: str) -> None:
     assert parse(tools=[LOOK], tool_choice={"type": choice, "name": "look"}).request.tool_choice == read
 
 
-# Refusals
+# What says nothing, and refusals
+
+
+def used(arguments: str, status: Literal["ok", "malformed"] = "ok") -> Message:
+    call = ToolCall(id="c1", name="look", arguments=arguments, parse_status=status)
+    return Message(role="assistant", tool_calls=(call,))
+
+
+SPOKEN = Message(role="assistant", text="x")
+USE = {"type": "tool_use", "id": "c1", "name": "look"}
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "read"),
+    [
+        ("user", None, Message(role="user")),
+        ("user", [], Message(role="user")),
+        ("user", TEXT, Message(role="user", text="x")),
+        ("user", [None, {}, TEXT, {"type": "text", "text": None}, {"type": "text"}], Message(role="user", text="x")),
+        ("user", [{"type": "note", "text": "x"}], Message(role="user", text="x")),
+        ("user", [{"text": "x"}], Message(role="user", text="x")),
+        ("user", [result(None)], Message(role="tool", tool_call_id="c1")),
+        ("user", [result([None, TEXT])], Message(role="tool", tool_call_id="c1", text="x")),
+        ("user", [result(TEXT, is_error=None)], Message(role="tool", tool_call_id="c1", text="x")),
+        ("user", [TEXT, {"type": "search_result", "content": None}], Message(role="user", text="x")),
+        ("assistant", None, Message(role="assistant")),
+        ("assistant", [{"type": "thinking", "thinking": None}, TEXT], SPOKEN),
+        ("assistant", [{"type": "thinking"}, TEXT], SPOKEN),
+        ("assistant", [{"type": "thinking", "thinking": "why"}, TEXT], replace(SPOKEN, reasoning="why")),
+        ("assistant", [{"type": "redacted_thinking"}, TEXT], SPOKEN),
+        ("assistant", [USE], used("{}")),
+        ("assistant", [USE | {"input": None}], used("{}")),
+        ("assistant", [USE | {"input": []}], used("{}")),
+        ("assistant", [USE | {"input": {"at": True}}], used('{"at":true}')),
+        ("assistant", [USE | {"input": '{"at": 1}'}], used('{"at": 1}')),
+        ("assistant", [USE | {"input": [1]}], used("[1]", "malformed")),
+    ],
+)
+def test_what_says_nothing_is_accepted_in_a_message(role: str, content: object, read: Message) -> None:
+    assert messages_of(HELLO, {"role": role, "content": content})[1:] == (read,)
+
+
+def test_what_says_nothing_is_accepted_in_a_body() -> None:
+    names = ("system", "tools", "tool_choice", "stream", "stop_sequences", "temperature", "top_k", "model")
+    assert parse(**dict.fromkeys(names)).request == parse().request  # type: ignore[arg-type]
+    assert parse(system=[None], tools=[], tool_choice={}, stop_sequences=[None, ""]).request == parse().request
+    request = parse(max_tokens=8.0, tools=[{"type": None, "name": "a", "description": None, "input_schema": None}])
+    assert request.request.sampling.max_tokens == 8 and request.request.tools == (Tool(name="a"),)
 
 
 @pytest.mark.parametrize(
@@ -237,13 +287,14 @@ def test_tool_choice(choice: str, read: str) -> None:
         ({"messages": {}}, "messages: must be an array, not an object"),
         ({"messages": ["hi"]}, "messages[0]: must be an object, not a string"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role: must be user, assistant or system"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: must be a string or an array of blocks, not null"),
+        ({"messages": [HELLO | {"content": 3}]}, "messages[0].content: must be a string or an array of parts, not a"),
         ({"messages": [HELLO | {"content": [3]}]}, "messages[0].content[0]: must be an object, not a number"),
-        ({"messages": [HELLO | {"content": [{"type": "text"}]}]}, "messages[0].content[0].text: must be a string"),
+        ({"messages": [HELLO | {"content": [TEXT | {"text": 3}]}]}, "messages[0].content[0].text: must be a string"),
+        ({"messages": [HELLO | {"content": {"stdout": "x"}}]}, "messages[0].content[0].type: null is no block"),
         ({"messages": [HELLO | {"content": [{"type": "video"}]}]}, "messages[0].content[0].type: 'video' is no block"),
         (
-            {"messages": [HELLO | {"content": [{"type": "tool_use", "id": "c", "name": "n", "input": []}]}]},
-            "messages[0].content[0].input: must be an object, not an array",
+            {"messages": [HELLO | {"content": [{"type": "tool_use", "id": "c", "input": {}}]}]},
+            "messages[0].content[0].name: must be a string, not null",
         ),
         (
             {"messages": [HELLO | {"content": [{"type": "image", "source": {"type": "file"}}]}]},
@@ -257,7 +308,7 @@ def test_tool_choice(choice: str, read: str) -> None:
         ({"system": 3}, "system: must be a string or an array of text blocks, not a number"),
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
         ({"temperature": "hot"}, "temperature: must be a number, not a string"),
-        ({"stop_sequences": [1]}, "stop_sequences: must be an array of strings"),
+        ({"stop_sequences": [1]}, "stop_sequences: must be a string or an array of strings"),
         ({"tools": [{"description": "x"}]}, "tools[0].name: must be a string, not null"),
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type: must be auto, any, tool or none"),
         ({"tool_choice": "auto"}, "tool_choice: must be an object, not a string"),

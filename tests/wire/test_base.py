@@ -1,9 +1,11 @@
 """All dialects share the key, and tool arguments as objects."""
 
 import gc
+import json
 from contextlib import suppress
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from polar_trl.errors import WireError
 from polar_trl.types import ChatRequest, RequestedSampling, Tool
 from polar_trl.wire.base import (
     Incoming,
+    ItemMemo,
     _CollectorPause,
     check_labels,
     parse_key,
@@ -53,6 +56,31 @@ def test_arguments_too_deep_to_write_again_are_passed_on_as_text() -> None:
     assert read_arguments(render_arguments(read_arguments(deep))) == {"unparsed_arguments": deep}
     wide = '{"a": [' + ", ".join(["[]"] * 400) + "]}"
     assert read_arguments(wide)["a"] == [[]] * 400
+
+
+numbers = st.sampled_from([0, 1, 2, 0.0, 1.0, 1.5, True, False, None, "1", "x"])
+json_values = st.recursive(
+    numbers, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+)
+
+
+@given(first=json_values, second=json_values)
+def test_an_item_is_known_if_it_is_the_same_json(first: Any, second: Any) -> None:
+    """Which 1, 1.0 and true are not, though they are equal in Python; the order of keys is no difference."""
+    memo = ItemMemo()
+    (before,) = memo.parse_items([first], lambda item, index: [item])
+    (after,) = memo.parse_items([second], lambda item, index: [item])
+    is_same = json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+    assert (after is before) is is_same
+    assert memo.parse_items([second], lambda item, index: [item])[0] is after
+    assert memo.parse_items([(0, second)], lambda item, index: [item])[0] is not after
+
+
+def test_what_is_too_deep_to_compare_is_read_again() -> None:
+    deep = orjson.loads('{"a":' * 300 + "1" + "}" * 300)
+    memo = ItemMemo()
+    (before,) = memo.parse_items([deep], lambda item, index: [item])
+    assert memo.parse_items([deep], lambda item, index: [item])[0] is not before
 
 
 @pytest.mark.parametrize("enabled", [True, False])

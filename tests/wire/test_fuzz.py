@@ -170,6 +170,34 @@ def test_every_place_of_a_body_may_hold_anything(dialect: Dialect, block_lists: 
     assert num_refused
 
 
+MAY_BE_NULL = {
+    "content", "output", "text", "arguments", "input", "args", "response", "parts", "description", "parameters",
+    "input_schema", "tool_calls", "tool_call_id", "reasoning_content", "summary", "thinking", "tools", "tool_choice",
+    "stream", "stop", "stop_sequences", "max_tokens", "temperature", "top_p", "top_k", "model", "system",
+    "systemInstruction", "instructions", "generationConfig", "toolConfig", "functionDeclarations", "thought",
+    "thoughtSignature", "maxOutputTokens", "topP", "topK", "stopSequences", "max_output_tokens",
+}  # fmt: skip
+
+
+@every_dialect
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_null_is_read_wherever_it_says_nothing(dialect: Dialect, data: st.DataObject) -> None:
+    client_class = CLIENTS[dialect.name]
+    incoming = client_class(data.draw(requests(client_class.kinds)), data.draw(styles)).incoming()
+    body = json.loads(incoming.body)
+    places = [
+        (holder, key)
+        for holder, key in _slots(body)
+        if key in MAY_BE_NULL and not (holder is body and key == "input") and "properties" not in holder
+    ]
+    for place in data.draw(st.lists(st.integers(0, len(places) - 1), max_size=4)) if places else []:
+        holder, key = places[place]
+        holder[key] = None
+    request = dialect.parse(replace(incoming, body=orjson.dumps(body)), ItemMemo()).request
+    Continuations(RENDERER).build_prompt(replace(request, messages=_without_images(request.messages)))
+
+
 def _without_images(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return tuple(replace(message, images=()) for message in messages)
 

@@ -114,7 +114,8 @@ def test_an_error_has_googles_name(error: WireError, status: str) -> None:
 def test_an_overflow_says_both_lengths() -> None:
     assert orjson.loads(DIALECT.render_error(ContextOverflowError(20, 10)))["error"] == {
         "code": 400,
-        "message": "The input token count (20) exceeds the maximum number of tokens allowed (9).",
+        "message": "The input token count (20) exceeds the maximum number of tokens allowed (9). "
+        "vllm_max_model_length sets the context length of 10 tokens; one token is kept for the answer.",
         "status": "INVALID_ARGUMENT",
     }
 

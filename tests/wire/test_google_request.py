@@ -1,5 +1,8 @@
 """Parse Google's bodies into normal form, or refuse them by the field that is wrong."""
 
+from dataclasses import replace
+from typing import Literal
+
 import orjson
 import pytest
 from conversations import WHOLE_REQUEST
@@ -174,7 +177,10 @@ def test_results_come_before_the_words_of_the_same_content() -> None:
         ({"output": "a", "error": "b"}, '{"output":"a","error":"b"}'),
         ({"other": "a"}, '{"other":"a"}'),
         ({}, "{}"),
-        (None, "{}"),
+        (None, ""),
+        ({"output": None}, ""),
+        ("plain", "plain"),
+        ([1, "a"], '[1,"a"]'),
     ],
 )
 def test_the_text_of_a_result(response: object, text: str) -> None:
@@ -285,6 +291,51 @@ def test_counted_requests_are_read_bare_or_wrapped() -> None:
         read(orjson.dumps({"generateContentRequest": {"contents": [{"role": "robot"}]}}), COUNT)
 
 
+def replied(arguments: str, status: Literal["ok", "malformed"] = "ok") -> Message:
+    call = ToolCall(id="c1", name="a", arguments=arguments, parse_status=status)
+    return Message(role="assistant", tool_calls=(call,))
+
+
+def call_with(**fields: object) -> dict[str, object]:
+    return model({"functionCall": {"name": "a", "id": "c1", **fields}})
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ({"role": "user", "parts": None}, Message(role="user")),
+        ({"role": "user"}, Message(role="user")),
+        ({"role": None, "parts": [{"text": "x"}]}, Message(role="user", text="x")),
+        ("x", Message(role="user", text="x")),
+        (user(None, {}, "x", {"text": None}, {"text": None, "thought": None}), Message(role="user", text="x")),
+        (user({"text": "x", "inlineData": None, "functionCall": None}), Message(role="user", text="x")),
+        (user({"functionResponse": {"name": "a", "response": None}}), Message(role="tool")),
+        (user({"functionResponse": {"name": None, "id": None, "parts": None}}), Message(role="tool")),
+        (model({"text": None, "thought": True}), Message(role="assistant")),
+        (model({"thought": True, "thoughtSignature": "x"}, {"text": "x"}), Message(role="assistant", text="x")),
+        (call_with(args=None), replied("{}")),
+        (call_with(), replied("{}")),
+        (call_with(args=[]), replied("{}")),
+        (call_with(args={"n": 1.0}), replied('{"n":1.0}')),
+        (call_with(args='{"n": 1}'), replied('{"n": 1}')),
+        (call_with(args=[1]), replied("[1]", "malformed")),
+    ],
+)
+def test_what_says_nothing_is_accepted_in_a_content(content: object, read: Message) -> None:
+    assert messages_of(HELLO, content)[1:] == (read,)
+
+
+def test_what_says_nothing_is_accepted_in_a_body() -> None:
+    names = ("systemInstruction", "tools", "toolConfig", "generationConfig", "cachedContent", "safetySettings")
+    nothing = parse(**dict.fromkeys(names)).request  # type: ignore[arg-type]
+    assert replace(nothing, unread=()) == parse().request
+    empty = parse(systemInstruction={"parts": [None]}, tools=[], toolConfig={}, generationConfig={}, cachedContent="")
+    assert empty.request == parse().request
+    config = {"maxOutputTokens": 8.0, "stopSequences": [None, "END"], "candidateCount": None, "topP": None}
+    sampling = parse(generationConfig=config).request.sampling
+    assert (sampling.max_tokens, sampling.stop) == (8, ("END",))
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -293,14 +344,10 @@ def test_counted_requests_are_read_bare_or_wrapped() -> None:
         ({"contents": [3]}, "contents[0]: must be an object, not a number"),
         ({"contents": [{"role": "robot"}]}, "contents[0].role: must be user, model or function"),
         ({"contents": [{"role": ["user"]}]}, "contents[0].role: must be user, model or function"),
-        ({"contents": [HELLO, {"parts": [None]}]}, "contents[1].parts[0]: must be an object, not null"),
+        ({"contents": [HELLO, {"parts": [3]}]}, "contents[1].parts[0]: must be an object, not a number"),
+        ({"contents": [HELLO, None]}, "contents[1]: must be an object, not null"),
         ({"contents": [user({"text": 1})]}, "contents[0].parts[0].text: must be a string, not a number"),
         ({"contents": [model({"functionCall": {}})]}, "contents[0].parts[0].functionCall.name: must be a string"),
-        ({"contents": [model(function_call("a", [1]))]}, "contents[0].parts[0].functionCall.args: must be an object"),
-        (
-            {"contents": [user({"functionResponse": {"response": "x"}})]},
-            "contents[0].parts[0].functionResponse.response: must be an object",
-        ),
         (
             {"contents": [user({"inlineData": {"mimeType": "application/pdf", "data": ""}})]},
             "contents[0].parts[0].inlineData.mimeType: only images can be read, not application/pdf",
@@ -318,7 +365,7 @@ def test_counted_requests_are_read_bare_or_wrapped() -> None:
         ),
         ({"generationConfig": {"candidateCount": 2}}, "generationConfig.candidateCount: only one candidate"),
         ({"generationConfig": {"maxOutputTokens": 0}}, "generationConfig.maxOutputTokens: must be at least 1"),
-        ({"generationConfig": {"stopSequences": [1]}}, "generationConfig.stopSequences: must be an array of strings"),
+        ({"generationConfig": {"stopSequences": [1]}}, "generationConfig.stopSequences: must be a string or an"),
         ({"generationConfig": {"temperature": "hot"}}, "generationConfig.temperature: must be a number, not a string"),
         ({"cachedContent": "cachedContents/1"}, "cachedContent: nothing is cached here"),
     ],

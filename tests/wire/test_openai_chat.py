@@ -1,6 +1,7 @@
 """Parse Chat Completions bodies into normal form, and render calls as completions and chunks."""
 
 from dataclasses import replace
+from typing import Literal
 
 import orjson
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from polar_trl.errors import ContextOverflowError, WireError
 from polar_trl.tokens.canonical import canonical_arguments
-from polar_trl.types import ChatRequest, Message, ToolCall
+from polar_trl.types import ChatRequest, Message, RequestedSampling, Tool, ToolCall
 from polar_trl.wire.base import Incoming, ItemMemo, ParsedRequest, ReplyHead
 from polar_trl.wire.openai_chat import OpenAIChat
 
@@ -208,7 +209,73 @@ def test_a_history_that_was_read_before_is_read_as_without_memory() -> None:
         if messages is grown:
             assert request.messages[0] is before[0]
     with pytest.raises(WireError, match=r"messages\[1\]\.content"):
-        DIALECT.parse(Incoming(body=orjson.dumps({"messages": [HELLO, {"role": "user"}]})), memo)
+        DIALECT.parse(Incoming(body=orjson.dumps({"messages": [HELLO, {"role": "user", "content": 3}]})), memo)
+
+
+def call_with(**function: object) -> dict[str, object]:
+    call = {"id": None, "type": "function", "function": {"name": "sh", **function}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def called(arguments: str, status: Literal["ok", "malformed"] = "ok") -> Message:
+    call = ToolCall(id="", name="sh", arguments=arguments, parse_status=status)
+    return Message(role="assistant", tool_calls=(call,))
+
+
+SAID = {"role": "assistant", "content": "x"}
+SPOKEN = Message(role="assistant", text="x")
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"role": "user", "content": None}, Message(role="user")),
+        ({"role": "user"}, Message(role="user")),
+        ({"role": "system", "content": None}, Message(role="system")),
+        ({"role": "tool", "content": None}, Message(role="tool")),
+        ({"role": "tool", "tool_call_id": None, "content": []}, Message(role="tool")),
+        ({"role": "tool", "tool_call_id": "c"}, Message(role="tool", tool_call_id="c")),
+        ({"role": "tool", "content": {"type": "text", "text": "x"}}, Message(role="tool", text="x")),
+        ({"role": "user", "content": ["a", None, {}, {"type": "text", "text": None}]}, Message(role="user", text="a")),
+        ({"role": "user", "content": [{"text": "a"}, {"type": "note", "text": "b"}]}, Message(role="user", text="ab")),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}]}, Message(role="user", text="a")),
+        ({"role": "user", "content": [{"type": "summary_text", "text": "a"}]}, Message(role="user", text="a")),
+        ({"role": "assistant", "content": None, "tool_calls": None}, Message(role="assistant")),
+        (SAID | {"tool_calls": [], "reasoning_content": None, "reasoning": None, "name": None}, SPOKEN),
+        (SAID | {"reasoning": {"effort": "high"}, "reasoning_content": [3, None]}, SPOKEN),
+        (SAID | {"reasoning": [{"type": "text", "text": "why"}]}, replace(SPOKEN, reasoning="why")),
+        (SAID | {"thinking": {"thinking": "why", "signature": "s"}}, replace(SPOKEN, reasoning="why")),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "x"}]},
+            replace(SPOKEN, reasoning="why"),
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": ["x", {"type": "thinking", "thinking": [{"type": "text", "text": "why"}]}],
+            },
+            replace(SPOKEN, reasoning="why"),
+        ),
+        ({"role": "assistant", "content": [{"type": "redacted_thinking", "data": "?"}, "x"]}, SPOKEN),
+        ({"role": "assistant", "content": [{"type": "reasoning", "text": None}, "x"]}, SPOKEN),
+        (call_with(arguments={"cmd": "ls"}), called('{"cmd":"ls"}')),
+        (call_with(arguments=None), called("", "malformed")),
+        (call_with(), called("", "malformed")),
+        (call_with(arguments={}), called("{}")),
+        (call_with(arguments=["ls"]), called('["ls"]', "malformed")),
+    ],
+)
+def test_what_says_nothing_is_accepted_in_a_message(message: dict[str, object], read: Message) -> None:
+    assert parse(messages=[HELLO, message]).request.messages[1:] == (read,)
+
+
+def test_what_says_nothing_is_accepted_in_a_body() -> None:
+    nothing = dict.fromkeys(("tools", "tool_choice", "stream", "stream_options", "n", "model", "temperature", "stop"))
+    assert parse(**nothing).request == parse().request
+    assert parse(tools=[], tool_choice="", stop=[], stream_options={}).request == parse().request
+    request = parse(max_tokens=8.0, stop=[None, "", "END"], tools=[{"function": {"name": "sh", "parameters": []}}])
+    assert request.request.sampling == RequestedSampling(max_tokens=8, stop=("END",))
+    assert request.request.tools == (Tool(name="sh"),)
 
 
 def test_the_smaller_token_limit_counts() -> None:
@@ -225,15 +292,20 @@ def test_the_smaller_token_limit_counts() -> None:
         ({"messages": [HELLO, {"role": "robot", "content": ""}]}, "messages[1].role: must be one of system, "),
         ({"messages": [{"role": ["user"]}]}, "messages[0].role: must be one of system, "),
         (
-            {"messages": [{"role": "user"}]},
-            "messages[0].content: must be a string or an array of parts, not null",
-        ),
-        (
             {"messages": [{"role": "user", "content": 3}]},
             "messages[0].content: must be a string or an array of parts, not a number",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: must be a"),
-        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0].type: only text"),
+        ({"messages": [HELLO | {"content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text: must be a"),
+        ({"messages": [HELLO | {"content": [{"type": "file"}]}]}, "messages[0].content[0].type: only text"),
+        ({"messages": [HELLO | {"content": {"stdout": "x"}}]}, "messages[0].content[0].type: only text"),
+        ({"messages": [HELLO | {"content": [3]}]}, "messages[0].content[0]: must be an object, not a number"),
+        (
+            {"messages": [HELLO | {"content": [{"type": "image_url", "image_url": None}]}]},
+            "messages[0].content[0].image_url: must be a string or an object with a url, not null",
+        ),
+        ({"messages": [None]}, "messages[0]: must be an object, not null"),
+        ({"messages": [HELLO | {"content": [{"type": "context"}]}]}, "messages[0].content[0].type: only text and"),
+        ({"messages": [HELLO | {"content": [{"type": "thinking"}]}]}, "messages[0].content[0].type: only text and"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function: must be an"),
         ({"n": 2}, "n: only one choice per request is supported; send n=1 or leave it out"),
         ({"n": 0}, "n: only one choice"),
@@ -255,10 +327,8 @@ def test_the_smaller_token_limit_counts() -> None:
         ),
         ({"tool_choice": "sometimes"}, "tool_choice: must be auto, none, required or"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice.custom.name: must be a string, not null"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "p"}}]}]},
-            "messages[0].tool_calls[0].custom.input: must be a string, not null",
-        ),
+        ({"max_tokens": 8.5}, "max_tokens: must be a whole number, not a number"),
+        ({"max_tokens": 1e300}, "max_tokens: must be a whole number, not a number"),
     ],
 )
 def test_a_bad_field_is_refused_by_its_path(body: dict[str, object], sentence: str) -> None:

@@ -1,6 +1,6 @@
 """Parse Responses bodies as Codex and the official clients send them, and render calls as they read them."""
 
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import pytest
@@ -275,9 +275,81 @@ def test_a_compaction_is_a_summary_that_comes_back(way: str) -> None:
     assert again.messages[0] == Message(role="user", text=SUMMARY_LEAD + "all is well é")
 
 
+def called(arguments: str, status: Literal["ok", "malformed"] = "ok") -> Message:
+    call = ToolCall(id="c", name="sh", arguments=arguments, parse_status=status)
+    return Message(role="assistant", tool_calls=(call,))
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "sh"}
+RESULT = {"type": "function_call_output", "call_id": "c"}
+SAID = {"type": "message", "role": "assistant"}
+PART = {"type": "output_text", "text": "x"}
+SPOKEN = Message(role="assistant", text="x")
+
+
+@pytest.mark.parametrize(
+    ("items", "read"),
+    [
+        ([{"role": "user", "content": None}], Message(role="user")),
+        ([{"type": None, "role": "user"}], Message(role="user")),
+        ([{"role": "user", "content": [None, {}, "x"]}], Message(role="user", text="x")),
+        ([{"role": "user", "content": [{"type": "input_text", "text": None}]}], Message(role="user")),
+        ([{"role": "user", "content": [{"type": "note", "text": "x"}]}], Message(role="user", text="x")),
+        ([{"role": "user", "content": {"text": "x"}}], Message(role="user", text="x")),
+        ([RESULT | {"output": None}], Message(role="tool", tool_call_id="c")),
+        ([RESULT], Message(role="tool", tool_call_id="c")),
+        (
+            [RESULT | {"output": [{"type": "input_text", "text": "x"}]}],
+            Message(role="tool", tool_call_id="c", text="x"),
+        ),
+        (
+            [{"type": "custom_tool_call_output", "call_id": "c", "output": None}],
+            Message(role="tool", tool_call_id="c"),
+        ),
+        ([SAID | {"content": None}], Message(role="assistant")),
+        ([SAID | {"content": [PART | {"annotations": None, "logprobs": None}], "status": None}], SPOKEN),
+        (
+            [SAID | {"content": [{"type": "reasoning_text", "text": "why"}, PART]}],
+            Message(role="assistant", text="x", reasoning="why"),
+        ),
+        ([{"type": "reasoning", "summary": None, "content": None}, SAID | {"content": [PART]}], SPOKEN),
+        ([{"type": "reasoning", "summary": [None, {"text": None}, {}]}, SAID | {"content": "x"}], SPOKEN),
+        (
+            [{"type": "reasoning", "summary": [], "content": "why"}, SAID | {"content": "x"}],
+            Message(role="assistant", text="x", reasoning="why"),
+        ),
+        ([CALL | {"arguments": None}], called("", "malformed")),
+        ([CALL | {"arguments": {"cmd": "ls"}, "namespace": None}], called('{"cmd":"ls"}')),
+        ([CALL | {"arguments": [1]}], called("[1]", "malformed")),
+        ([CALL | {"type": "custom_tool_call", "input": None}], called('{"input":""}')),
+    ],
+)
+def test_what_says_nothing_is_accepted_in_items(items: list[Any], read: Message) -> None:
+    assert parse(input=[USER, *items]).request.messages[1:] == (read,)
+
+
+def test_what_says_nothing_is_accepted_in_a_body() -> None:
+    names = (
+        "instructions", "tools", "tool_choice", "stream", "text", "previous_response_id", "conversation", "prompt",
+        "background", "max_output_tokens", "temperature", "parallel_tool_calls", "model", "reasoning",
+    )  # fmt: skip
+    assert parse(**dict.fromkeys(names)).request == parse().request
+    empty = parse(tools=[], tool_choice="", previous_response_id="", conversation={}, prompt={}, background=False)
+    assert empty.request == parse().request
+    tools = [{"type": "function", "name": "sh", "description": None, "parameters": None, "strict": None}]
+    assert parse(max_output_tokens=8.0, tools=tools).request.sampling.max_tokens == 8
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ({"input": [None]}, r"input\[0\]: must be an object, not null"),
+        ({"input": [{"role": "user", "content": 3}]}, r"input\[0\].content: must be a string or an array of parts"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},
+            r"input\[0\].content\[0\].text",
+        ),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, r"input\[0\].name: must be a string, not null"),
         ({"input": []}, "input: must hold at least one message"),
         ({"input": 3}, "input: must be a string or an array of items, not a number"),
         ({"input": [3]}, r"input\[0\]: must be an object"),

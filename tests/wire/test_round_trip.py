@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from client_base import read_events
 from clients import CLIENTS, Client, Seen
 from conversations import Style, build_reply, others, replies, requests, styles, tool_results
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from polar_trl.tokens.canonical import canonical_arguments, hash_conversation
 from polar_trl.tokens.continuation import Continuations, Prompt
 from polar_trl.types import Call, ChatRequest, Completion, Message, Tool, ToolCall
 from polar_trl.wire import DIALECTS
-from polar_trl.wire.base import Dialect, ItemMemo, ReplyHead
+from polar_trl.wire.base import Dialect, ItemMemo, ReplyHead, Told
 
 RENDERER = ByteRenderer()
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
@@ -99,6 +100,42 @@ def test_plain_and_streamed_replies_are_read_alike(dialect: Dialect, data: st.Da
     seen = plain.read(render(dialect, call, streamed=False), streamed=False)
     assert streamed.read(render(dialect, call, streamed=True), streamed=True) == seen
     assert dialect.parse(streamed.incoming(), ItemMemo()) == dialect.parse(plain.incoming(), ItemMemo())
+
+
+@every_dialect
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_reply_that_is_told_in_parts_is_read_as_one(dialect: Dialect, data: st.DataObject) -> None:
+    client_class = CLIENTS[dialect.name]
+    request, style = data.draw(requests(client_class.kinds)), data.draw(styles)
+    plain, streamed = client_class(request, style), client_class(request, style)
+    parsed = dialect.parse(plain.incoming(), ItemMemo()).request
+    call = build_reply(_with_ids(data.draw(replies(parsed.tools)), 0), parsed, index=0)
+    seen = plain.read(render(dialect, call, streamed=False), streamed=False)
+    assert streamed.read(render_parts(dialect, call, data), streamed=True) == seen
+    first, second = (dialect.parse(one.incoming(), ItemMemo()).request for one in (plain, streamed))
+    # ids that a client does not send are made of the places of parts
+    assert hash_conversation(first.messages, first.tools) == hash_conversation(second.messages, second.tools)
+
+
+def render_parts(dialect: Dialect, call: Call, data: st.DataObject) -> bytes:
+    """A stream that tells reasoning and text in parts, while they are sampled."""
+    head = ReplyHead(id=f"s-{call.index}", model="policy", created_s=0.0, num_prompt_tokens=len(call.prompt_ids))
+    reasoning, text = call.message.reasoning or "", call.message.text
+    ends = sorted(data.draw(st.lists(st.integers(0, len(reasoning) + len(text)), max_size=5)))
+    told, stream = Told(), dialect.stream_start(head)
+    for end in ends:
+        now = Told(reasoning=reasoning[:end], text=text[: max(0, end - len(reasoning))])
+        parts = list(dialect.stream_part(head, told, now))
+        stream += b"".join(parts) + dialect.ping()
+        told = replace(now, num_events=told.num_events + len(parts)) if parts else told
+    assert told.begins(call.message)
+    stream += b"".join(dialect.stream(head, call, told))
+    numbers = [
+        json.loads(data)["sequence_number"] for name, data in read_events(stream) if name.startswith("response.")
+    ]
+    assert numbers == list(range(len(numbers)))
+    return stream
 
 
 @every_dialect

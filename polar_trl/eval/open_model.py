@@ -1,0 +1,94 @@
+"""Open a checkpoint, or a server's model, behind a proxy: for evaluations, for collecting, and to be served."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from polar_trl.engine.base import Engine, GenerationParams
+from polar_trl.engine.standalone import build_standalone_engine
+from polar_trl.eval.served_model import open_served_model
+from polar_trl.eval.setup import EvalSetup
+from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
+from polar_trl.proxy import Proxy
+from polar_trl.tokens.load import load_renderer
+
+
+def prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
+    """Return what the engine loads: the checkpoint, or its merged copy; for a server, what has its tokenizer."""
+    if checkpoint.base is None or setup.evaluation.base_url is not None:
+        return checkpoint.base or checkpoint.name
+    folder = setup.folder / "merged"
+    print(f"merging the adapter {checkpoint.name} onto {checkpoint.base}: {folder}", file=sys.stderr, flush=True)
+    return str(merge_adapter(checkpoint, folder, trust_remote_code=setup.args.trust_remote_code))
+
+
+@contextmanager
+def open_engine(setup: EvalSetup, model: str) -> Iterator[Engine]:
+    """Open the engine of a model that `prepare_model` gave, or of a server; it is closed after the block."""
+    args, evaluation = setup.args, setup.evaluation
+    if evaluation.base_url is not None:
+        tokenizer = None if evaluation.text_only or setup.model is None else model
+        with open_served_model(
+            evaluation.base_url,
+            args,
+            setup.params,
+            model=tokenizer,
+            served_name=evaluation.served_name,
+            text_only=evaluation.text_only,
+        ) as served:
+            yield served
+        return
+    engine = build_standalone_engine(
+        model,
+        cpu=setup.on_cpu,
+        max_model_len=args.vllm_max_model_length,
+        max_num_seqs=args.engine_slots,
+        gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
+        graphs=args.engine_cuda_graphs,
+        trust_remote_code=args.trust_remote_code,
+        # another one in each process: samples that are added later must not repeat the earlier ones
+        seed=int.from_bytes(os.urandom(4), "big"),
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def open_proxy(
+    args: PolarGRPOConfig, engine: Engine, *, model: str, params: GenerationParams, **settings: Any
+) -> Iterator[Proxy]:
+    """Open a proxy in front of the engine; it ends after the block.
+
+    Args:
+        model: Folder or hub name of what the engine samples from: its tokenizer is read.
+        params: How to sample; the tokens that end an answer are added.
+        settings: Others of `Proxy`.
+    """
+    renderer, ends = engine.own_renderer, set[int]()
+    if renderer is None:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+        renderer = load_renderer(
+            tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
+        )
+        ends = {*renderer.stop_token_ids, *find_end_tokens(model, tokenizer)}
+    params = replace(params, stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})))
+    with Proxy(engine, renderer, params=params, **settings) as proxy:
+        yield proxy
+
+
+def find_end_tokens(model: str, tokenizer: Any) -> set[int]:
+    """Find every token that the model's own settings call an end, as TRL's trainer takes them."""
+    try:
+        found = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # it has no generation_config.json
+        found = None
+    ends = found if isinstance(found, list) else [found]
+    return {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
