@@ -13,6 +13,7 @@ import orjson
 from datasets import Json
 from numpy.typing import NDArray
 
+from polar_trl.json_text import mend_json
 from polar_trl.reconstruct import BUILDERS, check_laws, count_as_policy
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
 from polar_trl.types import Call, Rollout
@@ -74,7 +75,8 @@ def _build_example(
     messages: list[dict[str, Any]] | None
     messages = [build_message_dict(message, parse_arguments=True) for message in conversation]
     tools = [build_tool_dict(tool) for tool in last.request.tools]
-    if not (all(map(_has_readable_arguments, messages)) and _survives_json([messages, tools])):
+    is_as_sampled = all(mend_json(call.arguments) == call.arguments for m in conversation for call in m.tool_calls)
+    if not (is_as_sampled and all(map(_has_readable_arguments, messages)) and _survives_json([messages, tools])):
         messages = None
     return Example(
         id=f"{rollout.id}-{number}",

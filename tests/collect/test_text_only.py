@@ -349,3 +349,19 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path) -> None:
     assert "1 graded sessions and 0 without a reward are there already, 2 sessions are left to run" in done.stderr
     report = json.loads(done.stdout)
     assert (report["total"]["attempts"], report["rows"]["messages"]["(none)"]["train"]) == (3, 3)
+
+
+def test_halves_of_characters_that_a_server_sends_are_replaced() -> None:
+    broken = json.dumps(call('{"command": "a\\ud83d"}') | {"id": "\ud83d"})
+    broken = broken.replace('"shell"', '"shell\\ud83d"').replace('"c1"', '"c1\\udc00"').replace("I look.", "I\\ud83d")
+    refused = Response('{"error": {"message": "no \\ud83d"}}', status_code=400, media_type="application/json")
+    with chat(Response(broken, media_type="application/json"), refused) as model, serve(model, model) as proxy:
+        endpoint = proxy.open_session(log := new_log())
+        with http(endpoint) as agent:
+            body = {"messages": [{"role": "user", "content": "q"}], "tools": [TOOL]}
+            message = agent.post(CHAT, json=body).json()["choices"][0]["message"]
+            assert message["reasoning_content"] == "I\ufffd"
+            assert message["tool_calls"][0]["function"]["name"] == "shell\ufffd"
+            assert (log.calls[0].message.tool_calls[0].id, message["tool_calls"][0]["id"]) == ("c1\ufffd", "c1\ufffd")
+            answer = agent.post(CHAT, json=body | {"messages": [{"role": "user", "content": "r"}]})
+            assert answer.status_code == 400 and "no \ufffd" in answer.json()["error"]["message"]
