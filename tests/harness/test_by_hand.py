@@ -98,6 +98,11 @@ def test_no_agent_is_told_to_act_without_asking(tmp_path: Path) -> None:
             assert word not in text, (one.name, word)
 
 
-def test_a_window_that_is_too_small_for_pi_leaves_it_out(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_fit_the_window_says_so_in_a_comment(tmp_path: Path) -> None:
     endpoint = Endpoint(origin="http://127.0.0.1:8642", api_key="polar-key", model="policy", max_model_len=1024)
-    assert "Pi" not in {one.name for one in list_settings(endpoint, tmp_path)}
+    settings = {one.name: one for one in list_settings(endpoint, tmp_path)}
+    assert settings["Pi"].command.startswith("# ") and "1024" in settings["Pi"].command
+    assert not settings["Pi"].files
+    for one in settings.values():
+        done = subprocess.run(["bash", "-n", "-c", one.command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
