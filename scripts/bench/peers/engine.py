@@ -71,7 +71,10 @@ class PolicyServer:
             finish_reason = "tool_calls"
         choice = build_choice(list(sample.token_ids), list(sample.logprobs), finish_reason)
         return {
-            **{"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": "policy"},
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "policy",
             "prompt_token_ids": prompt_ids,
             "choices": [{**choice, "message": message}],
             "usage": {"prompt_tokens": len(prompt_ids), "completion_tokens": len(sample.token_ids), "total_tokens": 0},
@@ -154,7 +157,7 @@ class ConstantServer:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         opened = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 22)
         server = asyncio.run_coroutine_threadsafe(opened, self._loop).result()
-        self.origin = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        self.origin = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -36,7 +36,7 @@ def main() -> None:
                 wait_until_up(f"http://127.0.0.1:{port}/health/liveliness", server)
                 obey(f"http://127.0.0.1:{port}", {"open": lambda: key, "close": lambda key: None}, server.pid)
             finally:
-                server.terminate()
+                server.kill()
 
 
 def wait_until_up(url: str, server: "subprocess.Popen[bytes]") -> None:

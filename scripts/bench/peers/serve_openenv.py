@@ -8,10 +8,10 @@ import socket
 import sys
 from typing import Any
 
-from peers.control import obey
 from openenv.core.harness.capture.contract import to_training_trace
 from openenv.core.harness.capture.export import export_session
 from openenv.core.harness.capture.runner import CaptureServer
+from peers.control import obey
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def main() -> None:
         return {"rows": rows}
 
     def close_session(key: str) -> None:
-        session, state_key = sessions.pop(key)
+        _, state_key = sessions.pop(key)
         call(server.unregister, key, state_key)
 
     obey(server.base_url, {"open": open_session, "rows": get_rows, "close": close_session})

@@ -40,7 +40,28 @@ TOOLS = [
 ]
 RETRY_HEADER = {"x-stainless-retry-count": "1"}
 """The OpenAI SDK sends it with a request that it repeats."""
-_WORDS = "the parser reads a line and then checks each of its fields before it writes some more to that file".split()
+_WORDS = [
+    "the",
+    "parser",
+    "reads",
+    "a",
+    "line",
+    "and",
+    "then",
+    "checks",
+    "each",
+    "of",
+    "its",
+    "fields",
+    "before",
+    "it",
+    "writes",
+    "some",
+    "more",
+    "to",
+    "that",
+    "file",
+]
 
 
 # The agent
@@ -167,7 +188,7 @@ def judge(samples: Sequence[Sample], rows: Iterable[Row]) -> Counter[str]:
     num_sampled = sum(len(sample.token_ids) for sample in samples)
     if len(where) != num_sampled:
         raise ValueError(f"{num_sampled} sampled tokens have {len(where)} different log-probabilities")
-    counts = Counter({name: 0 for name in COLUMNS}, calls=len(samples), sampled=num_sampled)
+    counts = Counter(dict.fromkeys(COLUMNS, 0), calls=len(samples), sampled=num_sampled)
     trained: Counter[tuple[int, int]] = Counter()
     for row in rows:
         if not len(row.token_ids) == len(row.trained) == len(row.logprobs):
