@@ -94,7 +94,7 @@ def core() -> SteppedCore:
 
 @pytest.fixture()
 def engine(core: SteppedCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[vllm.VllmEngine]:
-    monkeypatch.setattr(vllm, "build_sampling_params", lambda params: params)
+    monkeypatch.setattr(vllm, "build_sampling_params", lambda params, *, live: params)
     engine = vllm.VllmEngine(SimpleNamespace(llm_engine=core))
     yield engine
     core.let_go()
