@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,20 @@ ARGUMENTS = '{"command":"sed -n 1,40p module.py"}'
 REPLY_TEXT = f'Next I read on.\n<tool_call>\n{{"name": "bash", "arguments": {ARGUMENTS}}}\n</tool_call>'
 NEW_TEXT_BYTES = 2300
 SESSIONS = 4
-"""Memory is the mean of so many, held at once."""
+"""Resident memory is the mean of so many, held at once; what is left in the allocator's hands is in it."""
 GOAL_EXPONENT = 1.1
 GOALS = {"held_mb": 10.0, "build_cpu_s": 0.1}
 """At 193 calls and 153k tokens: 200 calls here."""
-COLUMNS = ("held_mb", "build_cpu_s", "replay_cpu_s", "replay_peak_mb", "inspect_cpu_s", "inspect_peak_mb", "record_mb")
+COLUMNS = (
+    "held_mb",
+    "resident_mb",
+    "build_cpu_s",
+    "replay_cpu_s",
+    "replay_peak_mb",
+    "inspect_cpu_s",
+    "inspect_peak_mb",
+    "record_mb",
+)
 
 
 def build_bodies(num_calls: int) -> Iterator[bytes]:
@@ -62,7 +72,7 @@ def run_agent(origin: str, api_key: str, num_calls: int) -> None:
             raise SystemExit(f"a request failed: {answer.status} {text[:300]!r}")
 
 
-def read_memory_mb() -> float:
+def read_resident_mb() -> float:
     """Resident memory, without what was freed and not given back."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -71,7 +81,7 @@ def read_memory_mb() -> float:
 
 
 def record_sessions(folder: Path, num_calls: int) -> dict[str, float]:
-    """Record the sessions, and measure what is held of them once they have ended, rows and all."""
+    """Record the sessions, and measure what Python holds of one that has ended, rows and all."""
     from transformers import AutoTokenizer
 
     from polar_trl.engine.base import GenerationParams
@@ -87,9 +97,12 @@ def record_sessions(folder: Path, num_calls: int) -> dict[str, float]:
     renderer = load_renderer(tokenizer, str(TOKENIZER))
     reply = (*tokenizer.encode(REPLY_TEXT, add_special_tokens=False), renderer.stop_token_ids[0])
     engine = ScriptedEngine(lambda _: reply, max_model_len=1 << 20)
-    held, builds, start_mb = [], [], 0.0
+    held, builds, start_mb, resident_mb = [], [], 0.0, 0.0
     with Proxy(engine, renderer, params=GenerationParams(max_tokens=512)) as proxy:
-        for number in range(-1, SESSIONS):  # the first one warms up
+        for number in range(-1, SESSIONS + 1):  # the first one warms up, the last one is traced, which takes longer
+            if number == SESSIONS:
+                resident_mb = (read_resident_mb() - start_mb) / SESSIONS
+                tracemalloc.start()
             name = f"s{number}"
             path = folder / "sessions" / f"{name}.jsonl" if number >= 0 else None
             log = SessionLog(session_id=name, task_id="bench", group_id="bench", path=path)
@@ -113,13 +126,15 @@ def record_sessions(folder: Path, num_calls: int) -> dict[str, float]:
             log.close(rollout, extra={"trajectory_digest": digested})
             if number < 0:
                 del log, session, rollout, rows
-                start_mb = read_memory_mb()
+                start_mb = read_resident_mb()
                 continue
             held.append((rollout, rows))
             del log, session
-        held_mb = (read_memory_mb() - start_mb) / SESSIONS
+        gc.collect()
+        held_mb = tracemalloc.get_traced_memory()[0] / 1e6
     tokens = len(held[0][1].trajectories[0].token_ids)
-    return {"tokens": tokens, "held_mb": held_mb, "build_cpu_s": min(builds[1:])}
+    found = {"held_mb": held_mb, "resident_mb": resident_mb, "build_cpu_s": min(builds[1:-1])}
+    return {"tokens": tokens} | found
 
 
 def replay_session(folder: Path) -> None:
