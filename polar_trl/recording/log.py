@@ -86,6 +86,11 @@ class SessionLog:
             return tuple(self._calls)
 
     @property
+    def num_calls(self) -> int:
+        """The number of calls so far."""
+        return len(self._calls)
+
+    @property
     def counters(self) -> Mapping[str, int]:
         """The named counts so far."""
         with self._lock:

@@ -174,7 +174,7 @@ class Session:
             self.bounds.check_open()
             read = await self._read(dialect, incoming)
             parsed, question, num_bytes = read.parsed, read.question, read.num_bytes
-            num_calls = len(self._log.calls) + len(self._running) + self._turns.num_replays
+            num_calls = self._log.num_calls + len(self._running) + self._turns.num_replays
             is_used_up = self.limits.are_used_up(num_calls, self._num_sampled)
             purpose: Purpose = "policy"
             turn = self._turns.find(question, is_budget_used_up=is_used_up)
@@ -396,7 +396,7 @@ class Session:
         stop_text: str | None = None,
         text_only: bool = False,
     ) -> Call:
-        index = len(self._log.calls)
+        index = self._log.num_calls
         # a renderer knows no session: tool calls that the model gave no id get one that is unique in it
         tool_calls = [
             replace(tool_call, id=tool_call.id or f"call_{index}_{position}")
