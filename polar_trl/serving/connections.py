@@ -214,6 +214,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.discard(self)
         super().connection_lost(error)
+        if self.timeout_keep_alive_task is not None:  # after an error uvicorn lets it run, and it holds the session
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():

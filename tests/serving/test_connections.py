@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -282,6 +283,22 @@ def test_nothing_of_a_session_is_kept_after_its_end(quick_sweeps: None, proxy: P
         wait_until(lambda: not proxy._connections._open and not proxy._server.server_state.tasks)
         gc.collect()
         assert kept() is None
+
+
+def test_a_connection_that_was_reset_keeps_nothing_of_its_session(proxy: Proxy) -> None:
+    endpoint = proxy.open_session(new_log())
+    target = aim(endpoint)
+    with target.connect() as connection:
+        connection.sendall(target.head(len(ask())) + ask())
+        assert read_status(connection) == 200
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close it by a reset
+    wait_until(lambda: not proxy._connections._open)
+    (session,) = proxy._sessions.values()
+    kept = weakref.ref(session)
+    del session
+    proxy.close_session(endpoint.api_key)
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_limit_of_open_files_is_raised_and_shared_out() -> None:
