@@ -243,6 +243,14 @@ def test_the_same_json_is_read_anew_in_another_dialect(workers: ThreadPoolExecut
     assert all(call.request.messages == (Message(role="user", text="hello"),) for call in bench.log.calls)
 
 
+def test_a_purpose_that_could_not_be_read_back_is_not_recorded(workers: ThreadPoolExecutor) -> None:
+    bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
+    bench.session._classify = lambda _: None  # type: ignore[assignment, return-value]
+    with pytest.raises(TypeError, match="classify gives None, and not 'policy' or 'auxiliary'"):
+        asyncio.run(bench.begin(ask()))
+    assert bench.log.calls == ()
+
+
 def test_a_failed_request_may_be_asked_again(workers: ThreadPoolExecutor) -> None:
     async def run(bench: Bench) -> None:
         turn = await bench.begin(ask())
