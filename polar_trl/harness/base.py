@@ -175,6 +175,12 @@ def require_launch(harness: Harness, tasks: Sequence[Task] = (_PROBE,), **limits
         launch: object = harness.build_launch(task, endpoint)
         if not isinstance(launch, Launch):
             raise ConfigError(f"agent {harness.name}: build_launch gives a {type(launch).__name__}, and not a Launch")
+        for kind, texts in (("env", launch.env), ("files", launch.files)):
+            for key, value in texts.items():
+                if not isinstance(value, str):
+                    raise ConfigError(
+                        f"agent {harness.name}: {kind}[{key!r}] of its Launch must be text, not {value!r}"
+                    )
 
 
 def check_instruction(task: Task) -> int:

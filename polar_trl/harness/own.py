@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from polar_trl.errors import ConfigError
@@ -48,12 +49,15 @@ def load_harness(agent: str, options: Mapping[str, Any] | None = None) -> Harnes
         harness: Harness = cast(Any, kind)(**(options or {}))
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"agent {agent!r} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(getattr(harness, "name", None), str) or not harness.name:
         raise ConfigError(f"agent {agent!r}: its name must be a text that is not empty")
     if not hasattr(harness, "folders"):
         raise ConfigError(f"agent {agent!r} is no harness: it lacks folders; {_ADVICE}")
+    folders: object = harness.folders
+    if not isinstance(folders, (list, tuple)) or not all(isinstance(folder, Path) for folder in folders):
+        raise ConfigError(f"agent {agent!r}: its folders must be a list of pathlib.Path, not {folders!r}")
     return harness
 
 

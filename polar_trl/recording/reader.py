@@ -54,6 +54,8 @@ class RequestReader:
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         self._memo = ItemMemo()
+        self._memo_of = ""
+        """The dialect of the last request: the same JSON is read as something else in another one."""
         self._tools: tuple[bytes, tuple[Tool, ...]] = (b"", ())
         """The tools of the last request, as sorted JSON and parsed: calls with the same tools share them in memory,
         and write their keys in one order."""
@@ -76,6 +78,9 @@ class RequestReader:
     def _read(self, dialect: Dialect, incoming: Incoming) -> ReadRequest:
         if encoding := incoming.headers.get("content-encoding"):
             incoming = replace(incoming, body=decode_body(incoming.body, encoding, MAX_BODY_BYTES))
+        if dialect.name != self._memo_of:
+            self._memo.forget()
+            self._memo_of = dialect.name
         parsed = dialect.parse(incoming, self._memo)
         request = check_labels(parsed.request)
         self._check_size(request)

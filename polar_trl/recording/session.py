@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from polar_trl.engine.base import Engine, GenerationParams, TextReply
 from polar_trl.engine.gate import Gate, GateStats
@@ -195,6 +195,8 @@ class Session:
                 if prompt.forked:
                     self._log.count("prompts_forked")
                 purpose = self._classify(parsed.request) if parsed.purpose == "policy" else parsed.purpose
+                if purpose not in get_args(Purpose):  # a class of the user's: its record could not be read back
+                    raise TypeError(f"the agent's classify gives {purpose!r}, and not 'policy' or 'auxiliary'")
                 settings = _TurnSettings(
                     dialect_name=dialect.name,
                     purpose=purpose,

@@ -96,7 +96,12 @@ def parse_tool_choice(body: Mapping[str, Any], unread: list[str]) -> str:
 
 
 def read_fields(raw: Any, path: str) -> dict[str, Any]:
-    """Return an object's fields under their camelCase names. The object itself where they are: read, never changed."""
+    """Return an object's fields under their camelCase names. The object itself where they are: read, never changed.
+
+    An empty array is an empty object, as PHP writes it.
+    """
+    if raw == []:
+        return {}
     if not isinstance(raw, dict):
         raise WireError(f"{path}: must be an object, not {json_type(raw)}")
     if "_" not in "".join(raw):

@@ -43,6 +43,19 @@ class Late(Harness):
     name = "late"
     def build_launch(self, task, endpoint): return "true"
 
+class Numbers(Harness):
+    name = "numbers"
+    def build_launch(self, task, endpoint): return Launch(command="true", env={"MAX_TURNS": 20})
+
+class Placed(Harness):
+    name, folders = "placed", ["/opt/agent"]
+    def build_launch(self, task, endpoint): return Launch(command="true")
+
+class Quits(Harness):
+    name = "quits"
+    def __init__(self): raise SystemExit(3)
+    def build_launch(self, task, endpoint): return Launch(command="true")
+
 class Half:
     name = "half"
     def build_launch(self, task, endpoint): ...
@@ -101,6 +114,8 @@ def test_a_run_file_names_a_class() -> None:
         ),
         ("own_agents.good:Mine", {"greeting": "x", "color": 1}, "unexpected keyword argument 'color'"),
         ("own_agents.good:Mine", {"greeting": "x", "times": 10}, "cannot be built: ValueError: too often"),
+        ("own_agents.good:Quits", {}, "cannot be built: SystemExit: 3"),
+        ("own_agents.good:Placed", {}, r"its folders must be a list of pathlib.Path, not \['/opt/agent'\]"),
         ("own-agents.good:Mine", {}, "is not known; known are shell, claude_code, .* as package.module:Class"),
     ],
 )
@@ -113,6 +128,8 @@ def test_a_class_that_cannot_be_used_is_one_sentence(agent: str, options: dict[s
 def test_what_build_launch_gives_must_be_a_launch() -> None:
     with pytest.raises(ConfigError, match="agent late: build_launch gives a str, and not a Launch"):
         require_launch(load_harness("own_agents.good:Late"), [Task(id="t", instruction="x")])
+    with pytest.raises(ConfigError, match=r"agent numbers: env\['MAX_TURNS'\] of its Launch must be text, not 20"):
+        require_launch(load_harness("own_agents.good:Numbers"))
 
 
 def test_an_instruction_that_is_no_text_is_found_for_any_agent() -> None:

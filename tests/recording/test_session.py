@@ -17,7 +17,8 @@ from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import ModelBackend, Session, SessionLimits, Turn
 from polar_trl.tokens.bytes import START, ByteRenderer
 from polar_trl.types import Message, TokenIds, Tool, ToolCall
-from polar_trl.wire.base import Incoming
+from polar_trl.wire import DIALECTS
+from polar_trl.wire.base import Dialect, Incoming
 from polar_trl.wire.openai_chat import OpenAIChat
 
 RENDERER = ByteRenderer()
@@ -57,8 +58,8 @@ class Bench:
         self.log = SessionLog(session_id="s1", task_id="t", group_id="g")
         self.session = Session(backend, self.log, limits)
 
-    async def begin(self, incoming: Incoming) -> Turn:
-        turn, _ = await self.session.begin_turn(DIALECT, incoming)
+    async def begin(self, incoming: Incoming, dialect: Dialect = DIALECT) -> Turn:
+        turn, _ = await self.session.begin_turn(dialect, incoming)
         return turn
 
     async def answer(self, incoming: Incoming) -> dict[str, Any]:
@@ -226,6 +227,28 @@ def test_two_requests_are_the_same_if_their_json_is(workers: ThreadPoolExecutor,
     said = [call.request.messages[1].tool_calls[0].arguments for call in bench.log.calls[:5]]
     assert [orjson.loads(arguments)["n"] for arguments in said] == [1, True, 1.0, "1", None]
     assert [type(orjson.loads(arguments)["n"]) for arguments in said[:3]] == [int, bool, float]
+
+
+def test_the_same_json_is_read_anew_in_another_dialect(workers: ThreadPoolExecutor) -> None:
+    """`polar-trl serve` has one key for all agents, and some agents speak two dialects."""
+    body = orjson.dumps({"messages": [HELLO], "input": [HELLO], "contents": [{"role": "user", "parts": "hello"}]})
+
+    async def run(bench: Bench) -> None:
+        for dialect in [*DIALECTS, *reversed(DIALECTS), *DIALECTS]:
+            await (await bench.begin(Incoming(body=body), dialect)).task
+
+    bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
+    asyncio.run(run(bench))
+    assert {call.dialect for call in bench.log.calls} == {dialect.name for dialect in DIALECTS}
+    assert all(call.request.messages == (Message(role="user", text="hello"),) for call in bench.log.calls)
+
+
+def test_a_purpose_that_could_not_be_read_back_is_not_recorded(workers: ThreadPoolExecutor) -> None:
+    bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
+    bench.session._classify = lambda _: None  # type: ignore[assignment, return-value]
+    with pytest.raises(TypeError, match="classify gives None, and not 'policy' or 'auxiliary'"):
+        asyncio.run(bench.begin(ask()))
+    assert bench.log.calls == ()
 
 
 def test_a_failed_request_may_be_asked_again(workers: ThreadPoolExecutor) -> None:

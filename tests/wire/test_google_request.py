@@ -329,6 +329,7 @@ def test_what_says_nothing_is_accepted_in_a_body() -> None:
     assert replace(nothing, unread=()) == parse().request
     empty = parse(systemInstruction={"parts": [None]}, tools=[], toolConfig={}, generationConfig={}, cachedContent="")
     assert empty.request == parse().request
+    assert parse(systemInstruction=[], toolConfig=[], generationConfig=[]).request == parse().request  # PHP's {}
     config = {"maxOutputTokens": 8.0, "stopSequences": [None, "END"], "candidateCount": None, "topP": None}
     sampling = parse(generationConfig=config).request.sampling
     assert (sampling.max_tokens, sampling.stop) == (8, ("END",))
