@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, permutations, product
 from typing import Any
 
 import orjson
@@ -231,16 +231,23 @@ def test_two_requests_are_the_same_if_their_json_is(workers: ThreadPoolExecutor,
 
 def test_the_same_json_is_read_anew_in_another_dialect(workers: ThreadPoolExecutor) -> None:
     """`polar-trl serve` has one key for all agents, and some agents speak two dialects."""
-    body = orjson.dumps({"messages": [HELLO], "input": [HELLO], "contents": [{"role": "user", "parts": "hello"}]})
+    replies = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "go on"}]
+    turns = [{"role": "user", "parts": "hello"}, {"role": "model", "parts": "ok"}, {"role": "user", "parts": "go on"}]
+    bodies = [
+        orjson.dumps({"messages": [HELLO, *replies[:n]], "input": [HELLO, *replies[:n]], "contents": turns[: n + 1]})
+        for n in (0, 2)
+    ]
 
     async def run(bench: Bench) -> None:
-        for dialect in [*DIALECTS, *reversed(DIALECTS), *DIALECTS]:
-            await (await bench.begin(Incoming(body=body), dialect)).task
+        for pair in permutations(DIALECTS, 2):
+            for dialect, body in product(pair, bodies):
+                await (await bench.begin(Incoming(body=body), dialect)).task
 
     bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
     asyncio.run(run(bench))
     assert {call.dialect for call in bench.log.calls} == {dialect.name for dialect in DIALECTS}
-    assert all(call.request.messages == (Message(role="user", text="hello"),) for call in bench.log.calls)
+    for call in bench.log.calls:
+        assert [message.text for message in call.request.messages] in (["hello"], ["hello", "ok", "go on"])
 
 
 def test_a_purpose_that_could_not_be_read_back_is_not_recorded(workers: ThreadPoolExecutor) -> None:
