@@ -12,7 +12,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import PolarError
 from polar_trl.grade.command import CommandGrader
-from polar_trl.harness.base import AgentHarness, Harness
+from polar_trl.harness.base import AgentHarness, Harness, require_launch
 from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
@@ -76,6 +76,8 @@ def check_agent(
             why = _find_fault(finished)
             if not why and window is not None and num_tokens is not None and num_tokens >= window:
                 why = f"its first prompt has {num_tokens} tokens, and the context window is {window}"
+            elif not why and window is not None:
+                require_launch(harness, max_model_len=window)  # what a run asks before it begins
     except PolarError as error:
         installed, why = harness.find_installed_version(), str(error)
     return Checkup(

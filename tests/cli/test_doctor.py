@@ -56,6 +56,9 @@ def test_a_prompt_is_counted_by_a_models_tokenizer_and_has_to_fit_the_window(
     assert main(["doctor", "pi", "--json", "--model", model, "--window", "900"]) == 1
     (small,) = json.loads(capsys.readouterr().out)["agents"].values()
     assert small["why"] == f"its first prompt has {fits['prompt_tokens']} tokens, and the context window is 900"
+    assert main(["doctor", "pi", "--json", "--model", model, "--window", "4096"]) == 1
+    (refused,) = json.loads(capsys.readouterr().out)["agents"].values()
+    assert "4096" in refused["why"] and "8192" in refused["why"]  # as a run does, before it begins
     assert main(["doctor", "pi", "--model", model]) == 0
     assert f"{fits['prompt_tokens']} tokens" in " ".join(capsys.readouterr().out.split())
 
