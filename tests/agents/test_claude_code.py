@@ -129,7 +129,8 @@ def test_images_and_documents_are_left_out_for_a_model_that_reads_text() -> None
 
     finished = run_session(HARNESS, ScriptedEngine(answer, max_model_len=MAX_MODEL_LEN))
     rollout = finished.rollout
-    assert (rollout.stop_reason, rollout.counters) == ("completed", {"prompts_forked": 1})
+    refused = {"refused_template": 1, "refused_messages": 1}  # the image, then the document: it goes on without them
+    assert (rollout.stop_reason, rollout.counters) == ("completed", {"prompts_forked": 1, **refused})
     removals = [rollout.calls[index].request.messages[-1].text for index in (2, 3)]
     assert "Image removed" in removals[0] and "Document removed" in removals[1]
     # the request after next has another text in its place

@@ -75,7 +75,7 @@ def test_wrong_tool_calls_are_answered_and_pings_keep_late_answers_alive() -> No
     engine = ScriptedEngine(answer_by_turn(replies), delay_s=1.5, max_model_len=MAX_MODEL_LEN)
     finished = run_session(HARNESS, engine, change=set_request_timeout, ping_interval_s=0.2)
     rollout = finished.rollout
-    assert (rollout.stop_reason, len(rollout.calls), rollout.counters) == ("completed", 4, {})
+    assert (rollout.stop_reason, len(rollout.calls), rollout.counters) == ("completed", 4, {"tool_calls_malformed": 1})
     assert (count_drifted(rollout), len(finished.reconstruction.trajectories)) == (0, 1)
     malformed, unknown, mistyped = results(rollout)
     assert malformed.startswith("Command: pri\n")  # it mends JSON that stops too early

@@ -2,7 +2,7 @@
 
 Nothing is scripted here but the weights. Whatever an agent makes of noise, its session ends and is graded, the record
 holds exactly what the engine sampled, and the trajectories obey the laws. What the model says leans towards markup
-(see `tiny_qwen`), so that agents get whole answers, cut ones, and tool calls that cannot be read.
+(see `tiny_qwen`), so that agents get whole answers, cut ones, and calls of a tool that they do not have.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen import build_tiny_qwen35
+from tiny_qwen import CALLING, build_tiny_qwen35
 
 from polar_trl.engine.base import GenerationParams, TokenEngine
 from polar_trl.engine.colocate import set_environment
@@ -65,7 +65,7 @@ class RecordingEngine(TokenEngine):
 
 @pytest.fixture(scope="module")
 def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen35(smollm2, tmp_path_factory.mktemp("models") / "tiny-qwen35")
+    return build_tiny_qwen35(smollm2, tmp_path_factory.mktemp("models") / "tiny-qwen35", leaning=CALLING)
 
 
 @pytest.fixture(scope="module")

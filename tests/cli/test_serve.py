@@ -32,7 +32,9 @@ from polar_trl.tools.inspector.run_folder import RunFolder
 from polar_trl.types import Endpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVE = [sys.executable, "-m", "polar_trl.cli", "serve"]
+HEARING = ["env", "--default-signal=HUP"]
+"""A test run that was started by nohup ignores the end of its terminal, and so would what it starts."""
+SERVE = [*HEARING, sys.executable, "-m", "polar_trl.cli", "serve"]
 KEY = "polar-a-key-of-mine"
 
 
@@ -321,7 +323,7 @@ with interrupted_once():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_second_signal_ends_it_at_once(number: signal.Signals) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*HEARING, sys.executable, "-c", ENDLESS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)

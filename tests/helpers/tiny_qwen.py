@@ -1,7 +1,8 @@
 """Build a tiny Qwen3.5 and a tiny Qwen3 of random weights: SmolLM2's vocabulary, Qwen's markup and templates.
 
 Its text is noise. It leans towards the tokens of markup only, so that reasoning, turns and tool calls end now and then
-as a model's do: agents then get answers, cut answers and tool calls that no tool understands. It never names a tool.
+as a model's do: agents then get answers, cut answers and text with tags in it. It never names a tool, but where it is
+asked to: then agents get calls of a tool that they do not have.
 """
 
 import importlib.util
@@ -15,6 +16,8 @@ from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Q
 
 LEANING: Mapping[str, float] = {"</think>": 0.2, "<tool_call>": 0.2, "</tool_call>": 0.15, "<|im_end|>": 0.05}
 """Token of markup -> about how often it is sampled at temperature 1. All other tokens share the rest."""
+CALLING: Mapping[str, float] = {**LEANING, "<function=look>": 0.25}
+"""The same, where a call names a tool."""
 
 _MARKUP = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
@@ -23,9 +26,10 @@ _MARKUP = (
 _HIDDEN_SIZE = 64
 
 
-def build_tiny_qwen35(smollm2: Path, folder: Path) -> Path:
+def build_tiny_qwen35(smollm2: Path, folder: Path, *, leaning: Mapping[str, float] = LEANING) -> Path:
     """Write config, weights and tokenizer to `folder`; about 13 MB. `smollm2` is where the vocabulary comes from."""
     tokenizer = _build_tokenizer(smollm2, "qwen3_5_think")
+    tokenizer.add_tokens([token for token in leaning if token not in LEANING], special_tokens=False)
     config = Qwen3_5TextConfig(
         **_build_sizes(tokenizer),
         layer_types=["linear_attention", "full_attention"],
@@ -35,7 +39,7 @@ def build_tiny_qwen35(smollm2: Path, folder: Path) -> Path:
         linear_value_head_dim=64,
         max_position_embeddings=1 << 17,
     )
-    return _write(Qwen3_5ForCausalLM, config, tokenizer, folder, torch.bfloat16)
+    return _write(Qwen3_5ForCausalLM, config, tokenizer, folder, torch.bfloat16, leaning)
 
 
 def build_tiny_qwen3(smollm2: Path, folder: Path) -> Path:
@@ -62,11 +66,18 @@ def _build_sizes(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _write(model_class: Any, config: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> Path:
+def _write(
+    model_class: Any,
+    config: Any,
+    tokenizer: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    leaning: Mapping[str, float] = LEANING,
+) -> Path:
     torch.manual_seed(0)
     model = model_class(config)
     with torch.no_grad():
-        lean(model, tokenizer)
+        lean(model, tokenizer, leaning)
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -81,8 +92,8 @@ def _build_tokenizer(smollm2: Path, template: str) -> Any:
     return tokenizer
 
 
-def lean(model: Any, tokenizer: Any) -> None:
-    """Give every hidden state a constant first element, and let the tokens of `LEANING` read their logit from it."""
+def lean(model: Any, tokenizer: Any, leaning: Mapping[str, float] = LEANING) -> None:
+    """Give every hidden state a constant first element, and let the tokens of `leaning` read their logit from it."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding.normal_(std=1.0)
     embedding[:, 0] = math.sqrt(_HIDDEN_SIZE)
@@ -91,8 +102,8 @@ def lean(model: Any, tokenizer: Any) -> None:
     # the final norm leaves half of the length to the constant and half to all else
     constant = math.sqrt(_HIDDEN_SIZE / 2)
     others = len(tokenizer) * math.exp(0.1**2 * _HIDDEN_SIZE / 2 / 2)
-    rest = 1.0 - sum(LEANING.values())
-    for token, share in LEANING.items():
+    rest = 1.0 - sum(leaning.values())
+    for token, share in leaning.items():
         row = head[tokenizer.convert_tokens_to_ids(token)]
         row.zero_()
         row[0] = math.log(share / rest * others) / constant
