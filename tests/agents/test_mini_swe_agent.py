@@ -44,7 +44,7 @@ def test_a_reply_without_a_usable_call_is_taken_out_of_the_history(monkeypatch: 
     )
     finished = run_session(HARNESS, engine, grader=GRADER)
     rollout = finished.rollout
-    assert (rollout.reward, rollout.stop_reason, rollout.counters) == (1.0, "completed", {})
+    assert (rollout.reward, rollout.stop_reason, rollout.counters) == (1.0, "completed", {"tool_calls_malformed": 1})
     # none of the three is a copy that was superseded: each is a trajectory's last reply, and the next prompt goes on
     # from the call before it
     assert [call.parent for call in rollout.calls] == [None, None, 1, 1, 1, 4]
