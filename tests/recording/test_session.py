@@ -62,6 +62,16 @@ class Bench:
         turn, _ = await self.session.begin_turn(dialect, incoming)
         return turn
 
+    async def list_turns(self, asks: Sequence[Incoming]) -> list[int]:
+        """Ask one after the other; the number of the turn that answered each."""
+        numbers = []
+        for incoming in asks:
+            turn = await self.begin(incoming)
+            await turn.task
+            self.session.leave(turn)
+            numbers.append(turn.number)
+        return numbers
+
     async def answer(self, incoming: Incoming) -> dict[str, Any]:
         """The message that the agent reads."""
         turn, parsed = await self.session.begin_turn(DIALECT, incoming)
@@ -172,17 +182,8 @@ def test_a_retry_is_recognised_by_what_it_asks(workers: ThreadPoolExecutor) -> N
         ask(HELLO, HELLO, tools=[tool]),
     ]
 
-    async def run(bench: Bench) -> list[int]:
-        numbers = []
-        for incoming in [*same, *others, same[0]]:
-            turn = await bench.begin(incoming)
-            await turn.task
-            bench.session.leave(turn)
-            numbers.append(turn.number)
-        return numbers
-
     bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
-    assert asyncio.run(run(bench)) == [0, 0, 1, 2, 3, 4, 5, 6, 0]
+    assert asyncio.run(bench.list_turns([*same, *others, same[0]])) == [0, 0, 1, 2, 3, 4, 5, 6, 0]
     assert len(bench.engine.params) == len(bench.log.calls) == 7
     assert bench.log.counters == {"retries_replayed": 2}
 
@@ -211,17 +212,8 @@ def test_two_requests_are_the_same_if_their_json_is(workers: ThreadPoolExecutor,
     reordered["tools"][0]["function"]["parameters"] = dict(reversed(parameters.items()))
     asks.append(Incoming(body=orjson.dumps(reordered)))
 
-    async def run(bench: Bench) -> list[int]:
-        numbers = []
-        for incoming in asks:
-            turn = await bench.begin(incoming)
-            await turn.task
-            bench.session.leave(turn)
-            numbers.append(turn.number)
-        return numbers
-
     bench = Bench(ScriptedEngine(lambda _: say("ok")), workers)
-    assert asyncio.run(run(bench)) == [0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, 9]
+    assert asyncio.run(bench.list_turns(asks)) == [0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, 9]
     assert bench.log.counters == {"retries_replayed": 2}
     # each call has the arguments that its own request had
     said = [call.request.messages[1].tool_calls[0].arguments for call in bench.log.calls[:5]]

@@ -5,6 +5,7 @@ The agents are those of `clients`; what a format cannot say is stated in each cl
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from client_base import read_events
@@ -88,16 +89,22 @@ def test_arguments_of_any_depth_are_sent_back(dialect: Dialect, depth: int, stre
     )
 
 
-@every_dialect
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_plain_and_streamed_replies_are_read_alike(dialect: Dialect, data: st.DataObject) -> None:
+def _read_plain(dialect: Dialect, data: st.DataObject) -> tuple[Any, Any, Call, Any]:
+    """Return two clients with one request, of which the first has read the reply whole, the reply, and what it saw."""
     client_class = CLIENTS[dialect.name]
     request, style = data.draw(requests(client_class.kinds)), data.draw(styles)
     plain, streamed = client_class(request, style), client_class(request, style)
     parsed = dialect.parse(plain.incoming(), ItemMemo()).request
     call = build_reply(_with_ids(data.draw(replies(parsed.tools)), 0), parsed, index=0)
     seen = plain.read(render(dialect, call, streamed=False), streamed=False)
+    return plain, streamed, call, seen
+
+
+@every_dialect
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_plain_and_streamed_replies_are_read_alike(dialect: Dialect, data: st.DataObject) -> None:
+    plain, streamed, call, seen = _read_plain(dialect, data)
     assert streamed.read(render(dialect, call, streamed=True), streamed=True) == seen
     assert dialect.parse(streamed.incoming(), ItemMemo()) == dialect.parse(plain.incoming(), ItemMemo())
 
@@ -106,12 +113,7 @@ def test_plain_and_streamed_replies_are_read_alike(dialect: Dialect, data: st.Da
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_reply_that_is_told_in_parts_is_read_as_one(dialect: Dialect, data: st.DataObject) -> None:
-    client_class = CLIENTS[dialect.name]
-    request, style = data.draw(requests(client_class.kinds)), data.draw(styles)
-    plain, streamed = client_class(request, style), client_class(request, style)
-    parsed = dialect.parse(plain.incoming(), ItemMemo()).request
-    call = build_reply(_with_ids(data.draw(replies(parsed.tools)), 0), parsed, index=0)
-    seen = plain.read(render(dialect, call, streamed=False), streamed=False)
+    plain, streamed, call, seen = _read_plain(dialect, data)
     assert streamed.read(render_parts(dialect, call, data), streamed=True) == seen
     first, second = (dialect.parse(one.incoming(), ItemMemo()).request for one in (plain, streamed))
     # ids that a client does not send are made of the places of parts
