@@ -128,6 +128,11 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
             self.llm.wake_up(tags=sorted(self._asleep))
         self._asleep.clear()
 
+    def close(self) -> None:
+        """End the engine for good, and let go of vLLM's memory."""
+        self.engine.close()
+        self.llm: Any = None
+
     def sleep(self) -> None:
         """Give the engine's memory to training. The next use has to push the weights again."""
         if not self.enable_sleep_mode:

@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
+from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 from polar_trl.run_folder import (
     LOCK_FILE,
@@ -42,7 +43,6 @@ from polar_trl.run_folder import (
 from polar_trl.types import ErrorKind, Task
 
 RESULTS_FILE = "results.jsonl"
-PASSING_REWARD = 1.0
 _FOREIGN = (TRAINED_FILE, LOG_FILE, ROWS_FOLDER, "config.json", "adapter_config.json")
 """Names that a folder of something else has: a run or a model."""
 _FEWEST_FAILURES = 8

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
@@ -17,12 +17,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from polar_trl.engine import cuda_graphs
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
+from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import build_dataset, read_tasks
 from polar_trl.grpo.logs.completions_table import CompletionsTable
+from polar_trl.grpo.logs.evaluations import list_evaluations
+from polar_trl.grpo.logs.library_log import LibraryLog
 from polar_trl.grpo.logs.metrics_log import MetricsLog
 from polar_trl.grpo.logs.rollout_log import RolloutLog
+from polar_trl.grpo.logs.terminal import REPLACED, StepLines, describe_run
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
@@ -35,11 +39,14 @@ from polar_trl.grpo.preflight import (
     require_a_step,
     require_bases,
 )
+from polar_trl.grpo.resume.checkpoint import list_run_files
 from polar_trl.grpo.resume.hub import model_files_only, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.rewards import Rewards, list_reward_functions
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
+from polar_trl.grpo.run.finish import explain_resume, finish_run
+from polar_trl.grpo.run.open_parts import OpenParts, close_all
 from polar_trl.grpo.step import SessionRows
 from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.harness.base import Harness, require_launch
@@ -111,7 +118,10 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         own_output_dir(args)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
-        with _colocated(args):
+        close_all(but=backend)  # an earlier trainer of this process
+        self._open, self._began = OpenParts(self), time.monotonic()
+        self._libraries = LibraryLog(Path(args.output_dir))
+        with self._libraries.everything(), _colocated(args):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
@@ -123,17 +133,22 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-        freeze_unreached(self.model)
-        self.vllm_generation.on_merged = self.policy_weights.note_merged
-        self.proxy = self._build_proxy()
-        self.proxy.start()
+        self._open.add(self.vllm_generation, self.vllm_generation.close)
+        self._open.add(backend, backend.close)
         try:
+            freeze_unreached(self.model)
+            self.vllm_generation.on_merged = self.policy_weights.note_merged
+            with self._libraries.everything():
+                self.proxy = self._build_proxy()
+            self.proxy.start()
+            self._open.add(self.proxy, self.proxy.stop)
             runner = RolloutRunner(
                 proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
             )
+            self._open.add(runner, runner.close)
             self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
         except BaseException:
-            self.proxy.stop()
+            self.close()
             raise
 
     def _build_parts(
@@ -185,8 +200,12 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             rollouts=self.rollouts,
             engine=self.vllm_generation.engine,
             policy_weights=self.policy_weights,
+            is_used=bool(list_run_files(run)),
         )
-        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table):
+        for replaced in REPLACED:
+            self.remove_callback(replaced)
+        about = describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path)
+        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table, StepLines(about)):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -231,26 +250,67 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         return self.args.max_trajectory_tokens or positions or self.vllm_generation.engine.max_model_len
 
     def close(self) -> None:
-        """Stop the proxy and the engine. The model, and what was saved, stay."""
-        self.rollouts.runner.close()
-        self.proxy.stop()
-        self.rollouts.runner.backend.close()
-        self.vllm_generation.engine.close()
+        """Stop sessions, proxy, sandboxes and engine; the model stays. The same happens at the end of a `with`, of
+        the process, and before another trainer is built. May be called twice."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, from the beginning or from a checkpoint.
+        """Train, from the beginning or from a checkpoint; save the model unless `save_strategy` is "no".
+
+        With `eval_on_start` and evaluation tasks, an evaluation comes at the end, too, and the two are compared.
 
         Args:
             resume_from_checkpoint: "auto" or True goes on from the newest complete checkpoint of `output_dir`, or
                 begins if there is none; a path goes on from that one; None begins.
 
         Raises:
-            ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
+            ConfigError: the checkpoint is not whole, the settings would change the order of tasks, or a run would
+                begin in the folder of another.
             DiskError: a disk is full. What was written stays readable, and "auto" goes on once there is room.
+            KeyboardInterrupt: what runs is closed, and another trainer goes on from the newest checkpoint.
         """
-        with disk_errors(Path(self.args.output_dir)):
+        run = Path(self.args.output_dir)
+        if not self._open:
+            raise ConfigError("this trainer is closed; build another one")
+        with disk_errors(run), self._libraries.logged():
             folder = self.resume.begin(resume_from_checkpoint)
-            return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+            try:
+                output = super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+                self._finish(run)
+            except KeyboardInterrupt as stop:
+                stop.add_note(f"stopped at step {self.state.global_step}; {explain_resume(run)}")
+                self.close()
+                raise
+        return output
+
+    def _finish(self, run: Path) -> None:
+        """Save, evaluate and summarize a run that made all of its steps."""
+        is_saved = self.args.save_strategy != "no"
+        if is_saved:
+            self.save_model()
+        evaluated = [entry["step"] for entry in list_evaluations(self.state.log_history)]
+        if self.args.eval_on_start and self.eval_dataset and self.state.global_step not in evaluated:
+            self.evaluate()
+        if self.accelerator.is_main_process:
+            tasks = self.rollouts.tasks
+            finish_run(
+                run,
+                self.state.log_history,
+                seconds=self.resume.seconds_before + time.monotonic() - self._began,
+                is_saved=is_saved,
+                is_held_out=not tasks["eval"].keys() & tasks["train"].keys(),
+            )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, with how many tasks an evaluation solved."""
+        logs.update(self.session_rows.log.evaluations.take_figures(logs))
+        super().log(logs, start_time)
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         return self.session_rows.collect(inputs, mode)
