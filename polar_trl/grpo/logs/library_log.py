@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from transformers.utils import logging as transformers_logging
+
 LIBRARIES_FILE = "libraries.log"
 LIBRARIES = (
     *("vllm", "transformers", "trl", "accelerate", "torch", "datasets", "peft", "huggingface_hub", "httpx"),
@@ -81,7 +83,7 @@ class LibraryLog:
             logger.addHandler(shown)
             logger.propagate = False
         try:
-            with _warnings_of_libraries(file):
+            with _warnings_of_libraries(file), _no_bars():
                 yield
         finally:
             for logger in bare:
@@ -139,6 +141,18 @@ def _warnings_of_libraries(file: logging.Handler) -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = show
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars, as for each file of a checkpoint."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _list_handlers() -> "list[logging.StreamHandler[IO[str]]]":
