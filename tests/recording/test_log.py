@@ -16,7 +16,18 @@ from records import TOOL, build_call, build_rollout, open_log, read_session
 
 from polar_trl.errors import RecordError
 from polar_trl.recording.log import read_record
-from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Rollout, Tool, ToolCall
+from polar_trl.types import (
+    AgentExit,
+    Call,
+    ChatRequest,
+    Completion,
+    GradeReport,
+    Message,
+    RequestedSampling,
+    Rollout,
+    Tool,
+    ToolCall,
+)
 
 
 def write(path: Path, rollout: Rollout, **extra: Any) -> None:
@@ -68,6 +79,9 @@ def test_a_session_is_read_back_equal(tmp_path: Path) -> None:
         stop_reason="agent_timeout",
         error="late",
         error_kind="sandbox_failed",
+        agent_exit=AgentExit(exit_code=137, signal="SIGKILL", output_tail="Grüße \x1b[2J"),
+        grading=GradeReport(output_tail="no", failed_tests=("a::b",), num_tests=1, num_failed=1),
+        changes="--- a/f\n+++ b/f\n",
         seconds={"agent": 1.5},
         counters={"n": 2},
     )
