@@ -241,6 +241,9 @@ def test_cut_anywhere_the_whole_lines_before_are_kept(tmp_path: Path) -> None:
         assert record.finished == (num_lines == 4)
 
 
+END = b'{"type":"end","stop_reason":"completed","reward":null,"error":null,"seconds":{},"counters":{},"extra":{}}'
+
+
 @pytest.mark.parametrize(
     ("number", "bad", "reason"),
     [
@@ -257,6 +260,10 @@ def test_cut_anywhere_the_whole_lines_before_are_kept(tmp_path: Path) -> None:
         (3, b'{"type":"call","index":0}', "call index 0, expected 1"),
         (3, b'{"type":"end"}', "'stop_reason' is missing"),
         (4, b'{"type":"end"', "Expecting"),
+        (4, END.replace(b"}}", b'},"agent_exit":{"exit_code":"1"}}'), "exit_code is '1'"),
+        (4, END.replace(b"}}", b'},"agent_exit":{"code":1}}'), "unexpected keyword argument 'code'"),
+        (4, END.replace(b"}}", b'},"grading":{"failed_tests":[1],"missing_tests":[]}}'), "failed_tests is"),
+        (4, END.replace(b"}}", b'},"changes":1}'), "changes is 1"),
     ],
 )
 def test_a_corrupt_line_is_named(tmp_path: Path, number: int, bad: bytes, reason: str) -> None:
