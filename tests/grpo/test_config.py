@@ -9,7 +9,7 @@ from loss_table import CASES, build_case_settings
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.dataset import build_dataset, read_tasks
+from polar_trl.grpo.dataset import build_dataset, build_prompt, read_tasks
 from polar_trl.types import Task, TestSpec
 
 
@@ -89,7 +89,7 @@ def test_rows_name_their_tasks() -> None:
     by_id = read_tasks(tasks)
     rows = build_dataset(by_id)
     assert rows is not None and [by_id[row["task_id"]] for row in rows] == tasks
-    assert rows[1]["prompt"] == [{"role": "user", "content": 'say "hi"'}]
+    assert build_prompt(by_id["b"]) == [{"role": "user", "content": 'say "hi"'}]
 
 
 def test_a_plain_dataset_is_read_by_its_columns() -> None:
