@@ -97,9 +97,7 @@ def merge_sets(sets: Mapping[str | None, Mapping[str, Task]]) -> dict[str, Task]
     for name, tasks in sets.items():
         for task_id, task in tasks.items():
             if merged.setdefault(task_id, task) != task:
-                raise TaskError(
-                    f"eval_dataset[{name!r}] has another task {task_id!r} than a set before it; rename one"
-                )
+                raise TaskError(f"eval_dataset[{name!r}] has another task {task_id!r} than one before it")
     return merged
 
 

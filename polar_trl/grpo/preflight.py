@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 from trl.trainer.utils import get_config_model_id
@@ -37,10 +38,14 @@ def require_harness(harness: Harness | None) -> Harness:
 
 
 def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:
-    """Return the settings; None: the defaults, in a folder named by the model, as TRL's. Raises `ConfigError`."""
+    """Return the settings; None: the defaults, in a folder named by the model, as TRL's. Raises `ConfigError`.
+
+    Without a GPU the defaults are float32 on the CPU, where TRL's would end in an error.
+    """
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return PolarGRPOConfig(f"{Path(name).name}-GRPO")
+        on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
+        return PolarGRPOConfig(f"{Path(name).name}-GRPO", **on_cpu)
     if not isinstance(args, PolarGRPOConfig):
         raise ConfigError(
             f"args is a {type(args).__name__}: give a polar_trl.PolarGRPOConfig, which takes the same arguments"

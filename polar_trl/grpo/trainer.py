@@ -339,6 +339,10 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.resume.take_best()
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """transformers', without sessions, rows and logs."""
         with model_files_only():

@@ -18,7 +18,9 @@ from polar_trl import PolarGRPOConfig, PolarGRPOTrainer, ShellHarness
 seen: dict[str, Any] = {}
 
 
-def length(prompts: list[str], completions: list[str], level: list[int], answer: list[str], **rest: Any) -> list[float]:
+def length(
+    prompts: list[str], completions: list[str], level: list[int], answer: list[str], **rest: Any
+) -> list[float]:
     """What TRL's documentation has as its first example, with columns of the data set."""
     seen.setdefault("kinds", sorted({type(value).__name__ for value in (*prompts, *completions)}))
     seen.setdefault("columns", [level, answer])
