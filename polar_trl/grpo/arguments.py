@@ -19,7 +19,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.trl_arguments.refused import refuse_keys
+from polar_trl.grpo.trl_arguments.refused import refuse_keys, refuse_model_kwargs
 from polar_trl.setup.run_setup import RunArguments
 
 _WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_to_bool": "true or false"}
@@ -150,6 +150,7 @@ def _pass_on(args: PolarGRPOConfig, model: ModelConfig) -> None:
     given = {name: value for name, value in given.items() if value != getattr(ModelConfig(), name)}
     if given:
         args.model_init_kwargs = {**given, **(args.model_init_kwargs or {})}
+        refuse_model_kwargs(args)
 
 
 def _take_config(words: Iterable[str]) -> tuple[str | None, list[str]]:

@@ -11,7 +11,7 @@ from trl import GRPOConfig
 
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.trl_arguments.refused import refuse_settings
+from polar_trl.grpo.trl_arguments.refused import refuse_model_kwargs, refuse_settings
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import RolloutConfig
 
@@ -220,6 +220,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
     def __post_init__(self) -> None:
         refuse_settings(self)
         super().__post_init__()
+        refuse_model_kwargs(self)
         self._require(
             self.temperature > 0,
             "temperature",

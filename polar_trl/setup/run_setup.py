@@ -265,7 +265,7 @@ def load_run_tasks(
 def require_tasks(run: RunArguments) -> str:
     """Return the source of tasks. Raises `ConfigError` where none is named."""
     if run.tasks is None:
-        raise ConfigError("tasks is needed, in the run file (--config) or as a flag")
+        raise ConfigError("tasks is needed, in the run file (--config) or as a flag (or dataset_name, to train on)")
     return run.tasks
 
 

@@ -76,13 +76,14 @@ WORKS: dict[str, tuple[str, ...]] = {
     "tests/grpo/logs/test_tracking.py": ("num_completions_to_print", "log_unique_prompts"),
     "tests/grpo/test_training.py": ("num_generations", "temperature", "gradient_accumulation_steps", "max_steps"),
     "": (
-        *("model_init_kwargs", "disable_dropout", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
+        *("disable_dropout", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
         *("vllm_max_model_length", "vllm_importance_sampling_cap", "log_multimodal"),
     ),
 }
 """Settings of GRPO that mean what they mean in TRL, by the test that uses them."""
 DIFFERS: dict[str, str] = {
     "max_completion_length": "bounds one answer of the model, of which a session has many; 4,096 by default",
+    "model_init_kwargs": "no `quantization_config`; `attn_implementation` with `sequence_layout: single` only",
     "logging_steps": "1 by default: a step takes minutes",
     "per_device_train_batch_size": SAMPLE_COUNTS,
     "per_device_eval_batch_size": SAMPLE_COUNTS,
@@ -129,7 +130,8 @@ TRANSFORMERS: tuple[str, ...] = (
 """Settings that transformers' loop reads itself."""
 MODEL: dict[str, str] = {
     "model_name_or_path": "also a run's `checkpoint-N`, or the name of a model that the package makes",
-    **dict.fromkeys(("dtype", "attn_implementation"), "to `model_init_kwargs`, as `trl grpo` does"),
+    "dtype": "to `model_init_kwargs`, as `trl grpo` does",
+    "attn_implementation": "with `sequence_layout: single` only: packed rows have an attention of their own",
     **dict.fromkeys(
         (
             *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),

@@ -59,6 +59,9 @@ def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
         ({"engine_dtype": "fp8"}, "engine_dtype must be 'bfloat16', 'float16', 'float32', or left out"),
         ({"optim": "schedule_free_adamw"}, "optim must change weights in its step and nowhere else"),
         ({"max_agents": 0}, "max_agents must be at least 1"),
+        ({"max_completion_length": None}, "max_completion_length must be at least 1"),
+        ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, "'sdpa' would not be used: packed rows have an att"),
+        ({"model_init_kwargs": '{"quantization_config": {}}'}, "model_init_kwargs has quantization_config: quantized"),
     ],
 )
 def test_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -119,8 +119,18 @@ def refuse_settings(config: Any) -> None:
         value = getattr(config, name)
         if value not in _OTHER_VALUES.get(name, (_default(GRPOConfig, name),)):
             raise ConfigError(f"{name} {must_be} (it is {value!r})")
-    if "quantization_config" in (config.model_init_kwargs or {}):  # a mapping, or its JSON
+
+
+def refuse_model_kwargs(config: Any) -> None:
+    """Raise `ConfigError` for `model_init_kwargs` that cannot work."""
+    given = config.model_init_kwargs or {}
+    if "quantization_config" in given:
         raise ConfigError(f"model_init_kwargs has quantization_config: {_NO_QLORA}")
+    if given.get("attn_implementation") is not None and config.sequence_layout != "single":
+        raise ConfigError(
+            f"attn_implementation {given['attn_implementation']!r} would not be used: packed rows have an attention "
+            "of their own (FlexAttention on a GPU); leave it out, or set sequence_layout: single"
+        )
 
 
 def refuse_arguments(**given: Any) -> None:
