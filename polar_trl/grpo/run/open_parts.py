@@ -55,6 +55,16 @@ class OpenParts:
             raise errors[0]
 
 
+def take_over(owner: Any, *, but: Any = None) -> OpenParts:
+    """Close the parts of earlier trainers of this process, and begin the list of the next one's.
+
+    Args:
+        but: A part that the next one goes on to use.
+    """
+    close_all(but=but)
+    return OpenParts(owner)
+
+
 def close_all(*, but: Any = None) -> None:
     """Close the parts of every trainer of this process, but for a part that is still used."""
     while _OPEN:
