@@ -91,8 +91,8 @@ def test_the_summary_counts_each_step_once(tmp_path: Path) -> None:
             {"reason": LOST.name, "sessions": 3, "example": LOST.detail, "record": "sessions/p/r0.jsonl"},
         ],
         "steps_that_taught_nothing": 2,
-        "taught_nothing": "all 2 rewards are 0",
-        "try": "easier tasks, a model that solves some of them, or a grader with partial credit",
+        "taught_nothing": f"all 2 rewards are 0; 1 of 2 sessions ended with {LOST}",
+        "try": "let the agent's command be found in the sandbox (agent_command, agent_folders, sandbox_image)",
     }
     assert len([json.loads(line) for line in (tmp_path / REASONS_FILE).read_text().splitlines()[:-1]]) == 5
     assert summarize_reasons(tmp_path / "none") == {"reasons": [], "steps_that_taught_nothing": 0}
