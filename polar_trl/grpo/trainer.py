@@ -247,8 +247,9 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         )
         for replaced in REPLACED:
             self.remove_callback(replaced)
-        about = describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path)
-        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table, StepLines(about)):
+        lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
+        log, lessons = MetricsLog(run, self._describe_run(agent)), self.session_rows.log.lessons
+        for callback in (self.step.trained_log, log, table, lines, lessons):
             if callback is not None:
                 self.add_callback(callback)
 

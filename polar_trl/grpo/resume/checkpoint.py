@@ -317,9 +317,12 @@ def choose_start(output_dir: Path, wanted: str | bool | None) -> Path | None:
 
 
 def list_run_files(output_dir: Path) -> list[str]:
-    """List what tells that a folder holds a run: names of files and folders, checkpoints first."""
+    """List what tells that a folder holds a run: names of files and folders, checkpoints first.
+
+    Sessions alone do not: a start that made no optimizer step is no run.
+    """
     held = [path.name for _, path in list_checkpoints(output_dir)]
-    return held + [name for name in ("sessions", TRAINED_FILE, "summary.json") if (output_dir / name).exists()]
+    return held + [name for name in (TRAINED_FILE, "summary.json") if (output_dir / name).exists()]
 
 
 def remove_partial(output_dir: Path) -> None:
