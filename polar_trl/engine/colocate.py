@@ -5,6 +5,7 @@
 """
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -105,6 +106,7 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
             _replaced(vllm_generation, "LLM", lambda **kwargs: make_llm(**{**kwargs, **self._llm_kwargs})),
         ):
             super()._init_vllm()
+        gc.unfreeze()  # vLLM has frozen what there is, the trainer among it, which then would never be garbage
         self.cudagraph_mode = require_safe_graphs(self.llm.llm_engine.vllm_config)
         self._asleep = set(_SLEEPING_PARTS) if self.enable_sleep_mode else set()
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 def ended(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
-    """Four trainers in one process, one of them interrupted, three never closed; its folder, and how it ended."""
+    """Five trainers in one process, one of them interrupted, three never closed; its folder, and how it ended."""
     out, tmp = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("tmp")
     done = subprocess.run(
         [sys.executable, str(WORKERS / "python_run_worker.py"), str(tiny_model), str(out)],
@@ -62,7 +62,7 @@ def test_it_leaves_the_model_a_summary_and_a_picture(ended: tuple[Path, Any]) ->
 def test_the_terminal_has_the_runs_own_lines_alone(ended: tuple[Path, Any]) -> None:
     lines = ended[1].stdout.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
-    assert [line.split()[1] for line in steps] == ["1/2", "2/2", "1/1", "1/1"]
+    assert [line.split()[1] for line in steps] == ["1/2", "2/2", "1/1", "1/1", "1/1"]
     assert sum(line.startswith("solved ") for line in lines) == 1
     assert not [line for line in lines if line.startswith("{")]
     assert "it/s" not in ended[1].stderr and "Traceback" not in ended[1].stderr
@@ -70,9 +70,9 @@ def test_the_terminal_has_the_runs_own_lines_alone(ended: tuple[Path, Any]) -> N
     assert "safetensors" in libraries
 
 
-def test_a_trainer_is_closed_by_with_and_by_the_next_one(ended: tuple[Path, Any]) -> None:
+def test_a_trainer_is_closed_by_the_next_one_by_with_and_as_garbage(ended: tuple[Path, Any]) -> None:
     result = load(ended)
-    assert result["second_is_closed"] and result["third_is_closed"]
+    assert result["second_is_closed"] and result["third_is_closed"] and result["fourth_is_closed"]
 
 
 def test_the_next_one_is_no_rank_of_the_one_before(ended: tuple[Path, Any]) -> None:

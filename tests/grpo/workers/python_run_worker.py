@@ -1,9 +1,11 @@
 """Runs from Python that forget to close anything: `python_run_worker.py MODEL OUT`, which writes OUT/result.json."""
 
 import asyncio
+import gc
 import json
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -57,6 +59,17 @@ async def main():
 
 
 asyncio.run(main())
+
+# ---- A fourth one that becomes garbage, and a fifth that is forgotten
 fourth = build_trainer(model, out / "c", ["ok", "ok"], max_steps=1)
 fourth.train()
+parts = fourth._open
+del fourth
+gc.collect()
+for thread in threading.enumerate():
+    if thread.name == "polar-close":
+        thread.join()
+result["fourth_is_closed"] = not parts
+fifth = build_trainer(model, out / "d", ["ok", "ok"], max_steps=1)
+fifth.train()
 (out / "result.json").write_text(json.dumps(result))
