@@ -44,7 +44,7 @@ def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:
     """
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
+        on_cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
         return PolarGRPOConfig(f"{Path(name).name}-GRPO", **on_cpu)
     if not isinstance(args, PolarGRPOConfig):
         raise ConfigError(

@@ -223,7 +223,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             engine=self.vllm_generation.engine,
             policy_weights=self.policy_weights,
         )
-        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table):
+        lessons = self.session_rows.log.lessons
+        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table, lessons):
             if callback is not None:
                 self.add_callback(callback)
 
