@@ -148,12 +148,14 @@ def build_trainer(settings: "RunArguments", args: "PolarGRPOConfig", model_confi
 
     from polar_trl.grpo.arguments import refuse_unread
     from polar_trl.grpo.resume.model_folder import require_name
+    from polar_trl.grpo.resume.resume import require_same_order
     from polar_trl.grpo.trainer import PolarGRPOTrainer
     from polar_trl.setup.run_setup import build_parts, load_run_tasks
 
     refuse_unread(model_config)
     model = require_name(model_config.model_name_or_path)
     train, evals = load_run_tasks(settings)
+    require_same_order(Path(args.output_dir), args, [task.id for task in train])
     parts = build_parts(
         settings,
         [*train, *evals],

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
             ["quickstart", "--grader", "polar_trl.tasks.shell_ladder:nope"],
             "cannot be imported",
         ),
+        (["quickstart", "--resume_from_checkpoint", "nope"], "resume_from_checkpoint: nope is no folder"),
         (
             ["quickstart", "--attn_implementation", "odd"],
             "attn_implementation is not read here",
