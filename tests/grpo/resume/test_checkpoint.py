@@ -198,7 +198,7 @@ def test_another_order_of_tasks_is_noticed_before_anything_is_loaded(tmp_path: P
     save_rank_state(folder, 0, RankState())
     finish_checkpoint(folder, build_state(2, **describe_order(args, ["a", "b"])))
     require_same_order(tmp_path, args, ["a", "b"])
-    with pytest.raises(ConfigError, match="tasks is '.*' and was '.*' when the checkpoint was written"):
+    with pytest.raises(ConfigError, match=r"tasks is '.*' and was '.*' when the checkpoint was written"):
         require_same_order(tmp_path, args, ["b", "a"])
 
 
