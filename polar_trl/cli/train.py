@@ -15,6 +15,7 @@ The keys are those of `RunArguments` (polar_trl/setup/run_setup.py), of `PolarGR
 
 import argparse
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -80,8 +81,13 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def launch(config_file: Path, flags: Sequence[str]) -> NoReturn:
     """Become `accelerate launch`, which starts the run's processes."""
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(config_file), "-m", "polar_trl.cli.train")
-    os.execv(sys.executable, [sys.executable, *launcher, *flags])
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config_file)]
+    settings = config_file.read_text(encoding="utf-8")
+    if "main_process_port" not in settings and "main_process_ip" not in settings:
+        # accelerate's own default is one port for all runs of a machine
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            launcher += ["--main_process_port", str(free.getsockname()[1])]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "polar_trl.cli.train", *flags])
 
 
 def train(words: Sequence[str]) -> None:

@@ -78,6 +78,11 @@ class PackedGRPOConfig(GRPOConfig):
         self._require_one_of("importance_sampling_level", IMPORTANCE_LEVELS)
         self._require_one_of("vllm_importance_sampling_mode", CORRECTION_MODES)
         super().__post_init__()
+        if self.n_gpu > 1:  # transformers would spread each batch over them by itself
+            raise ConfigError(
+                f"this process sees {self.n_gpu} GPUs, and trains on one: start a process for each (polar-trl train "
+                "RUN --accelerate ddp_8gpu, or accelerate launch), or set CUDA_VISIBLE_DEVICES=0"
+            )
         self._require(self.max_tokens_per_device >= 1, "max_tokens_per_device", "must be at least 1")
         self._require(
             self.sequence_layout in (None, "tree", "packed", "single"),

@@ -17,6 +17,12 @@ def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
     return PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
 
 
+def test_one_process_does_not_train_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PolarGRPOConfig, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ConfigError, match=r"this process sees 2 GPUs, and trains on one: .* CUDA_VISIBLE_DEVICES=0"):
+        config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
