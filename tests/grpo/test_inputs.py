@@ -188,6 +188,7 @@ def test_reward_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.
     ("build", "message"),
     [
         (lambda _: "acuracy_reward", "did you mean 'accuracy_reward'"),
+        (lambda _: "accuracy_reward", "'accuracy_reward' needs the package math-verify: pip install math-verify"),
         (lambda _: "no_such_module.f", "'no_such_module.f' cannot be imported: ModuleNotFoundError"),
         (lambda _: "json:dump_it", r"json has no function 'dump_it'; did you mean 'dumps?'"),
         (lambda _: 3, "reward_funcs has 3: give a function, the name of one, or a reward model"),
