@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
+from trl.import_utils import is_math_verify_available
 from trl.rewards import (
     accuracy_reward,
     get_soft_overlong_punishment,
@@ -114,6 +115,8 @@ def _load(item: Any) -> Any:
     if not isinstance(item, str):
         raise ConfigError(f"reward_funcs has {item!r:.100}: give a function, the name of one, or a reward model")
     if item in TRL_REWARDS:
+        if "accuracy" in item and not is_math_verify_available():
+            raise ConfigError(f"reward_funcs: {item!r} needs the package math-verify: pip install math-verify")
         return TRL_REWARDS[item]
     module, separator, name = item.partition(":") if ":" in item else item.rpartition(".")
     if separator and all(part.isidentifier() for part in (*module.split("."), name)) and not Path(item).is_dir():
