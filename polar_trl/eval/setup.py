@@ -26,13 +26,14 @@ from polar_trl.grpo.arguments import RunParser, parse_groups
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
 from polar_trl.harness.base import Harness
+from polar_trl.harness.shell import read_file
 from polar_trl.setup.run_setup import (
     RunArguments,
     RunParts,
     build_parts,
+    find_agent_files,
     find_sandbox_kind,
     limit_times,
-    read_agent_files,
     require_tasks,
 )
 from polar_trl.tasks.environment import provide_python
@@ -188,7 +189,9 @@ def build_settings(
         **{name: getattr(run, name) for name in names},
         "sandbox": find_sandbox_kind(run, tasks),
         "agent_version": None if find_version is None else find_version(),
-        "agent_files": {name: _digest(text.encode()) for name, text in read_agent_files(run.agent_files).items()},
+        "agent_files": {
+            name: _digest(read_file(path).encode()) for name, path in find_agent_files(run.agent_files).items()
+        },
         "tasks": f"{len(tasks)} tasks {_digest(content.encode('utf-8', 'surrogatepass'))}",
         **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
         **{name: getattr(args, name) for name in of_sessions},
