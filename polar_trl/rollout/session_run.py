@@ -206,7 +206,7 @@ class SessionRun:
                 env = {**task.env, **launch.env}
                 self._redaction = Redaction(env, [endpoint.api_key])
                 for path, text in launch.files.items():
-                    sandbox.put(f"~/{path}", text.encode())
+                    sandbox.put(f"~/{path}", text.encode(), executable=path in launch.executables)
                 with _Clock(sandbox, self._log, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
                     result = sandbox.run(launch.command, env=env, timeout_s=MAX_AGENT_WALL_S)
                 self._agent_exit = self._redaction.build_exit(result)

@@ -119,7 +119,8 @@ class RunArguments:
         },
     )
     agent_files: list[str] = field(
-        default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
+        default_factory=list,
+        metadata={"help": "Files copied into the agent's HOME before it starts, with their executable bits."},
     )
     agent_folders: list[str] = field(
         default_factory=list,
@@ -194,7 +195,7 @@ def build_harness(run: RunArguments) -> Harness:
             raise ConfigError(f"agent_options has {names}; those of agent_command are: auxiliary_without_tools")
         return ShellHarness(
             run.agent_command,
-            files=read_agent_files(run.agent_files),
+            files=find_agent_files(run.agent_files),
             folders=find_agent_folders(run.agent_folders),
             **options,
         )
@@ -330,20 +331,15 @@ def load_grader(spec: str | None, backend: SandboxBackend | None = None) -> Grad
     return CommandGrader(spec, backend=backend)
 
 
-def read_agent_files(names: list[str]) -> dict[str, str]:
-    """Read the texts of files, by the names that they get in HOME."""
+def find_agent_files(names: list[str]) -> dict[str, Path]:
+    """Find files, by the names that they get in HOME."""
     if isinstance(names, str):
         raise ConfigError(f"agent_files must be a list, such as [{names}]")
-    files: dict[str, str] = {}
+    files: dict[str, Path] = {}
     for path in (Path(find_packaged(name)) for name in names):
         if path.name in files:
             raise ConfigError(f"agent_files has two files named {path.name!r}; they would overwrite each other")
-        try:
-            files[path.name] = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"agent_files: {path} is not a text file") from error
-        except OSError as error:
-            raise ConfigError(f"agent_files: {path} cannot be read ({error.strerror})") from error
+        files[path.name] = path
     return files
 
 
