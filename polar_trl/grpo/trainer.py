@@ -326,13 +326,13 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         return output
 
     def _finish(self, run: Path) -> None:
-        """Save, evaluate and summarize a run that made all of its steps."""
-        is_saved = self.args.save_strategy != "no"
-        if is_saved:
-            self.save_model()
+        """Evaluate, save and summarize a run that made all of its steps."""
         evaluated = [entry["step"] for entry in list_evaluations(self.state.log_history)]
         if self.args.eval_on_start and self.eval_dataset and self.state.global_step not in evaluated:
             self.evaluate()
+        is_saved = self.args.save_strategy != "no"
+        if is_saved:
+            self.save_model()  # with a card that has the evaluation
         if self.accelerator.is_main_process:
             tasks = self.rollouts.tasks
             finish_run(
