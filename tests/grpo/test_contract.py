@@ -46,6 +46,7 @@ PRIVATE: dict[str, Any] = {
     "_is_overflow": AcceleratedOptimizer,
     "_cast_input_dtype": BaseTunerLayer,
     "_get_attn_isa": "vllm.v1.attention.backends.cpu_attn",
+    "_run_in_subprocess": "vllm.model_executor.models.registry",
     "_actions": "argparse",
     "_get_values": "argparse",
     "_buffers": "torch.nn.modules.module",
