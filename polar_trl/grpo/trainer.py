@@ -149,24 +149,21 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             )
         if not tasks["train"]:
             self.train_dataset = None
-        self._serve(tasks, backend=backend, harness=harness, grader=grader)
+        self._start(backend, harness, grader, tasks)
 
-    def _serve(
-        self,
-        tasks: Mapping[str, dict[str, Task]],
-        *,
-        backend: SandboxBackend,
-        harness: Harness,
-        grader: Grader | None,
+    def _start(
+        self, backend: SandboxBackend, harness: Harness, grader: Grader | None, tasks: Mapping[str, dict[str, Task]]
     ) -> None:
-        """Start the proxy on TRL's engine, and build what runs sessions and trains on them."""
+        """Start the proxy, and build what runs sessions and steps."""
+        args = self.args
         freeze_unreached(self.model)
         self.vllm_generation.on_merged = self.policy_weights.note_merged
         self.proxy = self._build_proxy()
         self.proxy.start()
-        config = self.args.build_rollout_config()
         try:
-            runner = RolloutRunner(proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config)
+            runner = RolloutRunner(
+                proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
+            )
             self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
         except BaseException:
             self.proxy.stop()
