@@ -40,8 +40,6 @@ from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Task
 
-MAX_COMPLETION_LENGTH = 8192
-"""Of one model call where no setting says otherwise: TRL's own default is made for answers and not for agents."""
 _OF_TRAINING: Mapping[str, Any] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2,
     "generation_batch_size": None, "steps_per_generation": None, "max_policy_lag": 0, "resample_zero_variance": 0,
@@ -87,7 +85,6 @@ class _EvalParser(RunParser):
     def __init__(self) -> None:
         usage = "polar-trl eval [--config FILE] --output_dir OUT [--KEY VALUE ...]; see polar-trl eval --help"
         super().__init__(EvalArguments, prog="polar-trl eval", usage=usage)
-        self.set_defaults(max_completion_length=MAX_COMPLETION_LENGTH)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does. Training gets no device here: it would take memory of a GPU that is an engine's."""

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
+from trl.import_utils import is_math_verify_available
 from trl.rewards import (
     accuracy_reward,
     get_soft_overlong_punishment,
@@ -114,10 +115,12 @@ def _load(item: Any) -> Any:
     if not isinstance(item, str):
         raise ConfigError(f"reward_funcs has {item!r:.100}: give a function, the name of one, or a reward model")
     if item in TRL_REWARDS:
+        if "accuracy" in item and not is_math_verify_available():
+            raise ConfigError(f"reward_funcs: {item!r} needs the package math-verify: pip install math-verify")
         return TRL_REWARDS[item]
     module, separator, name = item.partition(":") if ":" in item else item.rpartition(".")
     if separator and all(part.isidentifier() for part in (*module.split("."), name)) and not Path(item).is_dir():
-        return _import(module, name)
+        return _import(f"{module}:{name}")
     if Path(item).is_dir() or "/" in item:
         return _check_model(item)
     near = difflib.get_close_matches(item, TRL_REWARDS, n=1)
@@ -128,10 +131,10 @@ def _load(item: Any) -> Any:
     )
 
 
-def _import(module: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = load_object("reward_funcs", f"{module}:{name}")
+def _import(name: str) -> Callable[..., Any]:
+    function = load_object("reward_funcs", name)
     if not callable(function):
-        raise ConfigError(f"reward_funcs: {name} of {module} is a {type(function).__name__}, and must be a function")
+        raise ConfigError(f"reward_funcs {name!r} is {function!r:.100}, which is no function")
     return function
 
 

@@ -313,7 +313,7 @@ def test_which_tasks_and_how_sampled(tmp_path: Path) -> None:
     # without a run file; an answer may then be as long as an agent's turns are
     bare = ["--tasks", "t.jsonl", "--agent", "pi", "--sandbox", "bwrap", "--model_name_or_path", "m"]
     setup = parse_eval(None, bare, tmp_path)
-    assert (setup.tasks, setup.model, setup.run.agent, setup.params.max_tokens) == ("t.jsonl", "m", "pi", 8192)
+    assert (setup.tasks, setup.model, setup.run.agent, setup.params.max_tokens) == ("t.jsonl", "m", "pi", 4096)
     # a run of eight processes is evaluated by one
     config.write_text(text + "generation_batch_size: 64\n")
     with pytest.raises(ConfigError, match="no_such_key"):

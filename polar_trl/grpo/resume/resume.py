@@ -169,12 +169,7 @@ class Resume:
         return is_first and num_used > 0
 
     def _describe_settings(self) -> dict[str, Any]:
-        return {
-            "num_processes": self.accelerator.num_processes,
-            **{name: getattr(self.args, name) for name in _SETTINGS},
-            "sequence_layout": self.layout_kind,
-            "tasks": _digest_ids(self.rollouts.tasks["train"]),
-        }
+        return describe_order(self.args, self.rollouts.tasks["train"]) | {"sequence_layout": self.layout_kind}
 
     def _get_rank_state(self) -> RankState:
         is_used_up = self.trl.micro_step % (self.args.steps_per_generation * self.args.num_iterations) == 0
@@ -195,6 +190,19 @@ class Resume:
             seconds=self.seconds_before + time.monotonic() - self._started,
             settings=self._describe_settings(),
         )
+
+
+def require_same_order(output_dir: Path, args: Any, task_ids: Iterable[str]) -> None:
+    """Raise `ConfigError` where the checkpoint of `args` was written with another order of tasks; loads nothing."""
+    folder = checkpoint.choose_checkpoint(output_dir, args.resume_from_checkpoint)
+    if folder is not None:
+        checkpoint.require_same_settings(checkpoint.read_settings(folder), describe_order(args, task_ids))
+
+
+def describe_order(args: Any, task_ids: Iterable[str]) -> dict[str, Any]:
+    """Describe what the order of tasks hangs on."""
+    settings = {name: getattr(args, name) for name in _SETTINGS}
+    return {"num_processes": args.world_size, **settings, "tasks": _digest_ids(task_ids)}
 
 
 def _digest_ids(task_ids: Iterable[str]) -> str:
