@@ -28,8 +28,9 @@ from polar_trl.cli.eval import format_rate
 from polar_trl.cli.process import sigterm_interrupts
 from polar_trl.configs import find_config
 from polar_trl.errors import PolarError
-from polar_trl.eval.pass_at_k import TaskCount, estimate_gain
-from polar_trl.eval.sample_tasks import PASSING_REWARD, read_results
+from polar_trl.eval.sample_tasks import read_results
+from polar_trl.grade.base import PASSING_REWARD
+from polar_trl.grade.pass_at_k import TaskCount, estimate_gain
 from polar_trl.run_folder import SETTINGS_FILE
 
 PAPER: Mapping[str, tuple[float, float]] = {

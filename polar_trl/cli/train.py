@@ -17,7 +17,6 @@ import argparse
 import os
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -93,38 +92,24 @@ def launch(config_file: Path, flags: Sequence[str]) -> NoReturn:
 def train(words: Sequence[str]) -> None:
     """Train by the settings of these flags."""
     from polar_trl.grpo.arguments import RunParser, parse_groups
-    from polar_trl.grpo.logs.summary import build_summary, print_summary, write_summary
     from polar_trl.grpo.preflight import own_output_dir
     from polar_trl.grpo.resume.checkpoint import choose_start
+    from polar_trl.grpo.run.finish import explain_resume
 
     settings, args, model_config, script = parse_groups(RunParser(prog="polar-trl train", description=__doc__), words)
-    started, folder = time.monotonic(), Path(args.output_dir)
+    folder = Path(args.output_dir)
     own_output_dir(args)
     checkpoint = choose_start(folder, args.resume_from_checkpoint)
     if checkpoint is not None and is_over(args, checkpoint):
         print(f"the run in {folder} made all of its {args.max_steps} steps; set max_steps higher to go on")
         return
-    with disk_errors(folder):
-        trainer = build_trainer(settings, args, model_config, script)
-    try:
-        with disk_errors(folder):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            if args.save_strategy != "no":
-                trainer.save_model()
-    except DiskError as error:
-        sys.exit(f"train: {error}; make room, and {explain_resume(folder)}")
-    except KeyboardInterrupt:
-        sys.exit(f"train: stopped at step {trainer.state.global_step}; {explain_resume(folder)}")
-    finally:
-        trainer.close()
-    if trainer.accelerator.is_main_process:
-        seconds = trainer.resume.seconds_before + time.monotonic() - started
-        summary = build_summary(trainer.state.log_history, seconds=seconds)
-        with disk_errors(folder):
-            write_summary(folder, summary)
-        print_summary(summary)
-        print(f"run folder: {folder}\npicture:    {folder / 'rewards.png'}")
-        print(f"look at it: polar-trl inspect {folder}\ncheck it:   polar-trl replay {folder}")
+    with disk_errors(folder), build_trainer(settings, args, model_config, script) as trainer:
+        try:
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        except DiskError as error:
+            sys.exit(f"train: {error}; make room, and {explain_resume(folder)}")
+        except KeyboardInterrupt:
+            sys.exit(f"train: stopped at step {trainer.state.global_step}; {explain_resume(folder)}")
 
 
 def is_over(args: "PolarGRPOConfig", checkpoint: Path) -> bool:
@@ -132,16 +117,6 @@ def is_over(args: "PolarGRPOConfig", checkpoint: Path) -> bool:
     from polar_trl.grpo.resume.checkpoint import read_step
 
     return 0 < args.max_steps <= read_step(checkpoint) and (Path(args.output_dir) / "summary.json").exists()
-
-
-def explain_resume(folder: Path) -> str:
-    """Say how to go on with a run that was stopped."""
-    from polar_trl.grpo.resume.checkpoint import find_checkpoint
-
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        return f"no checkpoint was written yet (save_strategy, save_steps); sessions are recorded in {folder}"
-    return f"--resume_from_checkpoint auto goes on from {checkpoint}"
 
 
 def build_trainer(

@@ -14,8 +14,9 @@ from tqdm import tqdm
 from polar_trl.collect.data_set import Report, Selection, build_data_set, refuse_foreign
 from polar_trl.errors import ConfigError
 from polar_trl.eval.evaluate import run_evaluation
-from polar_trl.eval.sample_tasks import PASSING_REWARD, SampleResult, read_settings
+from polar_trl.eval.sample_tasks import SampleResult, read_settings
 from polar_trl.eval.setup import EvalSetup, parse_eval
+from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.recording.log import read_record
 from polar_trl.run_folder import FolderLock, disk_errors
 from polar_trl.setup.run_setup import require_tasks

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import GradeReport, Task
 
+PASSING_REWARD = 1.0
+"""From which on a session has solved its task."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from polar_trl.engine import cuda_graphs
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
+from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import (
@@ -28,8 +29,11 @@ from polar_trl.grpo.dataset import (
     read_tasks,
 )
 from polar_trl.grpo.logs.completions_table import CompletionsTable
+from polar_trl.grpo.logs.evaluations import list_evaluations
+from polar_trl.grpo.logs.library_log import LibraryLog
 from polar_trl.grpo.logs.metrics_log import MetricsLog
 from polar_trl.grpo.logs.rollout_log import RolloutLog
+from polar_trl.grpo.logs.terminal import REPLACED, StepLines, describe_run
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
@@ -43,12 +47,15 @@ from polar_trl.grpo.preflight import (
     require_harness,
     require_tasks,
 )
+from polar_trl.grpo.resume.checkpoint import list_run_files
 from polar_trl.grpo.resume.hub import model_files_only, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.reward_funcs import RewardFunction, list_reward_functions, match_processing_classes
 from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
+from polar_trl.grpo.run.finish import explain_resume, finish_run
+from polar_trl.grpo.run.open_parts import take_over
 from polar_trl.grpo.step import SessionRows
 from polar_trl.grpo.trl_arguments.refused import refuse_arguments
 from polar_trl.grpo.weights.engine_sync import EngineSync
@@ -134,7 +141,9 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
         train_dataset = build_dataset(tasks["train"] or tasks["eval"])  # TRL wants one for an evaluation, too
-        with _colocated(args):
+        self._began = time.monotonic()
+        self._open, self._libraries = take_over(self, but=backend), LibraryLog(Path(args.output_dir))
+        with self._libraries.everything(), _colocated(args):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
@@ -154,19 +163,22 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     def _start(
         self, backend: SandboxBackend, harness: Harness, grader: Grader | None, tasks: Mapping[str, dict[str, Task]]
     ) -> None:
-        """Start the proxy, and build what runs sessions and steps."""
-        args = self.args
-        freeze_unreached(self.model)
-        self.vllm_generation.on_merged = self.policy_weights.note_merged
-        self.proxy = self._build_proxy()
-        self.proxy.start()
+        """Start the proxy on TRL's engine, and build what runs sessions and trains on them."""
+        self._open.add(self.vllm_generation, self.vllm_generation.close)
+        self._open.add(backend, backend.close)
+        config = self.args.build_rollout_config()
         try:
-            runner = RolloutRunner(
-                proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
-            )
+            freeze_unreached(self.model)
+            self.vllm_generation.on_merged = self.policy_weights.note_merged
+            with self._libraries.everything():
+                self.proxy = self._build_proxy()
+            self.proxy.start()
+            self._open.add(self.proxy, self.proxy.stop)
+            runner = RolloutRunner(proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config)
+            self._open.add(runner, runner.close)
             self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
         except BaseException:
-            self.proxy.stop()
+            self.close()
             raise
 
     def _build_parts(
@@ -218,9 +230,13 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             rollouts=self.rollouts,
             engine=self.vllm_generation.engine,
             policy_weights=self.policy_weights,
+            is_used=bool(list_run_files(run)),
         )
-        lessons = self.session_rows.log.lessons
-        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table, lessons):
+        for replaced in REPLACED:
+            self.remove_callback(replaced)
+        lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
+        log, lessons = MetricsLog(run, self._describe_run(agent)), self.session_rows.log.lessons
+        for callback in (self.step.trained_log, log, table, lines, lessons):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -265,26 +281,62 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         return self.args.max_trajectory_tokens or positions or self.vllm_generation.engine.max_model_len
 
     def close(self) -> None:
-        """Stop the proxy and the engine. The model, and what was saved, stay."""
-        self.rollouts.runner.close()
-        self.proxy.stop()
-        self.rollouts.runner.backend.close()
-        self.vllm_generation.engine.close()
+        """Stop sessions, proxy, sandboxes and engine; the model stays. The same happens at the end of a `with`, of
+        the process, and before another trainer is built. May be called twice."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, from the beginning or from a checkpoint.
+        """Train, from the beginning or from a checkpoint; save the model unless `save_strategy` is "no".
+
+        With `eval_on_start` and evaluation tasks, an evaluation comes at the end, too, and the two are compared.
 
         Args:
             resume_from_checkpoint: "auto" or True goes on from the newest complete checkpoint of `output_dir`, or
                 begins if there is none; a path goes on from that one; None begins.
 
         Raises:
-            ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
+            ConfigError: the checkpoint is not whole, the settings would change the order of tasks, or a run would
+                begin in the folder of another.
             DiskError: a disk is full. What was written stays readable, and "auto" goes on once there is room.
+            KeyboardInterrupt: what runs is closed, and another trainer goes on from the newest checkpoint.
         """
-        with disk_errors(Path(self.args.output_dir)):
+        run = Path(self.args.output_dir)
+        if not self._open:
+            raise ConfigError("this trainer is closed; build another one")
+        with disk_errors(run), self._libraries.logged():
             folder = self.resume.begin(resume_from_checkpoint)
-            return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+            try:
+                output = super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+                self._finish(run)
+            except KeyboardInterrupt as stop:
+                stop.add_note(f"stopped at step {self.state.global_step}; {explain_resume(run)}")
+                self.close()
+                raise
+        return output
+
+    def _finish(self, run: Path) -> None:
+        """Save, evaluate and summarize a run that made all of its steps."""
+        is_saved = self.args.save_strategy != "no"
+        if is_saved:
+            self.save_model()
+        evaluated = [entry["step"] for entry in list_evaluations(self.state.log_history)]
+        if self.args.eval_on_start and self.eval_dataset and self.state.global_step not in evaluated:
+            self.evaluate()
+        if self.accelerator.is_main_process:
+            tasks = self.rollouts.tasks
+            finish_run(
+                run,
+                self.state.log_history,
+                seconds=self.resume.seconds_before + time.monotonic() - self._began,
+                is_saved=is_saved,
+                is_held_out=not tasks["eval"].keys() & tasks["train"].keys(),
+            )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -302,7 +354,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, but for metrics of one of several evaluation sets, which are `eval_NAME_...` as transformers' are."""
+        """TRL's, with how many tasks an evaluation solved; metrics of one of several sets are `eval_NAME_...`."""
+        logs.update(self.session_rows.log.evaluations.take_figures(logs))
         if self._eval_set and not self.model.training:
             self.trl.name_metrics("eval", f"{self._eval_set}_")
         super().log(logs, start_time)

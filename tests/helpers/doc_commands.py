@@ -47,7 +47,7 @@ GOOD = "1 of 1 tasks are good"
 COMMANDS: dict[str, Run | str] = {
     # the way from nothing to a run
     QUICKSTART: Run(rf"check it: +polar-trl replay {FIRST}", f"--steps 1 {ONE_STEP} --output_dir {FIRST}"),
-    f"{QUICKSTART} --seed 1 --save_strategy steps .*": QUICKSTARTED,
+    f"{QUICKSTART} --seed 1 --output_dir .*": QUICKSTARTED,
     "bash scripts/test.sh": ".ci/run",
     "source .venv/bin/activate": QUICKSTARTED,
     "polar-trl inspect RUN": "tests/tools/inspector/test_app.py",

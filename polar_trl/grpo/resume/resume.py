@@ -54,6 +54,7 @@ class Resume:
         rollouts: Has the number of the next batch, and the sessions that are open.
         engine: Has the policy version.
         policy_weights: Has the lower halves of the masters.
+        is_used: Whether `output_dir` held a run before this trainer.
     """
 
     args: Any
@@ -64,6 +65,7 @@ class Resume:
     rollouts: RolloutSource
     engine: VllmEngine
     policy_weights: PolicyWeights
+    is_used: bool
     _epochs_done: int = field(default=0, init=False)
     _started: float = field(default_factory=time.monotonic, init=False)
     seconds_before: float = field(default=0.0, init=False)
@@ -76,11 +78,13 @@ class Resume:
             resume_from_checkpoint: As `PolarGRPOTrainer.train` takes it.
 
         Raises:
-            ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
+            ConfigError: the checkpoint is not whole, the settings would change the order of tasks, or a run would
+                begin in the folder of another.
         """
         output_dir, rank = Path(self.args.output_dir), self.accelerator.process_index
         self.trl.loaded_step = -1  # the engine has the weights of an evaluation, or of an earlier training
-        folder = checkpoint.choose_checkpoint(output_dir, resume_from_checkpoint)
+        choose = checkpoint.choose_start if self.is_used else checkpoint.choose_checkpoint
+        folder, self.is_used = choose(output_dir, resume_from_checkpoint), False
         step, open_task_ids = 0, list[str]()
         if folder is not None:
             checkpoint.know_cpu_devices()
