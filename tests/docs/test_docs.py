@@ -10,26 +10,19 @@ from pathlib import Path
 import pytest
 import yaml
 from doc_commands import COMMANDS, QUICKSTART, Run
-from doc_workspace import ROOT, Workspace, build_workspace
+from doc_pages import PAGES, ROOT, find_blocks, list_lines
+from doc_workspace import Workspace, build_workspace
 from records import read_session
 
 from polar_trl.cli import _build_parser as build_parser
-
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-
-
-def find_blocks(page: Path, language: str) -> list[str]:
-    """Find the fenced blocks of a language."""
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def list_commands() -> dict[str, str]:
     """List every command of the bash blocks, with the page that shows it first: lines joined, comments gone."""
     found: dict[str, str] = {}
     for page in PAGES:
-        for line in "\n".join(find_blocks(page, "bash")).replace("\\\n", " ").splitlines():
-            if command := " ".join(re.sub(r"(^|\s)#.*", "", line).split()):
-                found.setdefault(command, page.name)
+        for command in list_lines("\n".join(find_blocks(page, "bash"))):
+            found.setdefault(command, page.name)
     return found
 
 
