@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from polar_trl import __version__
-from polar_trl.cli import check_tasks, clean, collect, doctor, eval, inspect, lint_template, plan, replay, serve
+from polar_trl.cli import check_tasks, clean, collect, doctor, eval, inspect, lint_template, merge, plan, replay, serve
 from polar_trl.errors import ConfigError, PolarError
 
-SUBCOMMANDS = (doctor, inspect, replay, eval, serve, collect, check_tasks, plan, lint_template, clean)
+SUBCOMMANDS = (doctor, inspect, replay, eval, serve, collect, merge, check_tasks, plan, lint_template, clean)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from trl import ModelConfig, TrlParser
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.setup.run_setup import RunArguments
+from polar_trl.setup.settings import format_short_help
 
 _WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_to_bool": "true or false"}
 
@@ -27,7 +28,8 @@ _WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_
 class RunParser(TrlParser):  # type: ignore[misc]
     """TRL's parser of the three groups of settings of a run, and of what another command adds to them.
 
-    What is wrong is a `ConfigError`; argparse would print its usage, which is some hundred lines, and exit.
+    What is wrong is a `ConfigError`; argparse would print its usage, which is some hundred lines, and exit. `--help`
+    is a line for each of our settings, `--help-all` is argparse's, of more than a thousand lines.
 
     Args:
         more: Dataclasses of settings.
@@ -35,6 +37,7 @@ class RunParser(TrlParser):  # type: ignore[misc]
 
     def __init__(self, *more: type, **kwargs: Any) -> None:
         super().__init__((RunArguments, PolarGRPOConfig, ModelConfig, *more), allow_abbrev=False, **kwargs)
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="list TRL's as well")
 
     def read_file(self, path: str) -> None:
         """Take the defaults from a run file, read as flags would be. Its `env` sets variables of the environment."""
@@ -55,6 +58,11 @@ class RunParser(TrlParser):  # type: ignore[misc]
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         self.set_defaults_with_config(**values)
+
+    def format_help(self) -> str:
+        """Return the short help."""
+        about = f"{self.description.strip()}\n\n" if self.description else ""
+        return about + format_short_help(self.prog, *self.dataclass_types)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but raise `ConfigError` for an unknown flag."""
@@ -102,11 +110,16 @@ class RunParser(TrlParser):  # type: ignore[misc]
     def _refuse_unknown(self, source: str, names: Sequence[str]) -> None:
         if not names:
             return
-        known = [action.dest for action in self._actions if action.dest != "help"]
+        known = [action.dest for action in self._actions if not action.dest.startswith("help")]
         words = (name.lstrip("-").replace("-", "_") for name in names)
         near = [repr(match) for word in words for match in difflib.get_close_matches(word, known, 1)]
         advice = f". Did you mean {', '.join(near)}?" if near else "; leave it out"
         raise ConfigError(f"{source}: nothing reads {', '.join(names)}{advice}")
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.exit(message=argparse.ArgumentParser.format_help(parser))
 
 
 def parse_run(
