@@ -96,7 +96,7 @@ def test_vllm_serves_it_with_the_options_of_the_page(merged: Path, tmp_path: Pat
 
 
 def test_options_and_parsers_are_those_of_vllm() -> None:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
