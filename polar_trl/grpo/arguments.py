@@ -1,6 +1,6 @@
 """Parse a run's settings from a YAML file and flags: one file is a whole run, and every key of it can be a flag.
 
-A key that nobody reads raises `ConfigError` with the nearest known name, as does a value of another type.
+An unknown key raises `ConfigError` with the nearest known name, as does a value of another type.
 """
 
 import argparse

@@ -273,7 +273,7 @@ def require_good_tasks(
         lines = [f"{checked.id}: {checked.problem}" for checked in bad[:20]]
         lines += [f"and {len(bad) - 20} more"] * (len(bad) > 20)
         raise ConfigError(
-            f"{len(bad)} of {len(wanted)} tasks are of no use; take them out, or set check_tasks: false\n  "
+            f"{len(bad)} of {len(wanted)} tasks fail the check of their solutions; take them out, or set check_tasks: false\n  "
             + "\n  ".join(lines)
         )
 

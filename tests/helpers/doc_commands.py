@@ -93,7 +93,7 @@ COMMANDS: dict[str, Run | str] = {
         "tests/cli/test_doctor.py::test_security_in_containers"
     ),
     "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True),
-    r"polar-trl configs pi_1gpu \| grep -vE .* > my_run.yaml": Run("max_session_calls", "&& cat my_run.yaml"),
+    "polar-trl configs own_agent > my_run.yaml": Run("max_session_calls: 50", "&& cat my_run.yaml"),
     "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": "tests/cli/test_eval.py",
     "polar-trl train my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
         "check it: +polar-trl replay runs/mine", OWN_AGENT_STEP

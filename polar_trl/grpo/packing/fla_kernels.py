@@ -78,7 +78,7 @@ def _load() -> FlaKernels | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Sizes of a gated delta net. Kernels are tuned for them, so that a check of others would be tuned for nothing."""
+    """Sizes of a gated delta net. Kernels are tuned for them, so that a check at other sizes would tune kernels that no step uses."""
 
     groups: int
     """Of queries and keys."""
