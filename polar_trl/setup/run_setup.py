@@ -41,8 +41,8 @@ class RunArguments:
     tasks: str = field(
         metadata={
             "help": "The tasks to train on: a file, a folder, or a data set. A JSONL file of tasks, a folder of "
-            "Harbor tasks, rows of SWE-bench (.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. See "
-            "docs/tasks.md."
+            "Harbor tasks, rows of SWE-bench (.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. "
+            "See docs/tasks.md."
         }
     )
     agent: str = field(
@@ -273,8 +273,8 @@ def require_good_tasks(
         lines = [f"{checked.id}: {checked.problem}" for checked in bad[:20]]
         lines += [f"and {len(bad) - 20} more"] * (len(bad) > 20)
         raise ConfigError(
-            f"{len(bad)} of {len(wanted)} tasks fail the check of their solutions; take them out, or set check_tasks: false\n  "
-            + "\n  ".join(lines)
+            f"{len(bad)} of {len(wanted)} tasks fail the check of their solutions; take them out, or set "
+            "check_tasks: false\n  " + "\n  ".join(lines)
         )
 
 

@@ -1,4 +1,4 @@
-"""List the settings of a run in groups, with the help texts of their dataclasses, for `--help` and docs/settings.md."""
+"""List the settings of a run in groups, with their dataclasses' help texts, for `--help` and docs/settings.md."""
 
 import dataclasses
 import re
@@ -94,7 +94,7 @@ def format_page(*kinds: type) -> str:
         "Every key of a run file that is not TRL's, with its default. All are flags too (`--max_agents 32`). From",
         "Python, those of tasks, agent, sandboxes and grader are arguments of `PolarGRPOTrainer` (`train_dataset`,",
         "`harness`, `sandbox`, `grader`), and the others are fields of `PolarGRPOConfig`. `polar-trl train",
-        "--help-all` lists TRL's as well. `scripts/dev/settings_page.py` writes this page from the settings' own help.",
+        "--help-all` lists TRL's as well. `scripts/dev/settings_page.py` writes this page from the settings' help.",
     ]
     for title, settings in list_groups(*kinds).items():
         lines += ["", f"## {title}", "", "| key | default | what it does |", "|---|---|---|"]

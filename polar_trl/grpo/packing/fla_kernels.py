@@ -78,7 +78,7 @@ def _load() -> FlaKernels | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Sizes of a gated delta net. Kernels are tuned for them, so that a check at other sizes would tune kernels that no step uses."""
+    """Sizes of a gated delta net. Kernels are tuned for them, and a check of other sizes would tune others."""
 
     groups: int
     """Of queries and keys."""
