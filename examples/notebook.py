@@ -74,13 +74,13 @@ result = trainer.train()
 # %% [markdown]
 # ## What came of it
 #
-# Each step logs its mean reward; everything else is in `runs/notebook/log.jsonl`, and `polar-trl inspect runs/notebook`
+# Each step logs its mean reward; the rest is in `runs/notebook/log.jsonl`, and `polar-trl inspect runs/notebook`
 # shows it as a page, down to the tokens of each session.
 
 # %%
 for line in trainer.state.log_history:
     if "reward" in line:
-        print(f"step {line['step']}: reward {line['reward']:.2f}, {int(line['polar/sampled_tokens'])} tokens sampled")
+        print(f"step {line['step']}: reward {line['reward']:.2f}, {line['polar/sampled_tokens']:.0f} tokens sampled")
 
 # %% [markdown]
 # A session on disk: what the agent asked, and what the model answered.
