@@ -18,9 +18,10 @@ from polar_trl.cache import CACHE_VARIABLE
 EXAMPLE = ROOT / "examples" / "own_repository"
 PAGE = ROOT / "docs" / "own-repository.md"
 ON_A_GPU, ON_A_CPU = (list_lines(block)[1:] for block in find_blocks(PAGE, "bash"))
+MODEL = "polar_trl:models/SmolLM2-135M-Instruct"
 TWO_CORES = (
     "--use_cpu true --bf16 false --gradient_checkpointing false --vllm_enable_sleep_mode false "
-    "--model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --vllm_max_model_length 2048 --max_completion_length 48"
+    f"--model_name_or_path {MODEL} --vllm_max_model_length 2048 --max_completion_length 48"
 )
 SMALL = {
     "polar-trl eval": "--limit 1 --num_samples 1 --k 1",
@@ -31,12 +32,13 @@ SMALL = {
 
 @pytest.fixture
 def folder(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the example, the tiny model under its name of the hub, and pytest where a cache keeps environments."""
+    """A copy of the example, and a cache with the small model and pytest."""
     folder = tmp_path / "own_repository"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
-    (folder / "HuggingFaceTB").mkdir()
-    (folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(smollm2)
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    cache = tmp_path / "cache"
+    (cache / "models").mkdir(parents=True)
+    (cache / "models" / smollm2.name).symlink_to(smollm2)
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
     install_pytest(folder / "image" / "requirements.txt")
     return folder
 
@@ -98,6 +100,6 @@ def test_on_a_gpus_commands_in_containers(folder: Path, base_image: None) -> Non
     assert (folder / "runs" / "own_repository" / "checkpoint-1" / "adapter_model.safetensors").exists()
     sessions = [read_session(path) for path in (folder / "runs" / "own_repository").glob("sessions/**/*.jsonl")]
     assert [(len(rollout.calls) > 0, rollout.reward) for rollout in sessions] == [(True, 0.0)] * 2
-    last = TWO_CORES.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "runs/own_repository")
+    last = TWO_CORES.replace(MODEL, "runs/own_repository")
     assert "pass@1" in run(f"{after} {SMALL['polar-trl eval']} {last}", folder)
     assert inspect == "polar-trl inspect runs/own_repository"
