@@ -76,10 +76,17 @@ def _parse_line(line: str, where: str, folder: Path) -> Task:
 def _resolve_paths(task: Task, folder: Path) -> Task:
     """Make the paths of this machine that a task names absolute. "" stays, for the check that refuses it."""
 
-    def resolve(named: Task | TestSpec, names: Sequence[str]) -> dict[str, str]:
-        return {name: str(folder / path) for name in names if (path := getattr(named, name))}
+    def resolve(path: str | None) -> str | None:
+        return str(folder / path) if path else path
 
     tests = task.tests
     if tests is not None:
-        tests = dataclasses.replace(tests, **resolve(tests, ("folder", "requirements", "gold_patch")))
-    return dataclasses.replace(task, tests=tests, **resolve(task, ("workspace", "build_context")))
+        tests = dataclasses.replace(
+            tests,
+            folder=resolve(tests.folder) or "",
+            requirements=resolve(tests.requirements),
+            gold_patch=resolve(tests.gold_patch),
+        )
+    return dataclasses.replace(
+        task, workspace=resolve(task.workspace), build_context=resolve(task.build_context), tests=tests
+    )
