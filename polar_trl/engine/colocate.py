@@ -4,9 +4,12 @@
 (`ConfigError`): all ranks of a tensor-parallel engine must see the same requests, and agents talk to one rank.
 """
 
+import atexit
 import importlib.util
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +26,23 @@ from polar_trl.errors import ConfigError, EngineError
 
 _SLEEPING_PARTS = frozenset({"weights", "kv_cache"})
 """What vLLM gives back when it sleeps, by the tags of `LLM.wake_up`."""
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+_LONGEST_FOLDER = 107 - len("/") - 36
+"""Of a Unix socket that is named by a UUID."""
 
 
 def set_environment(*, cpu: bool) -> None:
     """Set what vLLM reads at import. Call before anything imports vLLM.
 
-    The engine core has to live in this process, where its weights are, and not in a child of it.
+    The engine core has to live in this process, where its weights are, and not in a child of it. vLLM leaves its
+    sockets behind, so they get a folder that is removed when the process ends.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if _SOCKETS not in os.environ:
+        folder = tempfile.mkdtemp(prefix="vllm-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        if len(folder) <= _LONGEST_FOLDER:
+            os.environ[_SOCKETS] = folder
     if cpu:
         from polar_trl.engine import vllm_cpu
 
@@ -150,6 +162,7 @@ def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
         return build_model_kwargs(config)
     from polar_trl.engine import vllm_cpu
 
+    vllm_cpu.inspect_models_here()
     vllm_cpu.keep_weights_loadable()
     defaults = vllm_cpu.LLM_KWARGS
     if _is_qwen35(config):

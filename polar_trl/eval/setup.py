@@ -22,11 +22,19 @@ from polar_trl.eval.arguments import EvalArguments
 from polar_trl.eval.sample_tasks import find_repo, read_settings
 from polar_trl.eval.served_model import API_KEY_VARIABLE
 from polar_trl.grade.by_task import GraderByTask, check_gradable
-from polar_trl.grpo.arguments import RunParser, parse_groups, refuse_unread
+from polar_trl.grpo.arguments import RunParser, parse_groups
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
 from polar_trl.harness.base import Harness
-from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts, find_sandbox_kind, read_agent_files
+from polar_trl.setup.run_setup import (
+    RunArguments,
+    RunParts,
+    build_parts,
+    find_sandbox_kind,
+    limit_times,
+    read_agent_files,
+    require_tasks,
+)
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Task
@@ -97,8 +105,7 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> E
     """
     parser = _EvalParser()
     arguments = [*(["--config", str(config)] if config else []), *overrides]
-    run, args, model, evaluation = parse_groups(parser, arguments)
-    refuse_unread(model)
+    run, args, model, evaluation, _ = parse_groups(parser, arguments)
     given = {argument.split("=")[0] for argument in overrides}
     names_tasks = "--tasks" in given and "--eval_tasks" not in given  # a flag comes before what the file says
     return EvalSetup(
@@ -106,7 +113,7 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> E
         args=args,
         evaluation=evaluation,
         model=model.model_name_or_path,
-        tasks=run.tasks if names_tasks else run.eval_tasks or run.tasks,
+        tasks=require_tasks(run) if names_tasks else run.eval_tasks or require_tasks(run),
         folder=folder,
         on_cpu=parser.on_cpu,
         command=("--output_dir", str(folder), *arguments),
@@ -125,7 +132,7 @@ def find_checkpoint(setup: EvalSetup) -> Checkpoint:
 def load_eval_tasks(setup: EvalSetup) -> list[Task]:
     """Load the chosen tasks, with a Python for their tests where they need one. Raises `ConfigError`."""
     chosen = setup.evaluation.task_ids
-    tasks = load_task_set(setup.tasks, limit=setup.evaluation.limit)
+    tasks = limit_times(setup.run, load_task_set(setup.tasks, limit=setup.evaluation.limit))
     if unknown := sorted(set(chosen) - {task.id for task in tasks}):
         raise ConfigError(f"task_ids: {setup.tasks} has no task {unknown[0]!r}")
     if chosen:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from polar_trl.engine import cuda_graphs
@@ -19,7 +18,15 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
 from polar_trl.grade.base import Grader
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.dataset import build_dataset, read_tasks
+from polar_trl.grpo.dataset import (
+    TaskSource,
+    build_dataset,
+    build_eval_dataset,
+    is_built,
+    merge_sets,
+    read_eval_sets,
+    read_tasks,
+)
 from polar_trl.grpo.logs.completions_table import CompletionsTable
 from polar_trl.grpo.logs.metrics_log import MetricsLog
 from polar_trl.grpo.logs.rollout_log import RolloutLog
@@ -34,13 +41,18 @@ from polar_trl.grpo.preflight import (
     read_model_config,
     require_a_step,
     require_bases,
+    require_config,
+    require_harness,
+    require_tasks,
 )
 from polar_trl.grpo.resume.hub import model_files_only, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
-from polar_trl.grpo.rewards import Rewards, list_reward_functions
+from polar_trl.grpo.reward_funcs import RewardFunction, list_reward_functions, match_processing_classes
+from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.step import SessionRows
+from polar_trl.grpo.trl_arguments.refused import refuse_arguments
 from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.harness.base import Harness, require_launch
 from polar_trl.proxy import Proxy
@@ -54,24 +66,26 @@ from polar_trl.types import Task
 class PolarGRPOTrainer(PackedGRPOTrainer):
     """GRPO on the sessions of an unmodified coding agent.
 
+    Arguments before `harness` are `GRPOTrainer`'s, in its order; docs/trl-arguments.md says which of them differ.
+
     Args:
         model: Path or hub id, or a model loaded from one (`name_or_path` must lead the engine to the same weights).
-        args: Settings of the run.
-        train_dataset: Tasks, or a `Dataset` whose columns are `Task`'s fields.
-        eval_dataset: The same, for evaluation.
+        reward_funcs: TRL reward functions: callables (async, too), "module.function", names of TRL's own, reward
+            models. They come after the grader in `args.reward_weights`, and are called with lists of one entry per
+            rollout: `prompts`, `completions` (the conversation after the instruction; of a prompt that is text, the
+            last answer's), `completion_ids` (all sampled tokens), every column of the data set, `task` (each
+            rollout's `Task`) and `rollouts`.
+        args: Settings of the run. None: the defaults, in a folder named by the model.
+        train_dataset: Tasks; or a `Dataset` whose columns are `Task`'s fields, or TRL's, with a `prompt`.
+        eval_dataset: The same, or several by name, whose metrics are then `eval_NAME_...`.
         harness: The agent.
         sandbox: Where agents run; by default in bubblewrap, or containers where a task names an image. Sandboxes of a
             `WarmPool` are made while the model trains.
         grader: Gives a session its reward. By default each task's own (a command, hidden tests, a verifier); if no
             task has one, `reward_funcs` decide alone.
-        reward_funcs: TRL reward functions, called as TRL calls them, with lists of one entry per rollout (not per
-            row): `prompts`, `completions` (the conversation after the instruction), `completion_ids` (all sampled
-            tokens), `task` (each rollout's `Task`) and `rollouts`. They come after the grader in
-            `args.reward_weights`.
-        peft_config, processing_class, callbacks, optimizers: As in TRL.
 
     Raises:
-        ConfigError: settings or tasks that cannot work, before anything is loaded where possible.
+        ConfigError: arguments, settings or tasks that cannot work, before anything is loaded where possible.
         SandboxError: the default sandboxes do not work on this machine; says what to do.
         EngineError: the engine does not compute what the trainer computes.
         LawError: a law of the design is broken.
@@ -81,48 +95,71 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     args: PolarGRPOConfig
     data_collator: Callable[..., Any]
     vllm_generation: ColocatedVllm
+    _eval_set = ""
+    """Name of the evaluation set that runs, if there are several."""
 
     def __init__(
         self,
         model: str | PreTrainedModel,
-        args: PolarGRPOConfig,
-        train_dataset: Sequence[Task] | Dataset | None = None,
-        eval_dataset: Sequence[Task] | Dataset | None = None,
-        *,
-        harness: Harness,
-        sandbox: SandboxBackend | None = None,
-        grader: Grader | None = None,
-        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+        args: PolarGRPOConfig | None = None,
+        train_dataset: TaskSource | None = None,
+        eval_dataset: TaskSource | Mapping[str, TaskSource] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        peft_config: Any = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        harness: Harness | None = None,
+        sandbox: SandboxBackend | None = None,
+        grader: Grader | None = None,
     ) -> None:
+        refuse_arguments(
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        harness = require_harness(harness)
+        args = require_config(model, args)
         config = _read_config(model, args)
-        tasks = {"train": read_tasks(train_dataset), "eval": read_tasks(eval_dataset)}
+        tasks: dict[str, dict[str, Task]] = {"train": read_tasks(train_dataset)}
+        eval_sets = read_eval_sets(eval_dataset)
+        tasks["eval"] = merge_sets(eval_sets)
+        require_tasks(len(tasks["train"]), len(tasks["eval"]))
         all_tasks = [*tasks["train"].values(), *tasks["eval"].values()]
         require_launch(harness, all_tasks, **args.endpoint_limits)
         backend = sandbox or build_default_backend(harness, all_tasks)
         grader = grader or build_default_grader(backend, all_tasks)
         require_bases(backend, grader)
-        functions = list_reward_functions(grader, reward_funcs)
+        functions = list_reward_functions(grader, reward_funcs, args.reward_weights)
+        reward_processing_classes = match_processing_classes(reward_processing_classes, functions, grader)
         require_a_step(len(tasks["train"]), args)
         refuse_uploads(args)
         own_output_dir(args)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
+        train_dataset = build_dataset(tasks["train"] or tasks["eval"])  # TRL wants one for an evaluation, too
         with _colocated(args):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
                 args=args,
-                train_dataset=build_dataset(tasks["train"]),
-                eval_dataset=build_dataset(tasks["eval"]),
+                train_dataset=train_dataset,
+                eval_dataset=build_eval_dataset(eval_sets),
                 processing_class=processing_class,
-                peft_config=peft_config,
+                reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
+                peft_config=peft_config,
             )
+        if not tasks["train"]:
+            self.train_dataset = None
         freeze_unreached(self.model)
         self.vllm_generation.on_merged = self.policy_weights.note_merged
         self.proxy = self._build_proxy()
@@ -137,7 +174,7 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             raise
 
     def _build_parts(
-        self, runner: RolloutRunner, tasks: Mapping[str, Mapping[str, Task]], *, agent: str, has_grader: bool
+        self, runner: RolloutRunner, tasks: Mapping[str, dict[str, Task]], *, agent: str, has_grader: bool
     ) -> None:
         """Build what a step is made of, in the order of `step.py`."""
         args, run = self.args, Path(self.args.output_dir)
@@ -252,6 +289,27 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             folder = self.resume.begin(resume_from_checkpoint)
             return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as transformers does, on the trainer's sets or on others of the same forms.
+
+        Raises `ConfigError` for a data set that cannot be read.
+        """
+        if not (eval_dataset is None or isinstance(eval_dataset, str) or is_built(eval_dataset)):
+            sets = read_eval_sets(eval_dataset)
+            merge_sets({None: self.rollouts.tasks["eval"], **sets})
+            self.rollouts.tasks["eval"].update(merge_sets(sets))
+            eval_dataset = build_eval_dataset(sets)
+        self._eval_set = metric_key_prefix.removeprefix("eval").removeprefix("_")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, but for metrics of one of several evaluation sets, which are `eval_NAME_...` as transformers' are."""
+        if self._eval_set and not self.model.training:
+            self.trl.name_metrics("eval", f"{self._eval_set}_")
+        super().log(logs, start_time)
+
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         return self.session_rows.collect(inputs, mode)
 
@@ -280,6 +338,10 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.resume.take_best()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """transformers', without sessions, rows and logs."""

@@ -9,7 +9,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,22 @@ from polar_trl.tasks.load import load_task_set
 from polar_trl.tasks.rules import check_limits
 from polar_trl.types import Task
 
+_PLAIN = Task(id="", instruction="")
+_SECONDS = {name: getattr(_PLAIN, name) for name in ("prepare_timeout_s", "agent_timeout_s", "grade_timeout_s")}
+"""Time limits of a task that does not say."""
+
 
 @dataclass
 class RunArguments:
     """The settings of tasks, agent, sandboxes and grader."""
 
-    tasks: str = field(
+    tasks: str | None = field(
+        default=None,
         metadata={
             "help": "The tasks to train on: a file, a folder, or a data set. A JSONL file of tasks, a folder of "
             "Harbor tasks, rows of SWE-bench (.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. "
             "See docs/tasks.md."
-        }
+        },
     )
     agent: str = field(
         default="shell",
@@ -86,6 +92,15 @@ class RunArguments:
         metadata={"help": "Sandboxes made ready before they are needed, while the model trains ('local' needs none)."},
     )
     eval_tasks: str | None = field(default=None, metadata={"help": "What to evaluate on, in the forms of tasks."})
+    prepare_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds to prepare a sandbox, for tasks that do not say; None: 120."}
+    )
+    agent_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds for the agent, for tasks that do not say; None: 600."}
+    )
+    grade_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds for grading, for tasks that do not say; None: 120."}
+    )
     check_tasks: bool = field(
         default=True,
         metadata={
@@ -233,12 +248,39 @@ def build_sandbox(run: RunArguments, tasks: Sequence[Task], mounts: Sequence[Pat
     return backend if kind == "local" else WarmPool(backend, depth=run.sandbox_warm)
 
 
-def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
-    """Load the tasks to train on and to evaluate on, with a Python for their tests where they need one."""
-    train, evals = (load_task_set(source) if source else [] for source in (run.tasks, run.eval_tasks))
+def load_run_tasks(
+    run: RunArguments, train: Sequence[Task] = (), evals: Sequence[Task] = ()
+) -> tuple[list[Task], list[Task]]:
+    """Load the tasks to train on and to evaluate on, with a Python for their tests where they need one.
+
+    Args:
+        train, evals: Tasks of another source, in the place of `run.tasks` and `run.eval_tasks`.
+    """
+    train = train or load_task_set(require_tasks(run))
+    evals = evals if run.eval_tasks is None else load_task_set(run.eval_tasks)
+    train, evals = limit_times(run, train), limit_times(run, evals)
     kind = find_sandbox_kind(run, [*train, *evals])
     train, evals = (provide_python(tasks, sandbox=kind, image=run.sandbox_image) for tasks in (train, evals))
     return train, evals
+
+
+def require_tasks(run: RunArguments) -> str:
+    """Return the source of tasks. Raises `ConfigError` where none is named."""
+    if run.tasks is None:
+        raise ConfigError("tasks is needed, in the run file (--config) or as a flag (or dataset_name, to train on)")
+    return run.tasks
+
+
+def limit_times(run: RunArguments, tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks with the run's time limits where they have a task's default. Raises `ConfigError`."""
+    given = {name: value for name in _SECONDS if (value := getattr(run, name)) is not None}
+    for name, value in given.items():
+        if not (isfinite(value) and value > 0):
+            raise ConfigError(f"{name} must be above 0 (it is {value!r})")
+    return [
+        replace(task, **{name: value for name, value in given.items() if getattr(task, name) == _SECONDS[name]})
+        for task in tasks
+    ]
 
 
 def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBackend) -> Grader | None:

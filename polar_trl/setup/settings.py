@@ -16,29 +16,23 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "sandbox_warm",
     ),
     "Sessions": (
-        *("max_session_calls", "max_session_tokens", "max_agents", "max_preparing", "max_grading", "max_policy_lag"),
-        *("straggler_quantile", "train_auxiliary", "show_rollout_progress"),
+        *("max_session_calls", "max_session_tokens", "max_completion_length", "prepare_timeout_s", "agent_timeout_s"),
+        *("grade_timeout_s", "max_agents", "max_preparing", "max_grading", "max_policy_lag", "straggler_quantile"),
+        *("train_auxiliary", "show_rollout_progress"),
     ),
     "Tokens": ("renderer", "thinking", "max_trajectory_tokens"),
     "Training": (
         *("drop_zero_variance", "resample_zero_variance", "loss_type", "vllm_importance_sampling_mode"),
-        *("max_tokens_per_device", "sequence_layout", "weight_rounding"),
+        *("max_tokens_per_device", "sequence_layout", "weight_rounding", "logging_steps"),
     ),
     "Engine": ("engine_max_num_seqs", "engine_dtype", "engine_cuda_graphs", "use_vllm"),
 }
 """Group -> our settings, in the order in which they are shown. One that no group names is shown under "More"."""
 MOST_USED = (
-    *("model_name_or_path", "output_dir", "max_steps", "num_generations", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "learning_rate", "temperature", "max_completion_length", "vllm_max_model_length"),
-    *(
-        "vllm_gpu_memory_utilization",
-        "use_peft",
-        "lora_r",
-        "save_steps",
-        "resume_from_checkpoint",
-        "report_to",
-        "seed",
-    ),
+    *("model_name_or_path", "output_dir", "dataset_name", "reward_funcs", "max_steps", "num_generations"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "temperature"),
+    *("vllm_max_model_length", "vllm_gpu_memory_utilization", "use_peft", "lora_r", "save_steps"),
+    *("resume_from_checkpoint", "report_to", "seed"),
 )
 """TRL's settings that most runs have."""
 _WIDTH = 118
@@ -69,7 +63,9 @@ def list_groups(*kinds: type) -> dict[str, list[Setting]]:
 def format_short_help(prog: str, *kinds: type) -> str:
     """Format a line for each of our settings and for the most used ones of TRL's."""
     theirs = {field.name: _read(field) for kind in kinds for field in dataclasses.fields(kind)}
-    groups = list_groups(*kinds) | {"TRL's, those that most runs have": [theirs[name] for name in MOST_USED]}
+    groups = list_groups(*kinds) | {
+        "TRL's, those that most runs have": [theirs[name] for name in MOST_USED if name in theirs]
+    }
     lines = [f"usage: {prog} [RUN_FILE] [--KEY VALUE ...]", ""]
     for title, settings in groups.items():
         lines.append(f"{title}:")
@@ -93,8 +89,8 @@ def format_page(*kinds: type) -> str:
         "",
         "Every key of a run file that is not TRL's, with its default. All are flags too (`--max_agents 32`). From",
         "Python, those of tasks, agent, sandboxes and grader are arguments of `PolarGRPOTrainer` (`train_dataset`,",
-        "`harness`, `sandbox`, `grader`), and the others are fields of `PolarGRPOConfig`. `polar-trl train",
-        "--help-all` lists TRL's as well. `scripts/dev/settings_page.py` writes this page from the settings' help.",
+        "`harness`, `sandbox`, `grader`), and the others are fields of `PolarGRPOConfig`. TRL's keys are in",
+        "[trl-arguments.md](trl-arguments.md). `scripts/dev/settings_page.py` writes this page from the settings' help.",
     ]
     for title, settings in list_groups(*kinds).items():
         lines += ["", f"## {title}", "", "| key | default | what it does |", "|---|---|---|"]

@@ -276,7 +276,7 @@ def find_workers(out: Path) -> list[int]:
         (["--model_name_or_path", "no/such"], "no model at 'no/such'"),
         (["--model_name_or_path", "docs"], "'docs' holds no model: neither config.json nor adapter_config.json"),
         (["--model_name_or_path", "README.md"], "'README.md' is a file; name the folder"),
-        (["--attn_implementation", "odd"], "attn_implementation is not read here"),
+        (["--model_revision", "v2"], "model_revision is not read: the engine loads"),
         (["--grader", "nope.nope:nope"], "cannot be imported"),
         (["--config", "ladder_pi", "--vllm_max_model_length", "4096"], "window of 4096 tokens is too"),
         (["--config", "nope"], "--config: no file at 'nope', and no run file of that name; there are ladder_commands"),

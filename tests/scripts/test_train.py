@@ -40,8 +40,8 @@ ROOT = Path(__file__).resolve().parents[2]
             "cannot be imported",
         ),
         (
-            ["quickstart", "--attn_implementation", "odd"],
-            "attn_implementation is not read here",
+            ["quickstart", "--model_revision", "v2"],
+            "model_revision is not read: the engine loads the default one",
         ),
     ],
 )

@@ -73,6 +73,7 @@ def _load() -> FlaKernels | None:
             *(fla.__version__, ".".join(map(str, OLDEST))),
         )
         return None
+    logger.warning("flash-linear-attention tunes its kernels during the first step, which takes minutes for it")
     return FlaKernels(rule=rule.chunk_gated_delta_rule, convolve=convolution.causal_conv1d, norm=norm.rms_norm_gated)
 
 

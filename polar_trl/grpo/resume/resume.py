@@ -133,6 +133,14 @@ class Resume:
             checkpoint.finish_checkpoint(folder, self._get_run_state(), is_resumable=not self.args.save_only_model)
             checkpoint.rotate_checkpoints(output_dir, limit=limit, best=state.best_model_checkpoint)
 
+    def take_best(self) -> None:
+        """Take what belongs to the weights of the best checkpoint, which transformers has just loaded."""
+        self.trl.loaded_step = -1  # the engine has those of the last step
+        best = Path(self.trl.state.best_model_checkpoint)
+        masters = checkpoint.load_masters(best, self.accelerator.process_index)
+        if self.policy_weights.rounded is not None and masters is not None:
+            self.policy_weights.rounded.load_state_dict(masters)
+
     def _restore(self, state: RunState, rank_state: RankState) -> None:
         self.trl.micro_step = state.micro_step
         self._epochs_done = state.epochs

@@ -18,7 +18,7 @@ from trl import ModelConfig, get_peft_config
 
 from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
+from polar_trl.grpo.arguments import RunParser, parse_run
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.tools.memory_plan.kernel_shapes import Kernels
@@ -81,7 +81,6 @@ def read_setup(
     _, args, model = parse_run(parser, ["--config", str(config), *overrides])
     if parser.uses_cpu:
         raise ConfigError("use_cpu is true: this run uses no GPU; add --use_cpu false to plan it for one")
-    refuse_unread(model)
     model_config = load_config(model.model_name_or_path, trust_remote_code=args.trust_remote_code)
     dtype = read_dtype(args, model_config)
     in_half = bool(args.bf16 or args.fp16) or precision in ("bf16", "fp16")
