@@ -90,7 +90,7 @@ def format_page(*kinds: type) -> str:
         "Every key of a run file that is not TRL's, with its default. All are flags too (`--max_agents 32`). From",
         "Python, those of tasks, agent, sandboxes and grader are arguments of `PolarGRPOTrainer` (`train_dataset`,",
         "`harness`, `sandbox`, `grader`), and the others are fields of `PolarGRPOConfig`. TRL's keys are in",
-        "[trl-arguments.md](trl-arguments.md). `scripts/dev/settings_page.py` writes this page from the settings' help.",
+        "[trl-arguments.md](trl-arguments.md). `scripts/dev/settings_page.py` writes this page from the help texts.",
     ]
     for title, settings in list_groups(*kinds).items():
         lines += ["", f"## {title}", "", "| key | default | what it does |", "|---|---|---|"]

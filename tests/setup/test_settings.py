@@ -50,7 +50,7 @@ def test_the_short_help_fits_on_a_screen_or_two_and_the_long_one_has_everything(
     short, _, long = capsys.readouterr().out.partition("--help-all lists TRL's as well")
     lines = short.splitlines()
     assert len(lines) < 100 and max(map(len, lines)) <= 120
-    assert "  --max_agents" in short and "adam_beta1" not in short
+    assert "  --max_agents" in short and "--reward_funcs" in short and "adam_beta1" not in short
     assert "--adam_beta1" in long and "--max_agents" in long
 
 
