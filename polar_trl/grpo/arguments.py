@@ -123,7 +123,8 @@ class RunParser(TrlParser):  # type: ignore[misc]
 
 class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.exit(message=argparse.ArgumentParser.format_help(parser))
+        print(argparse.ArgumentParser.format_help(parser))
+        parser.exit()
 
 
 def parse_run(

@@ -47,7 +47,7 @@ def test_the_short_help_fits_on_a_screen_or_two_and_the_long_one_has_everything(
         with pytest.raises(SystemExit) as ended:
             RunParser(prog="polar-trl train").parse_args_into_dataclasses([flag])
         assert ended.value.code == 0
-    short, _, long = capsys.readouterr().out.partition("--help-all lists TRL's as well")
+    short, _, long = capsys.readouterr().out.partition("--help-all lists")
     lines = short.splitlines()
     assert len(lines) < 100 and max(map(len, lines)) <= 120
     assert "  --max_agents" in short and "--reward_funcs" in short and "adam_beta1" not in short
