@@ -151,12 +151,14 @@ def build_trainer(
     from trl import get_peft_config  # before polar_trl it would let bitsandbytes print
 
     from polar_trl.grpo.resume.model_folder import require_name
+    from polar_trl.grpo.resume.resume import require_same_order
     from polar_trl.grpo.trainer import PolarGRPOTrainer
     from polar_trl.grpo.trl_arguments.script import list_script_rewards, load_script_sets
     from polar_trl.setup.run_setup import build_parts, load_run_tasks
 
     model = require_name(model_config.model_name_or_path)
     train, evals = load_run_tasks(settings, *load_script_sets(script, settings, args))
+    require_same_order(Path(args.output_dir), args, [task.id for task in train])
     parts = build_parts(
         settings,
         [*train, *evals],

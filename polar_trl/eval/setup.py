@@ -26,21 +26,20 @@ from polar_trl.grpo.arguments import RunParser, parse_groups
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
 from polar_trl.harness.base import Harness
+from polar_trl.harness.shell import read_file
 from polar_trl.setup.run_setup import (
     RunArguments,
     RunParts,
     build_parts,
+    find_agent_files,
     find_sandbox_kind,
     limit_times,
-    read_agent_files,
     require_tasks,
 )
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Task
 
-MAX_COMPLETION_LENGTH = 8192
-"""Of one model call where no setting says otherwise: TRL's own default is made for answers and not for agents."""
 _OF_TRAINING: Mapping[str, Any] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2,
     "generation_batch_size": None, "steps_per_generation": None, "max_policy_lag": 0, "resample_zero_variance": 0,
@@ -86,7 +85,6 @@ class _EvalParser(RunParser):
     def __init__(self) -> None:
         usage = "polar-trl eval [--config FILE] --output_dir OUT [--KEY VALUE ...]; see polar-trl eval --help"
         super().__init__(EvalArguments, prog="polar-trl eval", usage=usage)
-        self.set_defaults(max_completion_length=MAX_COMPLETION_LENGTH)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does. Training gets no device here: it would take memory of a GPU that is an engine's."""
@@ -191,7 +189,9 @@ def build_settings(
         **{name: getattr(run, name) for name in names},
         "sandbox": find_sandbox_kind(run, tasks),
         "agent_version": None if find_version is None else find_version(),
-        "agent_files": {name: _digest(text.encode()) for name, text in read_agent_files(run.agent_files).items()},
+        "agent_files": {
+            name: _digest(read_file(path).encode()) for name, path in find_agent_files(run.agent_files).items()
+        },
         "tasks": f"{len(tasks)} tasks {_digest(content.encode('utf-8', 'surrogatepass'))}",
         **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
         **{name: getattr(args, name) for name in of_sessions},

@@ -1,6 +1,6 @@
 """Check what a trainer is given before anything is loaded: the model, the number of tasks, and how they are graded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:
     """
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
+        on_cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
         return PolarGRPOConfig(f"{Path(name).name}-GRPO", **on_cpu)
     if not isinstance(args, PolarGRPOConfig):
         raise ConfigError(
@@ -53,10 +53,12 @@ def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:
     return args
 
 
-def require_tasks(num_train: int, num_eval: int) -> None:
-    """Raise `ConfigError` where there is nothing to train or to evaluate on."""
-    if not num_train and not num_eval:
+def require_tasks(tasks: Mapping[str, Mapping[str, Task]]) -> list[Task]:
+    """Return the tasks of all modes. Raises `ConfigError` where there is nothing to train or to evaluate on."""
+    found = [task for by_id in tasks.values() for task in by_id.values()]
+    if not found:
         raise ConfigError("train_dataset= is needed: a list of polar_trl.Task, or a data set with a column 'prompt'")
+    return found
 
 
 def own_output_dir(args: PolarGRPOConfig) -> None:
@@ -94,6 +96,21 @@ def require_a_step(num_tasks: int, args: PolarGRPOConfig) -> None:
             f"{args.generation_batch_size} rollouts, num_generations={args.num_generations}): give more tasks, or "
             "make per_device_train_batch_size or gradient_accumulation_steps smaller"
         )
+
+
+def find_parts(
+    harness: Harness, tasks: Sequence[Task], *, sandbox: SandboxBackend | None, grader: Grader | None
+) -> tuple[SandboxBackend, Grader | None]:
+    """Return the sandboxes and the grader that were given, or the defaults for these tasks.
+
+    Raises:
+        ConfigError: one is not of its kind, or only some tasks say how they are graded.
+        SandboxError: the default sandboxes do not work on this machine.
+    """
+    backend = sandbox or build_default_backend(harness, tasks)
+    grader = grader or build_default_grader(backend, tasks)
+    require_bases(backend, grader)
+    return backend, grader
 
 
 def require_bases(backend: Any, grader: Any) -> None:

@@ -5,15 +5,13 @@ Each is checked before a model is loaded: a name that leads nowhere, or weights 
 """
 
 import difflib
-import importlib
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
+from trl.import_utils import is_math_verify_available
 from trl.rewards import (
     accuracy_reward,
     get_soft_overlong_punishment,
@@ -26,6 +24,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.grpo.rewards import mark_not_finite
+from polar_trl.user_code import load_object
 
 RewardFunction: TypeAlias = Callable[..., Any] | PreTrainedModel | str
 """A function of TRL's form, a reward model, or the name of either."""
@@ -116,10 +115,12 @@ def _load(item: Any) -> Any:
     if not isinstance(item, str):
         raise ConfigError(f"reward_funcs has {item!r:.100}: give a function, the name of one, or a reward model")
     if item in TRL_REWARDS:
+        if "accuracy" in item and not is_math_verify_available():
+            raise ConfigError(f"reward_funcs: {item!r} needs the package math-verify: pip install math-verify")
         return TRL_REWARDS[item]
     module, separator, name = item.partition(":") if ":" in item else item.rpartition(".")
     if separator and all(part.isidentifier() for part in (*module.split("."), name)) and not Path(item).is_dir():
-        return _import(item, module, name)
+        return _import(f"{module}:{name}")
     if Path(item).is_dir() or "/" in item:
         return _check_model(item)
     near = difflib.get_close_matches(item, TRL_REWARDS, n=1)
@@ -130,18 +131,10 @@ def _load(item: Any) -> Any:
     )
 
 
-def _import(item: str, module_name: str, name: str) -> Callable[..., Any]:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` and `trl grpo` have it
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(f"reward_funcs: {item!r} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+def _import(name: str) -> Callable[..., Any]:
+    function = load_object("reward_funcs", name)
     if not callable(function):
-        near = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"reward_funcs: {module_name} has no function {name!r}{hint}")
+        raise ConfigError(f"reward_funcs {name!r} is {function!r:.100}, which is no function")
     return function
 
 

@@ -35,12 +35,10 @@ from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
-    build_default_backend,
-    build_default_grader,
+    find_parts,
     own_output_dir,
     read_model_config,
     require_a_step,
-    require_bases,
     require_config,
     require_harness,
     require_tasks,
@@ -119,24 +117,15 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         sandbox: SandboxBackend | None = None,
         grader: Grader | None = None,
     ) -> None:
-        refuse_arguments(
-            quantization_config=quantization_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        refuse_arguments(quantization_config, tools, rollout_func, environment_factory)
         harness = require_harness(harness)
         args = require_config(model, args)
         config = _read_config(model, args)
-        tasks: dict[str, dict[str, Task]] = {"train": read_tasks(train_dataset)}
         eval_sets = read_eval_sets(eval_dataset)
-        tasks["eval"] = merge_sets(eval_sets)
-        require_tasks(len(tasks["train"]), len(tasks["eval"]))
-        all_tasks = [*tasks["train"].values(), *tasks["eval"].values()]
+        tasks = {"train": read_tasks(train_dataset), "eval": merge_sets(eval_sets)}
+        all_tasks = require_tasks(tasks)
         require_launch(harness, all_tasks, **args.endpoint_limits)
-        backend = sandbox or build_default_backend(harness, all_tasks)
-        grader = grader or build_default_grader(backend, all_tasks)
-        require_bases(backend, grader)
+        backend, grader = find_parts(harness, all_tasks, sandbox=sandbox, grader=grader)
         functions = list_reward_functions(grader, reward_funcs, args.reward_weights)
         reward_processing_classes = match_processing_classes(reward_processing_classes, functions, grader)
         require_a_step(len(tasks["train"]), args)
@@ -160,14 +149,24 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             )
         if not tasks["train"]:
             self.train_dataset = None
+        self._serve(tasks, backend=backend, harness=harness, grader=grader)
+
+    def _serve(
+        self,
+        tasks: Mapping[str, dict[str, Task]],
+        *,
+        backend: SandboxBackend,
+        harness: Harness,
+        grader: Grader | None,
+    ) -> None:
+        """Start the proxy on TRL's engine, and build what runs sessions and trains on them."""
         freeze_unreached(self.model)
         self.vllm_generation.on_merged = self.policy_weights.note_merged
         self.proxy = self._build_proxy()
         self.proxy.start()
+        config = self.args.build_rollout_config()
         try:
-            runner = RolloutRunner(
-                proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
-            )
+            runner = RolloutRunner(proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config)
             self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
         except BaseException:
             self.proxy.stop()
@@ -223,7 +222,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             engine=self.vllm_generation.engine,
             policy_weights=self.policy_weights,
         )
-        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table):
+        lessons = self.session_rows.log.lessons
+        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table, lessons):
             if callback is not None:
                 self.add_callback(callback)
 

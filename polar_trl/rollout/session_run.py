@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from polar_trl.engine.gate import GateStats
@@ -31,6 +31,7 @@ from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.ending import Redaction, describe_exit
 from polar_trl.rollout.heartbeat import Heartbeat
 from polar_trl.rollout.progress import StageProgress
+from polar_trl.rollout.reasons import Repeats, mask_numbers
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.run_folder import require_room
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
@@ -79,6 +80,8 @@ class RunnerContext:
     train_auxiliary: bool
     stage_slots: Mapping[str, threading.BoundedSemaphore]
     progress: StageProgress
+    repeats: Repeats = field(default_factory=Repeats)
+    """Of the failures that the log has."""
 
 
 class SessionRun:
@@ -168,13 +171,19 @@ class SessionRun:
             changes=self._changes,
         )
         if failure is not None:
-            logger.warning("rollout %s has no reward: %s", rollout.id, failure.error)
+            self._report(rollout, failure)
             if failure.kind != "cancelled":
                 record = self.job.record_path
                 require_room(Path(tempfile.gettempdir()), *(() if record is None else (record.parent,)))
         return RolloutResult(
             rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
         )
+
+    def _report(self, rollout: Rollout, failure: "_Failure") -> None:
+        """Say why there is no reward: the first time, and as it goes on ever more rarely."""
+        if count := self._context.repeats.note((failure.kind, mask_numbers(failure.error))):
+            again = "" if count == 1 else f" ({count} sessions so far, for this reason)"
+            logger.warning("rollout %s has no reward%s: %s", rollout.id, again, rollout.error)
 
     def _prepare(self) -> Sandbox:
         with self._stage("prepare"):
@@ -197,7 +206,7 @@ class SessionRun:
                 env = {**task.env, **launch.env}
                 self._redaction = Redaction(env, [endpoint.api_key])
                 for path, text in launch.files.items():
-                    sandbox.put(f"~/{path}", text.encode())
+                    sandbox.put(f"~/{path}", text.encode(), executable=path in launch.executables)
                 with _Clock(sandbox, self._log, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
                     result = sandbox.run(launch.command, env=env, timeout_s=MAX_AGENT_WALL_S)
                 self._agent_exit = self._redaction.build_exit(result)
@@ -274,9 +283,12 @@ class SessionRun:
                 self._raise_if_cancelled()
                 if isinstance(error, NotFiniteRewardError):
                     self._log.count("rewards_not_finite")
-                said = error.output if isinstance(error, GradeError) else format_trace(error)
+                if isinstance(error, GradeError):
+                    why, said = str(error), error.output
+                else:
+                    why, said = describe_error(error), format_trace(error)
                 self._grading = self._redaction.clean_report(GradeReport(output_tail=said))
-                return None, _Failure("grader_failed", f"the grader failed: {describe_error(error)}")
+                return None, _Failure("grader_failed", f"the grader failed: {why}")
 
     def _withdraw_grading(self) -> None:
         if self._grading_is_ordered and self._context.grader is not None:

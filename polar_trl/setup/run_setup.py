@@ -4,11 +4,10 @@ Settings that nothing would read, and tasks whose graders do not tell their solu
 (`ConfigError`).
 """
 
-import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -22,7 +21,7 @@ from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.base import Harness, require_launch
-from polar_trl.harness.own import is_class_name, load_harness
+from polar_trl.harness.own import load_harness
 from polar_trl.harness.shell import PLACEHOLDERS, ShellHarness
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
@@ -33,6 +32,7 @@ from polar_trl.tasks.environment import list_environments, provide_python, refus
 from polar_trl.tasks.load import load_task_set
 from polar_trl.tasks.rules import check_limits
 from polar_trl.types import Task
+from polar_trl.user_code import is_object_name, load_object
 
 _PLAIN = Task(id="", instruction="")
 _SECONDS = {name: getattr(_PLAIN, name) for name in ("prepare_timeout_s", "agent_timeout_s", "grade_timeout_s")}
@@ -121,7 +121,8 @@ class RunArguments:
         },
     )
     agent_files: list[str] = field(
-        default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
+        default_factory=list,
+        metadata={"help": "Files copied into the agent's HOME before it starts, with their executable bits."},
     )
     agent_folders: list[str] = field(
         default_factory=list,
@@ -196,11 +197,11 @@ def build_harness(run: RunArguments) -> Harness:
             raise ConfigError(f"agent_options has {names}; those of agent_command are: auxiliary_without_tools")
         return ShellHarness(
             run.agent_command,
-            files=read_agent_files(run.agent_files),
+            files=find_agent_files(run.agent_files),
             folders=find_agent_folders(run.agent_folders),
             **options,
         )
-    if run.agent not in AGENTS and not is_class_name(run.agent):
+    if run.agent not in AGENTS and not is_object_name(run.agent):
         raise ConfigError(
             f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}, and classes of your own as "
             "package.module:Class"
@@ -210,7 +211,7 @@ def build_harness(run: RunArguments) -> Harness:
             raise ConfigError(
                 f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
             )
-    return load_harness(run.agent, options) if is_class_name(run.agent) else build_agent(run.agent, options)
+    return load_harness(run.agent, options) if is_object_name(run.agent) else build_agent(run.agent, options)
 
 
 def read_agent_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
@@ -324,30 +325,23 @@ def load_grader(spec: str | None, backend: SandboxBackend | None = None) -> Grad
     """Load the grader that a setting names: an importable function, or a shell command."""
     if spec is None:
         return None
-    module, colon, name = spec.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), name)):
-        try:
-            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"grader {spec!r} cannot be imported: {error}") from error
+    if is_object_name(spec):
+        function = load_object("grader", spec)
+        if not callable(function):
+            raise ConfigError(f"grader {spec!r} is a {type(function).__name__}, and must be a function")
         return FunctionGrader(function)
     return CommandGrader(spec, backend=backend)
 
 
-def read_agent_files(names: list[str]) -> dict[str, str]:
-    """Read the texts of files, by the names that they get in HOME."""
+def find_agent_files(names: list[str]) -> dict[str, Path]:
+    """Find files, by the names that they get in HOME."""
     if isinstance(names, str):
         raise ConfigError(f"agent_files must be a list, such as [{names}]")
-    files: dict[str, str] = {}
+    files: dict[str, Path] = {}
     for path in (Path(find_packaged(name)) for name in names):
         if path.name in files:
             raise ConfigError(f"agent_files has two files named {path.name!r}; they would overwrite each other")
-        try:
-            files[path.name] = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"agent_files: {path} is not a text file") from error
-        except OSError as error:
-            raise ConfigError(f"agent_files: {path} cannot be read ({error.strerror})") from error
+        files[path.name] = path
     return files
 
 

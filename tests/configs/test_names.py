@@ -14,7 +14,7 @@ from polar_trl.configs.small_model import MODEL_NAME, make_small_model
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.arguments import RunParser, parse_run
 from polar_trl.grpo.resume.model_folder import require_name
-from polar_trl.setup.run_setup import load_run_tasks, read_agent_files
+from polar_trl.setup.run_setup import find_agent_files, load_run_tasks
 
 
 def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_copy_of_a_run_file_works_in_another_folder(
     run, _, model = parse_run(RunParser(), ["--config", "mine.yaml", "--sandbox", "local"])
     train, _ = load_run_tasks(run)
     assert len(train) == 96
-    assert list(read_agent_files(run.agent_files)) == ["shell_agent.py"]
+    assert list(find_agent_files(run.agent_files)) == ["shell_agent.py"]
     assert require_name(model.model_name_or_path) == str(tmp_path / "models" / MODEL_NAME)
 
 

@@ -188,8 +188,9 @@ def test_reward_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.
     ("build", "message"),
     [
         (lambda _: "acuracy_reward", "did you mean 'accuracy_reward'"),
-        (lambda _: "no_such_module.f", "'no_such_module.f' cannot be imported: ModuleNotFoundError"),
-        (lambda _: "json:dump_it", r"json has no function 'dump_it'; did you mean 'dumps?'"),
+        (lambda _: "accuracy_reward", "'accuracy_reward' needs the package math-verify: pip install math-verify"),
+        (lambda _: "no_such_module.f", "there is no module 'no_such_module'"),
+        (lambda _: "json:dump_it", r"has no 'dump_it'; did you mean 'dumps?'"),
         (lambda _: 3, "reward_funcs has 3: give a function, the name of one, or a reward model"),
         (lambda _: "nobody/nothing", "reward_funcs: no model at 'nobody/nothing'"),
         (lambda folder: save_causal(folder), "is a LlamaForCausalLM; a reward model is a sequence classification"),

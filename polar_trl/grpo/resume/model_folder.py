@@ -109,7 +109,7 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path, *, trust_remote_code: bo
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ConfigError("an adapter needs the package peft: pip install -e '.[peft]'") from error
+        raise ConfigError("an adapter needs the package peft: pip install 'polar-trl[peft]'") from error
     from trl.trainer.utils import create_model_from_path
 
     adapter = Path(checkpoint.name)

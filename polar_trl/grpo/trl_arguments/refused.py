@@ -133,9 +133,9 @@ def refuse_model_kwargs(config: Any) -> None:
         )
 
 
-def refuse_arguments(**given: Any) -> None:
-    """Raise `ConfigError` for an argument of `ARGUMENTS` that is given."""
-    for name, value in given.items():
+def refuse_arguments(*given: Any) -> None:
+    """Raise `ConfigError` for an argument that is given, of those in `ARGUMENTS` and in that order."""
+    for name, value in zip(ARGUMENTS, given, strict=True):
         if value is not None and value != []:
             raise ConfigError(f"{name} cannot be used: {ARGUMENTS[name]}")
 

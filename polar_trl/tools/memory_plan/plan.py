@@ -220,7 +220,7 @@ def _list_variants(setup: Setup, found: MemoryPlan) -> Iterator[tuple[str, Setup
     if not setup.kernels.liger:
         yield "use_liger_kernel: true", replace(setup, kernels=replace(setup.kernels, liger=True))
     if found.is_hybrid and not setup.kernels.fla:
-        yield "pip install -e '.[kernels]'", replace(setup, kernels=replace(setup.kernels, fla=True))
+        yield "pip install 'polar-trl[kernels]'", replace(setup, kernels=replace(setup.kernels, fla=True))
     if setup.peft_config is None:
         lora = get_peft_config(ModelConfig(use_peft=True, lora_r=32, lora_target_modules="all-linear"))
         yield "use_peft: true, lora_r: 32, lora_target_modules: all-linear", replace(setup, peft_config=lora)

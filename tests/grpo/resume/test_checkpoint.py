@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.logs.trained_log import rewind_trained
 from polar_trl.grpo.packing.forward import pack_rows
 from polar_trl.grpo.resume.checkpoint import (
@@ -30,6 +31,7 @@ from polar_trl.grpo.resume.checkpoint import (
     rotate_checkpoints,
     save_rank_state,
 )
+from polar_trl.grpo.resume.resume import describe_order, require_same_order
 
 CPU = torch.device("cpu")
 
@@ -188,7 +190,19 @@ def test_a_setting_that_the_order_hangs_on_must_stay() -> None:
         require_same_settings({"seed": 42, "num_generations": 8}, {"seed": 42, "num_generations": 4})
 
 
-@pytest.mark.parametrize("name", ["checkpoint-2", "sessions", "trained.jsonl", "summary.json"])
+def test_another_order_of_tasks_is_noticed_before_anything_is_loaded(tmp_path: Path) -> None:
+    args = PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, resume_from_checkpoint="auto")
+    require_same_order(tmp_path, args, ["a", "b"])  # no checkpoint: the run begins
+    folder = tmp_path / "checkpoint-2"
+    begin_checkpoint(folder)
+    save_rank_state(folder, 0, RankState())
+    finish_checkpoint(folder, build_state(2, **describe_order(args, ["a", "b"])))
+    require_same_order(tmp_path, args, ["a", "b"])
+    with pytest.raises(ConfigError, match=r"tasks is '.*' and was '.*' when the checkpoint was written"):
+        require_same_order(tmp_path, args, ["b", "a"])
+
+
+@pytest.mark.parametrize("name", ["checkpoint-2", "trained.jsonl", "summary.json"])
 def test_a_folder_that_holds_a_run_is_not_begun_in(tmp_path: Path, name: str) -> None:
     run, other = tmp_path / "run", write_checkpoint(tmp_path / "other", 2)
     run.mkdir()
@@ -202,6 +216,12 @@ def test_a_folder_that_holds_a_run_is_not_begun_in(tmp_path: Path, name: str) ->
     assert choose_start(run, "auto") is None
     four = write_checkpoint(run, 4)
     assert choose_start(run, "auto") == choose_start(run, str(four)) == four
+
+
+def test_sessions_of_a_start_that_made_no_step_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "sessions").mkdir()
+    (tmp_path / "rows").mkdir()
+    assert choose_start(tmp_path, None) is None
 
 
 def test_trained_lists_what_the_weights_have_seen(tmp_path: Path) -> None:
