@@ -23,6 +23,8 @@ from polar_trl.cli import main
 from polar_trl.collect.data_set import Selection, build_data_set
 from polar_trl.collect.run import parse_collection
 
+pytestmark = pytest.mark.timeout(900)  # several engines are loaded, one after the other
+
 PAGE = ROOT / "docs" / "after-training.md"
 MERGE, _, SERVE, SERVE_ADAPTER, LOGIN, UPLOAD, COLLECT, SFT, TRAIN = list_lines("\n".join(find_blocks(PAGE, "bash")))
 TWO_CORES = (

@@ -15,6 +15,8 @@ from records import read_session
 
 from polar_trl.cache import CACHE_VARIABLE
 
+pytestmark = pytest.mark.timeout(900)  # several engines are loaded, one after the other
+
 EXAMPLE = ROOT / "examples" / "own_repository"
 PAGE = ROOT / "docs" / "own-repository.md"
 ON_A_GPU, ON_A_CPU = (list_lines(block)[1:] for block in find_blocks(PAGE, "bash"))
