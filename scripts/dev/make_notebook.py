@@ -2,11 +2,13 @@
 """Make examples/notebook.ipynb of examples/notebook.py, and execute it: pip install ipykernel nbclient nbformat.
 
   python scripts/dev/make_notebook.py
+  python scripts/dev/make_notebook.py --no-outputs    without executing it
 
 The kernel is this Python. What the terminal would show of progress is left out of the outputs.
 """
 
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -59,9 +61,10 @@ def main() -> None:
     from nbclient import NotebookClient
 
     notebook = build_notebook(read_cells(SOURCE.read_text(encoding="utf-8")))
-    with tempfile.TemporaryDirectory() as folder:
-        NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": folder}}).execute()
-    keep_readable(notebook)
+    if "--no-outputs" not in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as folder:
+            NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": folder}}).execute()
+        keep_readable(notebook)
     nbformat.write(notebook, NOTEBOOK)
     print(NOTEBOOK)
 

@@ -1,4 +1,4 @@
-"""Test examples/notebook.ipynb: its cells are those of examples/notebook.py, which runs, and its outputs are there."""
+"""Test examples/notebook.ipynb: its cells are those of examples/notebook.py, which runs; outputs are of a whole run."""
 
 import json
 import subprocess
@@ -19,10 +19,13 @@ def test_its_cells_are_those_of_the_source() -> None:
     assert cells == read_cells(SOURCE.read_text(encoding="utf-8")), "run scripts/dev/make_notebook.py"
 
 
-def test_it_was_executed_to_its_end_without_an_error() -> None:
+def test_its_outputs_are_those_of_a_run_to_the_end_without_an_error() -> None:
     code = [cell for cell in read_notebook()["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
+    if not outputs:  # as scripts/dev/make_notebook.py --no-outputs writes it
+        assert [cell["execution_count"] for cell in code] == [None] * len(code)
+        return
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert all(output["output_type"] != "error" for output in outputs)
     printed = "".join("".join(output.get("text", "")) for output in outputs)
     assert "step 10: reward" in printed and "reward: " in printed
