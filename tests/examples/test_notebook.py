@@ -1,4 +1,4 @@
-"""Test examples/notebook.ipynb: its cells are those of examples/notebook.py, which runs; outputs are of a whole run."""
+"""Test examples/notebook.ipynb: its cells are those of examples/notebook.py, which runs; outputs are of one run."""
 
 import json
 import subprocess
