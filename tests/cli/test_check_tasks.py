@@ -205,7 +205,10 @@ def test_a_run_refuses_bad_tasks(task: Path, tmp_path: Path) -> None:
         )
         assert done.returncode == 1
         said.append(done.stderr)
-    assert "train: 1 of 1 tasks are of no use" in said[0] and "\n  calc: the solution gets 0" in said[0]
+    assert (
+        "train: 1 of 1 tasks fail the check of their solutions" in said[0]
+        and "\n  calc: the solution gets 0" in said[0]
+    )
     assert "no model at 'no/such/model'" in said[1]
 
 
