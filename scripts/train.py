@@ -49,7 +49,8 @@ def run() -> None:
     from polar_trl.grpo.preflight import own_output_dir
     from polar_trl.grpo.resume.checkpoint import choose_start
 
-    settings, args, model_config = parse_run(RunParser(description=__doc__))
+    parser = RunParser(description=__doc__)
+    settings, args, model_config = parse_run(parser)
     started, folder = time.monotonic(), Path(args.output_dir)
     own_output_dir(args)
     checkpoint = choose_start(folder, args.resume_from_checkpoint)
@@ -58,6 +59,7 @@ def run() -> None:
         return
     with disk_errors(folder):
         trainer = build_trainer(settings, args, model_config)
+    trainer.settings_log.add(settings, model_config, run_file=parser.run_file)
     try:
         with disk_errors(folder):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -35,11 +35,14 @@ class RunParser(TrlParser):  # type: ignore[misc]
 
     def __init__(self, *more: type, **kwargs: Any) -> None:
         super().__init__((RunArguments, PolarGRPOConfig, ModelConfig, *more), allow_abbrev=False, **kwargs)
+        self.run_file: tuple[str, str] | None = None
+        """Path and text of the run file that was read."""
 
     def read_file(self, path: str) -> None:
         """Take the defaults from a run file, read as flags would be. Its `env` sets variables of the environment."""
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+            content = yaml.safe_load(text)
         except OSError as error:
             raise ConfigError(f"--config {path} cannot be read ({error.strerror}); give a run file") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -47,6 +50,7 @@ class RunParser(TrlParser):  # type: ignore[misc]
         if not isinstance(content, dict) or not isinstance(environment := content.pop("env", {}), dict):
             raise ConfigError(f"--config {path} must be a mapping, lines of `key: value`, and so must its env")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
+        self.run_file = path, text
         actions = {action.dest: action for action in self._actions if action.nargs != 0}
         self._refuse_unknown(path, [str(name) for name in content if name not in actions])
         hints = {name: hint for group in self.dataclass_types for name, hint in get_type_hints(group).items()}

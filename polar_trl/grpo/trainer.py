@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
@@ -22,7 +23,9 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import build_dataset, read_tasks
 from polar_trl.grpo.logs.completions_table import CompletionsTable
 from polar_trl.grpo.logs.metrics_log import MetricsLog
+from polar_trl.grpo.logs.model_card import build_card
 from polar_trl.grpo.logs.rollout_log import RolloutLog
+from polar_trl.grpo.logs.settings_log import SettingsLog
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
@@ -45,7 +48,7 @@ from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.harness.base import Harness, require_launch
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
-from polar_trl.run_folder import disk_errors
+from polar_trl.run_folder import disk_errors, write_whole
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
@@ -131,13 +134,13 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             runner = RolloutRunner(
                 proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
             )
-            self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
+            self._build_parts(runner, tasks, harness=harness, has_grader=grader is not None)
         except BaseException:
             self.proxy.stop()
             raise
 
     def _build_parts(
-        self, runner: RolloutRunner, tasks: Mapping[str, Mapping[str, Task]], *, agent: str, has_grader: bool
+        self, runner: RolloutRunner, tasks: Mapping[str, Mapping[str, Task]], *, harness: Harness, has_grader: bool
     ) -> None:
         """Build what a step is made of, in the order of `step.py`."""
         args, run = self.args, Path(self.args.output_dir)
@@ -186,7 +189,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             engine=self.vllm_generation.engine,
             policy_weights=self.policy_weights,
         )
-        for callback in (self.step.trained_log, MetricsLog(run, self._describe_run(agent)), table):
+        self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
+        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -215,14 +219,18 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         params = GenerationParams(max_tokens=args.max_completion_length, temperature=args.temperature)
         return Proxy(self.vllm_generation.engine, renderer, params=params)
 
-    def _describe_run(self, agent: str) -> dict[str, Any]:
-        """Return the content of `settings.json`: model, agent, renderer, longest row."""
+    def _describe_run(self, harness: Harness, tasks: Mapping[str, Mapping[str, Task]]) -> dict[str, Any]:
+        """Return what `settings.json` says of the run besides its arguments."""
         name = self.model.name_or_path
+        find_version = getattr(harness, "find_installed_version", None)
         return {
             "model": os.path.abspath(name) if os.path.isdir(name) else name,
-            "agent": agent,
+            "agent": harness.name,
+            "agent_version": None if find_version is None else find_version(),
             "renderer": self.args.renderer,
             "max_trajectory_tokens": self._read_longest_row(),
+            "num_tasks": len(tasks["train"]),
+            "num_eval_tasks": len(tasks["eval"]),
         }
 
     def _read_longest_row(self) -> int:
@@ -280,6 +288,29 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """transformers', with a model card in the folder."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            self._write_card(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+        """Write a model card into the run's folder, of the agent, the tasks and the figures, in the place of TRL's."""
+        if self.is_world_process_zero():
+            self._write_card(Path(self.args.output_dir), model_name, kwargs.get("tags") or ())
+
+    def _write_card(self, folder: Path, name: str | None = None, tags: str | Sequence[str] = ()) -> None:
+        run = (self.args.hub_model_id or os.path.abspath(self.args.output_dir)).rpartition("/")[2]
+        card = build_card(
+            self.settings_log.settings or self.settings_log.facts,
+            self.state.log_history,
+            name=name or run,
+            seconds=self.resume.seconds,
+            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags)],
+            is_adapter=is_peft_model(self.model),
+        )
+        write_whole(folder / "README.md", card.encode())
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """transformers', without sessions, rows and logs."""
