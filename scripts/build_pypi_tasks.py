@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Rebuild repair tasks from PyPI source releases, as Harbor task folders.
 
-Without --mutate: the real bug fixes of configs/tasks/pypi_tasks.json, easiest first. With --mutate: defects made by
-single edits of a package's code, with its own tests as the judge. Nothing of a package is part of this repository:
-archives are downloaded with pip (so your index settings hold) and kept in the cache, $POLAR_TRL_CACHE or
+Without --mutate: the real bug fixes of polar_trl/configs/tasks/pypi_tasks.json, easiest first. With --mutate: defects
+made by single edits of a package's code, with its own tests as the judge. Nothing of a package is part of this
+repository: archives are downloaded with pip (so your index settings hold) and kept in the cache, $POLAR_TRL_CACHE or
 ~/.cache/polar-trl. Folders that are there already are kept, so an interrupted run goes on where it ended.
 
   python scripts/build_pypi_tasks.py --out tasks                            all of them

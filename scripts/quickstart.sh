@@ -4,7 +4,7 @@
 #   bash scripts/quickstart.sh
 #   bash scripts/quickstart.sh --seed 7 --steps 12
 #
-# Options: --seed N (default 42), --steps N (default 20); anything else goes to scripts/train.py.
+# Options: --seed N (default 42), --steps N (default 20); anything else goes to polar-trl train.
 # Installs into .venv, keeps the model in .cache, writes the run to runs/quickstart-seed<N>-<time> or --output_dir.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ seed=42 steps=20 run='' resumes='' sandbox='' rest=()
 while [ $# -gt 0 ]; do
   name=${1%%=*}
   if [ "$name" = "$1" ]; then value=${2:-} taken=2; else value=${1#*=} taken=1; fi
-  case ${name//-/_} in  # scripts/train.py takes hyphens for underscores too
+  case ${name//-/_} in  # polar-trl train takes hyphens for underscores too
     __seed|__steps|__max_steps)
       [[ $value =~ ^[0-9]+$ ]] || fail "$name takes a number"
       [ "$name" = --seed ] && seed=$value || steps=$value
@@ -36,7 +36,6 @@ run=${run:-runs/quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)}
 
 bash scripts/install.sh
 bin=${VENV:-.venv}/bin
-"$bin/python" scripts/dev/get_model.py > /dev/null
 # Where the default sandbox does not work: the agent of this run is small, and local sandboxes say what they do not hold.
 trial='from polar_trl.sandbox import build_backend; build_backend("auto")'
 if [ -z "$sandbox" ] && ! why=$("$bin/python" -c "$trial" 2>&1); then
@@ -48,6 +47,6 @@ export MALLOC_MMAP_THRESHOLD_=4294967295 MALLOC_TRIM_THRESHOLD_=17179869184
 # One process needs no launcher; that of accelerate would answer Ctrl-C with a traceback and not wait for the run.
 export ACCELERATE_USE_CPU=true OMP_NUM_THREADS="$(nproc)"
 echo "quickstart: $steps steps into $run; a step takes about 12 seconds on two cores" >&2
-"$bin/python" scripts/train.py --config configs/quickstart.yaml --seed "$seed" --max_steps "$steps" \
+"$bin/polar-trl" train quickstart --seed "$seed" --max_steps "$steps" \
   --output_dir "$run" ${rest[@]+"${rest[@]}"}
 echo "next: bash scripts/quickstart.sh --seed $((seed + 1)) --temperature 1.0, or your own agent: docs/own-agent.md"

@@ -40,7 +40,7 @@ PAPER: Mapping[str, tuple[float, float]] = {
 """pass@1 in per cent of Qwen3.5-4B before and after training inside the agent, on SWE-bench Verified: table 1 of
 arXiv 2605.24220."""
 BASE, TRAINED = "base", "trained-"
-CONFIG = "configs/qwen3.5-4b_skyrl293_8xh100.yaml"
+CONFIG = "swe_8gpu"
 TASKS = "swe-bench-verified"
 OF_MODEL = ("model", "tokenizer", "served_name")
 """Settings that cells of one model share; those of one agent share what begins with "agent", and all the rest."""

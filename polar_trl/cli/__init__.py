@@ -7,12 +7,15 @@ on standard error. A subcommand imports heavy packages only when it runs.
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from polar_trl import __version__
-from polar_trl.cli import check_tasks, clean, collect, doctor, eval, inspect, lint_template, plan, replay, serve
 from polar_trl.errors import ConfigError, PolarError
 
-SUBCOMMANDS = (doctor, inspect, replay, eval, serve, collect, check_tasks, plan, lint_template, clean)
+SUBCOMMANDS = (
+    *("train", "configs", "doctor", "inspect", "replay", "eval", "serve", "collect", "check_tasks", "plan"),
+    *("lint_template", "clean"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,12 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polar-trl",
-        description="GRPO for any unmodified coding agent: look at runs and check them.",
-        epilog="examples:\n  polar-trl doctor\n  polar-trl replay runs/first\n  polar-trl replay --help\n",
+        description="GRPO for any unmodified coding agent: train, look at runs and check them.",
+        epilog="examples:\n  polar-trl train quickstart\n  polar-trl doctor\n  polar-trl replay --help\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"polar-trl {__version__}")
     subparsers = parser.add_subparsers(metavar="SUBCOMMAND", required=True)
     for subcommand in SUBCOMMANDS:
-        subcommand.add_parser(subparsers)
+        # imported here: `python -m polar_trl.cli.train` warns if its module is loaded before it runs
+        import_module(f"polar_trl.cli.{subcommand}").add_parser(subparsers)
     return parser

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  polar-trl collect --config configs/quickstart.yaml --num_samples 4 --output_dir runs/collect
+  polar-trl collect --config quickstart --num_samples 4 --output_dir runs/collect
       the run's model, loaded here
 
   polar-trl collect --config my_run.yaml --base_url http://127.0.0.1:8000/v1 --num_samples 4 \\
@@ -32,7 +32,7 @@ examples:
   polar-trl collect --recorded runs/serve-checkpoint-70 --sessions fix-login --output_dir runs/mine
       sessions of your own, which polar-trl serve recorded: nothing is run or graded
 
-Other flags are keys of the run, as scripts/train.py takes them, and of polar-trl eval: num_samples, max_attempts,
+Other flags are keys of the run, as polar-trl train takes them, and of polar-trl eval: num_samples, max_attempts,
 limit, task_ids, eval_temperature, num_engines, base_url, served_name, text_only. A key for the server is read from
 $OPENAI_API_KEY. The same command goes on where it was stopped; where nothing is left to run it builds the data set
 again. Exits with 1 if nothing was accepted. docs/collect.md shows how to train on it.

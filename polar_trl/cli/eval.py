@@ -13,13 +13,13 @@ from polar_trl.eval.arguments import EvalArguments
 
 EPILOG = """\
 examples:
-  polar-trl eval --config configs/quickstart.yaml --output_dir runs/eval
-  polar-trl eval --config configs/qwen3.5-4b_skyrl293_8xh100.yaml --model_name_or_path runs/pi/checkpoint-70 \\
+  polar-trl eval --config quickstart --output_dir runs/eval
+  polar-trl eval --config swe_8gpu --model_name_or_path runs/pi/checkpoint-70 \\
       --tasks swe-bench-verified --num_samples 4 --k 1 4 --num_engines 8 --output_dir runs/eval-pi-70
   polar-trl eval --agent pi --tasks tasks.jsonl --sandbox bwrap --model_name_or_path Qwen/Qwen3-4B \\
       --vllm_max_model_length 32768 --output_dir runs/eval-base
 
-All keys of a run are flags here too, as scripts/train.py takes them; what concerns training alone is not read. The
+All keys of a run are flags here too, as polar-trl train takes them; what concerns training alone is not read. The
 tasks are --tasks, or else eval_tasks of the run file, or else its tasks. A folder that holds results goes on from
 them. Exits with 1 if nothing could be graded. docs/eval.md says what the numbers mean.
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  polar-trl plan --config configs/qwen3_4b_pi_pypi_1gpu.yaml --gpu 80GB
-  polar-trl plan --config my_run.yaml --gpu 80GB --gpus 8 --accelerate configs/accelerate/fsdp2.yaml
+  polar-trl plan --config pi_1gpu --gpu 80GB
+  polar-trl plan --config my_run.yaml --gpu 80GB --gpus 8 --accelerate fsdp2
   polar-trl plan --config my_run.yaml --gpu 24GB --lora_r 16 --max_tokens_per_device 16384
 
-Other flags are keys of the run, as scripts/train.py takes them. Only the model's configuration is read. Exits with 1
+Other flags are keys of the run, as polar-trl train takes them. Only the model's configuration is read. Exits with 1
 if the run does not fit; see docs/scaling.md for what is counted and what is estimated.
 """
 
@@ -37,10 +37,14 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # what is left are keys of the run
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run file")
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the run file, or the name of one of ours"
+    )
     parser.add_argument("--gpu", required=True, metavar="SIZE", help="memory of one GPU, such as 80GB")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: the accelerate file's, or 1)")
-    parser.add_argument("--accelerate", type=Path, metavar="FILE", help="as accelerate launch --config_file gets it")
+    parser.add_argument(
+        "--accelerate", metavar="FILE", help="as polar-trl train gets it: a file, or the name of one of ours"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run, overrides=[])
 

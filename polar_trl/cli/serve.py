@@ -35,7 +35,7 @@ Ctrl-C ends serving and the records; the second one ends it at once.
   polar-trl inspect OUT                       the sessions as pages
   polar-trl collect --recorded OUT --output_dir DATA   a data set of those that you keep
 
-The port is {DEFAULT_PORT} unless it is given. Other flags are keys of a run, as scripts/train.py takes them, and of
+The port is {DEFAULT_PORT} unless it is given. Other flags are keys of a run, as polar-trl train takes them, and of
 polar-trl eval. What an agent asks of sampling (temperature and the like) is recorded and not done: the run's settings
 are. docs/serve.md says more.
 """

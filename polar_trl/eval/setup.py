@@ -26,7 +26,7 @@ from polar_trl.grpo.arguments import RunParser, parse_groups, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
 from polar_trl.harness.base import Harness
-from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts, find_sandbox_kind
+from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts, find_sandbox_kind, read_agent_files
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Task
@@ -184,7 +184,7 @@ def build_settings(
         **{name: getattr(run, name) for name in names},
         "sandbox": find_sandbox_kind(run, tasks),
         "agent_version": None if find_version is None else find_version(),
-        "agent_files": {Path(name).name: _digest(Path(name).read_bytes()) for name in run.agent_files},
+        "agent_files": {name: _digest(text.encode()) for name, text in read_agent_files(run.agent_files).items()},
         "tasks": f"{len(tasks)} tasks {_digest(content.encode('utf-8', 'surrogatepass'))}",
         **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
         **{name: getattr(args, name) for name in of_sessions},

@@ -10,13 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from trl import ModelConfig, TrlParser
 
+from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.setup.run_setup import RunArguments
@@ -39,10 +39,12 @@ class RunParser(TrlParser):  # type: ignore[misc]
         """Path and text of the run file that was read."""
 
     def read_file(self, path: str) -> None:
-        """Take the defaults from a run file, read as flags would be. Its `env` sets variables of the environment."""
+        """Take the defaults from a run file (path or name), read as flags would be. `env` sets the environment."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = find_config(path).read_text(encoding="utf-8")
             content = yaml.safe_load(text)
+        except ConfigError as error:
+            raise ConfigError(f"--config: {error}") from error
         except OSError as error:
             raise ConfigError(f"--config {path} cannot be read ({error.strerror}); give a run file") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polar_trl.configs import find_packaged
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, check_gradable
@@ -294,7 +295,7 @@ def read_agent_files(names: list[str]) -> dict[str, str]:
     if isinstance(names, str):
         raise ConfigError(f"agent_files must be a list, such as [{names}]")
     files: dict[str, str] = {}
-    for path in map(Path, names):
+    for path in (Path(find_packaged(name)) for name in names):
         if path.name in files:
             raise ConfigError(f"agent_files has two files named {path.name!r}; they would overwrite each other")
         try:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from polar_trl.configs import find_packaged
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.tasks.harbor import load_harbor
 from polar_trl.tasks.jsonl import load_tasks
@@ -25,11 +26,13 @@ def load_task_set(source: str | Path, *, split: str | None = None, limit: int | 
 
     Args:
         source: A JSONL file of tasks; a folder with a task.toml or with folders that have one; a .parquet, .json or
-            .jsonl file of SWE-bench rows or a folder of such files; a name of `DATASETS`; "owner/name" on the hub.
+            .jsonl file of SWE-bench rows or a folder of such files; `polar_trl:PATH`, a file of the package; a name of
+            `DATASETS`; "owner/name" on the hub.
         split: Of SWE-bench rows in a folder or on the hub.
 
     Raises `TaskError` with the id and the field of what is wrong, `ConfigError` where there is no such source.
     """
+    source = find_packaged(str(source))
     path = Path(source)
     if path.is_dir():
         if (path / "task.toml").is_file() or any(path.glob("[!.]*/task.toml")):
@@ -41,7 +44,7 @@ def load_task_set(source: str | Path, *, split: str | None = None, limit: int | 
         if path.suffix in ROW_FILES or _holds_swebench_rows(path):
             return load_swebench(path, split=split, limit=limit)
         return load_tasks(path, limit=limit)
-    name = str(source)
+    name = source
     if name.lower() in DATASETS or (_HUB_NAME.fullmatch(name) and not path.suffix and name[0] != "."):
         return load_swebench(name, split=split, limit=limit)
     if path.suffix in (*ROW_FILES, ".jsonl"):

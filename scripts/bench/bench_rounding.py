@@ -295,7 +295,7 @@ def inject_faults(model: str) -> dict[str, Any]:
         train_dataset=[Task(id=str(number), instruction="x") for number in range(4)],
         harness=ShellHarness(
             "python3 -I -S ~/shell_agent.py --max-turns 2 -- {instruction}",
-            files={"shell_agent.py": (ROOT / "examples" / "shell_agent.py").read_text()},
+            files={"shell_agent.py": (ROOT / "polar_trl" / "configs" / "agents" / "shell_agent.py").read_text()},
         ),
         reward_funcs=reward,
     )

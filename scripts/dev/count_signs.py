@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count signs of reward hacking in the fixes of configs/tasks/pypi_tasks.json: there should be none.
+"""Count signs of reward hacking in the fixes of polar_trl/configs/tasks/pypi_tasks.json: there should be none.
 
   python scripts/dev/count_signs.py [--limit N]
 
@@ -19,7 +19,7 @@ from polar_trl.tasks.build.folders import diff_trees
 from polar_trl.tasks.build.pypi import build_draft, load_specs
 from polar_trl.tasks.build.suite import install_environment
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "tasks"
+CONFIGS = Path(__file__).resolve().parents[2] / "polar_trl" / "configs" / "tasks"
 
 
 def main() -> None:

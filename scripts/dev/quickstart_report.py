@@ -36,8 +36,8 @@ def write_report(summaries: dict[str, dict[str, Any]]) -> str:
         "# What the quickstart gives",
         "",
         "`bash scripts/quickstart.sh --seed N`: SmolLM2-135M-Instruct (dequantised from 4 bits), float32, full",
-        "fine-tuning through `examples/shell_agent.py` on `configs/tasks/shell_ladder.jsonl`. The reward is shaped,",
-        "in [0, 1]; 1 is an exact solution. Figures are those of each run's `summary.json`.",
+        "fine-tuning through `polar_trl/configs/agents/shell_agent.py` on `tasks/shell_ladder.jsonl` beside it. The "
+        "reward is shaped, in [0, 1]; 1 is an exact solution. Figures are those of each run's `summary.json`.",
         "",
         f"Machine: {describe_machine()}. Versions: {', '.join(f'{name} {version(name)}' for name in VERSIONS)}. "
         f"Written on {date.today()} by `scripts/dev/quickstart_report.py`.",

@@ -5,7 +5,7 @@
 
 A seed alone does not determine a run: agents ask at the same time, and the engine draws for them in the order of their
 arrival. Here one agent runs at a time, and each request is sampled with a seed of its own, made of its prompt and of
-how often that prompt was asked before. Options go to scripts/train.py. Prints the mean reward of each step.
+how often that prompt was asked before. Options go to polar-trl train. Prints the mean reward of each step.
 """
 
 import runpy
@@ -34,7 +34,7 @@ def main() -> None:
 
     LLMEngine.add_request = add_seeded
     options = ["--max_agents", "1", "--max_preparing", "1", "--max_grading", "1", *sys.argv[1:]]
-    sys.argv = ["train.py", "--config", str(ROOT / "configs" / "quickstart.yaml"), *options]
+    sys.argv = ["train.py", "--config", "quickstart", *options]
     runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
 
 

@@ -113,10 +113,10 @@ def train(args: argparse.Namespace) -> None:
     trainer = PolarGRPOTrainer(
         model=str(args.checkpoint),
         args=build_config(args),
-        train_dataset=load_task_set("configs/tasks/shell_ladder.jsonl"),
+        train_dataset=load_task_set("polar_trl/configs/tasks/shell_ladder.jsonl"),
         harness=ShellHarness(
             "python3 -I -S ~/shell_agent.py --max-turns 2 -- {instruction}",
-            files={"shell_agent.py": Path("examples/shell_agent.py").read_text()},
+            files={"shell_agent.py": Path("polar_trl/configs/agents/shell_agent.py").read_text()},
         ),
         reward_funcs=[even_ids],
         peft_config=adapter,

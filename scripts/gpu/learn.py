@@ -4,7 +4,7 @@
   bash scripts/gpu/run.sh learn --model .cache/models/SmolLM2-135M-Instruct --steps 30
   bash scripts/gpu/run.sh learn --model MODEL --steps 30 --arms bfloat16 float32 lora --per_gpu 3 --seconds 500
   bash scripts/gpu/run.sh learn --model MODEL --seeds 1 --processes 1 2 --name two_gpus        # ranks: one, then two
-  bash scripts/gpu/run.sh learn --model MODEL --config configs/ladder_pi.yaml --name pi -- --temperature 0.8
+  bash scripts/gpu/run.sh learn --model MODEL --config ladder_pi --name pi -- --temperature 0.8
 
 Runs scripts/train.py once per arm (a set of flags, `ARMS`), seed and number of processes, and reads what it logged.
 What follows `--` goes to train.py. The batch of a process stays the same, so that two processes roll out twice as much
@@ -277,7 +277,7 @@ def average_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--config", default="configs/quickstart.yaml", help="run file of scripts/train.py")
+    parser.add_argument("--config", default="quickstart", help="run file of scripts/train.py")
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bfloat16" if on_gpu else "float32"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])

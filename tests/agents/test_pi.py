@@ -229,7 +229,7 @@ def test_options_that_it_cannot_use_are_refused(options: dict[str, object], said
 
 
 def test_the_ladders_run_file_shows_each_kind_of_task_and_no_task_itself() -> None:
-    run = yaml.safe_load((ROOT / "configs" / "ladder_pi.yaml").read_text(encoding="utf-8"))
+    run = yaml.safe_load((ROOT / "polar_trl" / "configs" / "ladder_pi.yaml").read_text(encoding="utf-8"))
     endpoint = Endpoint(
         origin="http://x", api_key="k", model="m", max_model_len=run["vllm_max_model_length"], max_tokens=64
     )

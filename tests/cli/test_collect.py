@@ -23,7 +23,7 @@ from polar_trl.eval.setup import parse_eval
 from polar_trl.reconstruct import build_prefix_merged
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ("--config", str(ROOT / "configs" / "quickstart.yaml"))
+CONFIG = ("--config", str(ROOT / "polar_trl" / "configs" / "quickstart.yaml"))
 
 
 def run_documented(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -141,7 +141,7 @@ def test_servers_that_cannot_be_used(
 
     monkeypatch.chdir(ROOT)
     config = tmp_path / "run.yaml"
-    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    text = (ROOT / "polar_trl" / "configs" / "quickstart.yaml").read_text()
     config.write_text(text.replace("vllm_max_model_length: 1024\n", ""))
     with serve_app({"/v1/models": listing} if models is not None else {}) as url:
         status, said = collect(
@@ -176,15 +176,15 @@ def test_help_has_examples_and_loads_nothing_heavy() -> None:
     code = "import sys, polar_trl.cli as c\ntry: c.main(['collect', '--help'])\nfinally: print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     text, modules = done.stdout.rsplit("\n", 2)[0], done.stdout.strip().splitlines()[-1]
-    assert "polar-trl collect --config configs/quickstart.yaml --num_samples 4 --output_dir runs/collect" in text
+    assert "polar-trl collect --config quickstart --num_samples 4 --output_dir runs/collect" in text
     assert not {"torch", "trl", "vllm", "transformers", "datasets"} & set(json.loads(modules.replace("'", '"')))
 
 
 def test_engines_take_the_tasks_that_are_collected(tmp_path: Path) -> None:
     """They are processes of `polar-trl eval`, which prefers eval_tasks."""
-    tasks, evals = ROOT / "configs" / "tasks" / "shell_ladder.jsonl", tmp_path / "evals.jsonl"
+    tasks, evals = ROOT / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl", tmp_path / "evals.jsonl"
     keys = ["--tasks", str(tasks), "--eval_tasks", str(evals), "--agent_command", "true"]
-    collection = parse_collection(ROOT / "configs" / "quickstart.yaml", keys, tmp_path, Selection())
+    collection = parse_collection(ROOT / "polar_trl" / "configs" / "quickstart.yaml", keys, tmp_path, Selection())
     worker = parse_eval(None, collection.setup.command[2:], tmp_path)
     assert (collection.setup.tasks, worker.tasks) == (str(tasks), str(tasks))
     assert collection.selection.num_samples == 1

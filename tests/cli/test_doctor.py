@@ -128,7 +128,7 @@ def test_a_wrong_question_is_one_sentence(capsys: pytest.CaptureFixture[str], wo
 
 
 def test_an_own_agent_is_described(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
-    command = f"python3 -I -S {ROOT}/examples/shell_agent.py --max-turns 2 -- {{instruction}}"
+    command = f"python3 -I -S {ROOT}/polar_trl/configs/agents/shell_agent.py --max-turns 2 -- {{instruction}}"
     words = [
         command,
         "no-such-agent {instruction}",

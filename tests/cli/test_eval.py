@@ -31,7 +31,7 @@ from polar_trl.grpo.resume.model_folder import find_model, merge_adapter
 from polar_trl.setup.run_setup import RunArguments
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ("--config", str(ROOT / "configs" / "quickstart.yaml"))
+QUICKSTART = ("--config", str(ROOT / "polar_trl" / "configs" / "quickstart.yaml"))
 START = [sys.executable, "-m", "polar_trl.cli", "eval"]
 DOCS = (ROOT / "docs" / "eval.md").read_text(encoding="utf-8")
 
@@ -84,7 +84,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     folder = tmp_path_factory.mktemp("eval")
     out, log = folder / "out", folder / "log"
     documented = find_commands(DOCS, "polar-trl eval")[0]
-    assert documented[:2] == ["--config", "configs/quickstart.yaml"]
+    assert documented[:2] == ["--config", "quickstart"]
     assert documented[-2:] == ["--output_dir", "runs/eval"]
     keys = documented[2:-2]
     process = start(out, *keys, log=log)
@@ -274,12 +274,12 @@ def find_workers(out: Path) -> list[int]:
         (["--by", "colour"], "by is 'colour', and no task has it in its metadata"),
         (["--tasks", "nope.jsonl"], "no task file at nope.jsonl"),
         (["--model_name_or_path", "no/such"], "no model at 'no/such'"),
-        (["--model_name_or_path", "configs"], "'configs' holds no model: neither config.json nor adapter_config.json"),
+        (["--model_name_or_path", "docs"], "'docs' holds no model: neither config.json nor adapter_config.json"),
         (["--model_name_or_path", "README.md"], "'README.md' is a file; name the folder"),
         (["--attn_implementation", "odd"], "attn_implementation is not read here"),
         (["--grader", "nope.nope:nope"], "cannot be imported"),
-        (["--config", "configs/ladder_pi.yaml", "--vllm_max_model_length", "4096"], "window of 4096 tokens is too"),
-        (["--config", "configs/nope.yaml"], "--config configs/nope.yaml cannot be read (No such file"),
+        (["--config", "ladder_pi", "--vllm_max_model_length", "4096"], "window of 4096 tokens is too"),
+        (["--config", "nope"], "--config: no file at 'nope', and no run file of that name; there are ladder_commands"),
         (["--base_url", "http://127.0.0.1:9/v1", "--num_engines", "2"], "num_engines must be 1 with base_url"),
         (["--served_name", "x"], "served_name is about a server; give its base_url"),
     ],
@@ -300,7 +300,7 @@ def test_one_sentence(
 
 def test_which_tasks_and_how_sampled(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    text = (ROOT / "polar_trl" / "configs" / "quickstart.yaml").read_text()
     config.write_text(text + "eval_tasks: held_out.jsonl\nper_device_eval_batch_size: 3\n")
     setup = parse_eval(config, [], tmp_path)
     assert (setup.tasks, setup.params.temperature, setup.params.max_tokens) == ("held_out.jsonl", 0.7, 32)
@@ -341,7 +341,9 @@ def vars_of(group: type) -> set[str]:
 
 
 def test_pass_at_1_is_always_in_the_summary(tmp_path: Path) -> None:
-    setup = parse_eval(ROOT / "configs" / "quickstart.yaml", ["--num_samples", "4", "--k", "4"], tmp_path)
+    setup = parse_eval(
+        ROOT / "polar_trl" / "configs" / "quickstart.yaml", ["--num_samples", "4", "--k", "4"], tmp_path
+    )
     assert list(summarize_results(setup, [])["pass_at"]) == ["1", "4"]
 
 

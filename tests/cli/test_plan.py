@@ -13,7 +13,7 @@ from polar_trl.tools.memory_plan import plan as planning
 from polar_trl.tools.memory_plan.plan import read_accelerate
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = str(ROOT / "configs" / "qwen3_4b_pi_pypi_1gpu.yaml")
+RUN = str(ROOT / "polar_trl" / "configs" / "pi_1gpu.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_it_says_which_kernels_were_counted(
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3", "ddp_8gpu"])
 def test_full_fine_tuning_over_eight_gpus(capsys: pytest.CaptureFixture[str], qwen3_4b: str, name: str) -> None:
     keys = ("--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b, "--use_peft", "false")
-    file = str(ROOT / "configs" / "accelerate" / f"{name}.yaml")
+    file = str(ROOT / "polar_trl" / "configs" / "accelerate" / f"{name}.yaml")
     report = plan(capsys, 1 if name == "ddp_8gpu" else 0, *keys, "--accelerate", file)
     shards = 8 if name in ("fsdp2", "deepspeed_zero3") else 1
     width = 2 if name.startswith("deepspeed") else 4
@@ -138,7 +138,10 @@ def test_full_fine_tuning_over_eight_gpus(capsys: pytest.CaptureFixture[str], qw
         (["--gpu", "80GB", "--model_name_or_path", ""], "model_name_or_path is needed"),
         (["--gpu", "80GB", "--learning_rate", "fast"], "learning_rate is 'fast'; give a number"),
         (["--gpu", "80GB", "--model_name_or_path", "no/such"], "no model at 'no/such'"),
-        (["--gpu", "80GB", "--accelerate", "no.yaml"], "--accelerate no.yaml cannot be read"),
+        (
+            ["--gpu", "80GB", "--accelerate", "no.yaml"],
+            "--accelerate: no file at 'no.yaml', and no accelerate file of that",
+        ),
         (["--gpu", "80GB", "--accelerate", RUN], "is no accelerate file: it names no distributed_type"),
         (["--gpu", "80GB", "--use_cpu", "true"], "use_cpu is true: this run uses no GPU"),
         (["--gpu", "80GB", "--attn_implementation", "odd"], "attn_implementation is not read here"),

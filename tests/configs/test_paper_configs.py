@@ -1,6 +1,6 @@
 """Run the paper's run files end to end in miniature: real agents in containers, real bugs, one step each.
 
-What is laid over them is in configs/miniature.txt; the model is Qwen3.5's published class, tiny and random.
+What is laid over them is in miniature.txt; the model is Qwen3.5's published class, tiny and random.
 """
 
 import json
@@ -41,8 +41,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_overrides() -> list[str]:
-    """Read what `$(grep -v '^#' configs/miniature.txt)` gives."""
-    lines = (ROOT / "configs" / "miniature.txt").read_text().splitlines()
+    """Read what `$(grep -v '^#' tests/configs/miniature.txt)` gives."""
+    lines = Path(__file__).with_name("miniature.txt").read_text().splitlines()
     return [word for line in lines if not line.startswith("#") for word in line.split()]
 
 
@@ -51,7 +51,7 @@ def launch(config: str, model: Path, tasks: Path, out: Path, *more: str) -> dict
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "scripts/train.py"),
-            *("--config", f"configs/{config}.yaml", "--model_name_or_path", str(model)),
+            *("--config", config, "--model_name_or_path", str(model)),
             *("--tasks", str(tasks), "--output_dir", str(out), *read_overrides(), *more),
         ],
         capture_output=True,
@@ -68,13 +68,13 @@ def launch(config: str, model: Path, tasks: Path, out: Path, *more: str) -> dict
 
 @pytest.mark.containers
 @pytest.mark.parametrize(
-    ("agent", "kind"), [*((agent, "8xh100") for agent in DIALECTS), ("pi", "1gpu_lora")], ids=lambda value: value
+    ("agent", "kind"), [*((agent, "8gpu") for agent in DIALECTS), ("pi", "1gpu")], ids=lambda value: value
 )
 def test_one_step_in_miniature(
     agent: str, kind: str, model: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    step = launch(f"qwen3.5-4b_skyrl293_{kind}", model, tasks, out, "--agent", agent)
+    step = launch(f"swe_{kind}", model, tasks, out, "--agent", agent)
 
     assert step["step"] == 1
     assert step["rewards/grader/mean"] == 0.0, "noise cannot have fixed it"
@@ -86,7 +86,7 @@ def test_one_step_in_miniature(
     # the engine computes in bfloat16 on a CPU, the trainer in float32
     assert step["sampling/sampling_logp_difference/mean"] < 0.05
     assert step["sampling/sampling_logp_difference/max"] < 0.3
-    assert step["learning_rate"] == (1e-6 if kind == "8xh100" else 1e-5)
+    assert step["learning_rate"] == (1e-6 if kind == "8gpu" else 1e-5)
 
     rollouts = [read_session(path) for path in sorted(out.glob("sessions/**/*.jsonl"))]
     assert sorted(rollout.task_id for rollout in rollouts) == sorted(TASKS * 2)
@@ -108,7 +108,7 @@ def test_one_step_in_miniature(
 
 
 def test_fsdp2_shards_the_published_class_and_engines_get_its_weights(model: Path, tmp_path: Path) -> None:
-    """Do what eight GPUs do with configs/accelerate/fsdp2.yaml, on two CPU processes and an easier agent."""
+    """Do what eight GPUs do with fsdp2.yaml, on two CPU processes and an easier agent."""
     for result in launch_ranks("fsdp2", tmp_path, "agents", str(model)):
         assert result["distributed_type"] == "FSDP"
         assert result["policy_version"] == 2
@@ -118,8 +118,8 @@ def test_fsdp2_shards_the_published_class_and_engines_get_its_weights(model: Pat
 
 def test_the_overrides_are_those_that_the_docs_show() -> None:
     docs = (ROOT / "docs" / "paper.md").read_text()
-    (command,) = re.findall(r"^accelerate launch scripts/train\.py (?:.*\\\n)*.*miniature\.txt\)$", docs, re.MULTILINE)
+    (command,) = re.findall(r"^polar-trl train (?:.*\\\n)*.*miniature\.txt\)$", docs, re.MULTILINE)
     shown = shlex.split(re.sub(r"\$\(.*\)", "OVERRIDES", command.replace("\\\n", " ")))
     assert shown[-1] == "OVERRIDES"
-    assert shown[3:7] == ["--config", "configs/qwen3.5-4b_skyrl293_8xh100.yaml", "--agent", "codex"]
-    assert shown[7:-1:2] == ["--model_name_or_path", "--tasks", "--output_dir"]
+    assert shown[2:5] == ["swe_8gpu", "--agent", "codex"]
+    assert shown[5:-1:2] == ["--model_name_or_path", "--tasks", "--output_dir"]

@@ -14,6 +14,7 @@ from doc_workspace import ROOT, Workspace, build_workspace
 from records import read_session
 
 from polar_trl.cli import _build_parser as build_parser
+from polar_trl.configs import list_configs
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
@@ -63,7 +64,7 @@ def test_every_command_is_run(command: str, workspace: Workspace, monkeypatch: p
     if isinstance(entry, str):
         file, _, function = entry.partition("::")
         assert f"def {function}" in (ROOT / file).read_text(encoding="utf-8") or not function, entry
-        if re.search(r"scripts/train\.py|^polar-trl (eval|collect) (?!--recorded)", command):
+        if re.search(r"polar-trl (train|eval|collect) (?!--recorded)", command):
             check_settings(command, workspace, monkeypatch)
     elif command != QUICKSTART:  # which the fixture ran
         run_it(command, entry, workspace)
@@ -79,20 +80,23 @@ def run_it(command: str, entry: Run, workspace: Workspace) -> None:
 
 def check_settings(command: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse a command that trains, evaluates or collects: its settings are keys of a run, with values that can be."""
+    from polar_trl.cli.train import split_words
+    from polar_trl.configs import find_config
     from polar_trl.eval.setup import parse_eval
     from polar_trl.grpo.arguments import parse_run
     from polar_trl.tools.memory_plan.plan import PlanParser
 
     monkeypatch.chdir(workspace.folder)
     words = workspace.run(f"printf '%s\\0' {command}").stdout.split("\0")[:-1]
-    if words[0] == "polar-trl":
+    if "train" not in words:
         args, rest = build_parser().parse_known_args(words[1:])
         assert parse_eval(args.config, rest, args.output_dir).run.tasks
         return
+    accelerate, flags = split_words(words[words.index("train") + 1 :])
     num_processes = 1
-    if "--config_file" in words:
-        num_processes = yaml.safe_load(Path(words[words.index("--config_file") + 1]).read_text())["num_processes"]
-    run, _, _ = parse_run(PlanParser(num_processes), words[words.index("scripts/train.py") + 1 :])
+    if accelerate is not None:
+        num_processes = yaml.safe_load(find_config(accelerate, "accelerate").read_text())["num_processes"]
+    run, _, _ = parse_run(PlanParser(num_processes), flags)
     assert run.tasks
 
 
@@ -205,4 +209,4 @@ def test_files_that_are_named_exist_and_run_files_are_named() -> None:
         r"(?<![\w/])(?:configs|scripts|examples|polar_trl|tests/\w+)/[\w./-]+\.(?:py|sh|yaml|txt|jsonl)\b", text
     ):
         assert (ROOT / name).is_file(), name
-    assert not [path.name for path in (ROOT / "configs").glob("*.yaml") if path.name not in text]
+    assert not [name for kind in ("run", "accelerate") for name in list_configs(kind) if f"`{name}`" not in text]

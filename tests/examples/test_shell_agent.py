@@ -18,7 +18,7 @@ from polar_trl.recording.log import SessionLog
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Message
 
-AGENT = Path(__file__).resolve().parents[2] / "examples" / "shell_agent.py"
+AGENT = Path(__file__).resolve().parents[2] / "polar_trl" / "configs" / "agents" / "shell_agent.py"
 
 
 def run_agent(tmp_path: Path, replies: list[str], *options: str, key: str | None = None) -> tuple[object, SessionLog]:

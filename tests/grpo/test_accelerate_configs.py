@@ -1,4 +1,4 @@
-"""Test the files of configs/accelerate: two CPU processes train the same numbers under each, engines get the weights.
+"""Test the accelerate files: two CPU processes train the same numbers under each, engines get the weights.
 
 Each file is used as it is but for the number of processes and the precision.
 """

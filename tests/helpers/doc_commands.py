@@ -54,14 +54,14 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl replay RUN": Run(r"digest mismatches +│ +0"),
     "polar-trl replay RUN/sessions/.*": Run(r"sessions +│ +1 "),
     "tail -n 1 RUN/log.jsonl": Run('"step": 1'),
-    r"accelerate launch scripts/train.py --config configs/ladder_2_write_command.yaml": TRAINED,
+    "polar-trl train ladder_commands": TRAINED,
     # agents
     "polar-trl doctor pi --install": Run("pi"),
     "polar-trl doctor( --install| codex pi)?": DOCTOR,
     "polar-trl doctor pi@1.5.2 --install": "tests/cli/test_doctor.py::test_another_version_is_tried",
     "polar-trl doctor .*my-agent/run --yes .*": Run("works: yes"),
     "PYTHONPATH=. polar-trl doctor my_agents:MyAgent .*": Run("works: yes"),
-    "PYTHONPATH=. accelerate launch scripts/train.py .* --agent my_agents:MyAgent .*": (
+    "PYTHONPATH=. polar-trl train .* --agent my_agents:MyAgent .*": (
         "tests/harness/test_own.py::test_a_run_file_names_a_class"
     ),
     "npm install --prefix agents/continue .*": TRIED,
@@ -75,12 +75,12 @@ COMMANDS: dict[str, Run | str] = {
         "tests/cli/test_doctor.py::test_security_in_containers"
     ),
     "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True),
-    "grep -vE .* configs/qwen3_4b_pi_pypi_1gpu.yaml > my_run.yaml": Run("max_session_calls", "&& cat my_run.yaml"),
+    r"polar-trl configs pi_1gpu \| grep -vE .* > my_run.yaml": Run("max_session_calls", "&& cat my_run.yaml"),
     "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": "tests/cli/test_eval.py",
-    "accelerate launch scripts/train.py --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
+    "polar-trl train my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
         "check it: +polar-trl replay runs/mine", OWN_AGENT_STEP
     ),
-    "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --agent codex .*": PAPER,
+    "polar-trl train pi_1gpu --agent codex .*": PAPER,
     # tasks
     "python scripts/build_pypi_tasks.py --out tasks( .*)?": PAPER,
     "python scripts/build_pypi_tasks.py --out edits --mutate .*": Run("semver", "--count 1"),
@@ -90,16 +90,12 @@ COMMANDS: dict[str, Run | str] = {
     "python scripts/dev/pypi_tasks_table.py tasks checks.json": Run(
         "calc", before="polar-trl check-tasks tasks --sandbox bwrap --json > checks.json", containers=True
     ),
-    "polar-trl eval --config configs/qwen3_4b_pi_pypi_1gpu.yaml --sandbox_image IMAGE .*": "tests/cli/test_eval.py",
-    "accelerate launch scripts/train.py --config configs/qwen3_4b_pi_pypi_1gpu.yaml --sandbox_image IMAGE": (
-        "tests/grpo/test_pypi_step.py"
-    ),
+    "polar-trl eval --config pi_1gpu --sandbox_image IMAGE .*": "tests/cli/test_eval.py",
+    "polar-trl train pi_1gpu --sandbox_image IMAGE": ("tests/grpo/test_pypi_step.py"),
     # memory, GPUs, going on
-    "polar-trl plan --config configs/.*": Run("fits"),
-    "accelerate launch --config_file configs/accelerate/ddp_8gpu.yaml .*": "tests/grpo/test_accelerate_configs.py",
-    "accelerate launch scripts/train.py --config my_run.yaml --resume_from_checkpoint auto": (
-        "tests/grpo/resume/test_resume.py"
-    ),
+    "polar-trl plan .*": Run("fits"),
+    "polar-trl train pi_1gpu --accelerate ddp_8gpu .*": "tests/grpo/test_accelerate_configs.py",
+    "polar-trl train my_run.yaml --resume_from_checkpoint auto": ("tests/grpo/resume/test_resume.py"),
     "polar-trl clean": Run(""),
     # templates
     "polar-trl lint-template Qwen/Qwen3.5-4B": Run("exact|turn"),
@@ -109,7 +105,7 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl eval .*": "tests/cli/test_eval.py::test_every_documented_command_is_understood",
     "python -m polar_trl.tasks.shell_ladder .* --output new_tasks.jsonl": Run("^48 ", "&& wc -l new_tasks.jsonl"),
     "python scripts/reproduce_table.py .*": "tests/scripts/test_reproduce_table.py::test_the_documented_commands",
-    "polar-trl collect --config configs/quickstart.yaml .*": "tests/cli/test_collect.py::test_the_documented_command",
+    "polar-trl collect --config quickstart .*": "tests/cli/test_collect.py::test_the_documented_command",
     "polar-trl serve .*": SERVED,
     "polar-trl inspect runs/serve-checkpoint-70": SERVED,
     "polar-trl replay runs/serve-checkpoint-70": SERVED,
@@ -121,7 +117,7 @@ COMMANDS: dict[str, Run | str] = {
     "vllm serve .* --logprobs-mode processed_logprobs": SERVER,
     # the paper
     "pip install .*": "tests/docs/test_docs.py::test_extras_that_are_named_exist",
-    "accelerate launch .* --config configs/qwen3.5-4b_skyrl293_.*": PAPER,
+    "polar-trl train swe_.*": PAPER,
     r'eval "\$\(bash scripts/dev/container_engine.sh up\)" && python .*make_test_image.py': "scripts/test.sh",
     "python tests/helpers/tiny_paper_model.py .cache/models/SmolLM2-135M-Instruct tiny": PAPER,
     "polar-trl replay runs/miniature": PAPER,

@@ -24,7 +24,7 @@ from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.tasks.build.folders import Tools
 
 ROOT = Path(__file__).resolve().parents[2]
-LINKS = ("configs", "constraints", "examples", "polar_trl", "scripts", "tests", "docs", ".cache", "pyproject.toml")
+LINKS = ("constraints", "examples", "polar_trl", "scripts", "tests", "docs", ".cache", "pyproject.toml")
 PLACEHOLDERS = {
     r"\bIMAGE\b": IMAGE,
     r"\bpython:3\.11\b": IMAGE,
@@ -70,7 +70,7 @@ def build_workspace(folder: Path, smollm2: Path) -> Workspace:
     _build_models(folder, smollm2)
     _build_tasks(folder, env)
     _build_agent(folder)
-    run = (ROOT / "configs" / "qwen3_4b_pi_pypi_1gpu.yaml").read_text().splitlines(keepends=True)
+    run = (ROOT / "polar_trl" / "configs" / "pi_1gpu.yaml").read_text().splitlines(keepends=True)
     (folder / "my_run.yaml").write_text("".join(line for line in run if not line.startswith(("agent:", "sandbox:"))))
     page = (ROOT / "docs" / "own-agent.md").read_text()
     block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
@@ -124,7 +124,8 @@ def build_qwen35_4b() -> PreTrainedConfig:
 def _build_tasks(folder: Path, env: dict[str, str]) -> None:
     """`tasks/`: a task with hidden tests; `my_tasks.jsonl`: two with commands. Agents are those of this machine."""
     (folder / "cache").mkdir()
-    (folder / "cache" / "agents").symlink_to(find_cache("agents"))
+    for part in ("agents", "models"):
+        (folder / "cache" / part).symlink_to(find_cache(part))
     before = os.environ.get(CACHE_VARIABLE)
     os.environ[CACHE_VARIABLE] = env[CACHE_VARIABLE]
     try:
@@ -152,7 +153,7 @@ def _build_agent(folder: Path) -> None:
     """`my-agent/run --yes INSTRUCTION`, and a settings file of its own."""
     agent = folder / "my-agent"
     agent.mkdir()
-    shutil.copy(ROOT / "examples" / "shell_agent.py", agent)
+    shutil.copy(ROOT / "polar_trl" / "configs" / "agents" / "shell_agent.py", agent)
     script = '#!/bin/sh\nshift\nexec python3 -I -S "$(dirname "$0")/shell_agent.py" --max-turns 2 -- "$@"\n'
     (agent / "run").write_text(script)
     (agent / "run").chmod(0o755)

@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = ROOT / "tests" / "grpo" / "workers"
-ACCELERATE = ROOT / "configs" / "accelerate"
+ACCELERATE = ROOT / "polar_trl" / "configs" / "accelerate"
 
 
 def build_launcher(processes: int) -> list[str]:

@@ -34,8 +34,8 @@ def call(*arguments: str, timeout: int = 200) -> "subprocess.CompletedProcess[st
 
 def test_two_cells_for_real_one_of_which_fails_at_first(tmp_path: Path, smollm2: Path) -> None:
     out = tmp_path / "table"
-    keys = ["--out", str(out), "--agents", "shell", "--config", "configs/quickstart.yaml", "--base", str(smollm2)]
-    keys += ["--tasks", "configs/tasks/shell_ladder.jsonl"]
+    keys = ["--out", str(out), "--agents", "shell", "--config", "quickstart", "--base", str(smollm2)]
+    keys += ["--tasks", "polar_trl/configs/tasks/shell_ladder.jsonl"]
     extra = ["--", "--task_ids", "copy_command-0-0000", "copy_command-0-0002", "--max_session_calls", "1"]
     done = call(*keys, "--trained", "shell=/no/such/model", *extra)
     assert done.returncode == 1, done.stderr[-3000:]
@@ -220,7 +220,7 @@ def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 6
     assert lines[0].split(" -m ")[1] == (
-        "polar_trl.cli eval --config configs/qwen3.5-4b_skyrl293_8xh100.yaml --agent codex --tasks swe-bench-verified "
+        "polar_trl.cli eval --config swe_8gpu --agent codex --tasks swe-bench-verified "
         f"--model_name_or_path Qwen/Qwen3.5-4B --output_dir {tmp_path / 'o' / 'base__codex'} --num_engines 8"
     )
     done = call(*keys, "--dry-run", "--transfer")

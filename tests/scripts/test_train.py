@@ -1,4 +1,4 @@
-"""Test bad input to scripts/train.py: one sentence, the right exit, and nothing loaded or written."""
+"""Test bad input to `polar-trl train`: one sentence, the right exit, and nothing loaded or written."""
 
 import json
 import subprocess
@@ -13,34 +13,41 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "configs/nope.yaml"], "--config configs/nope.yaml cannot be read (No such file or"),
-        (["--config", "configs/quickstart.yaml", "--lerning_rate", "1"], "Did you mean 'learning_rate'?"),
-        (["--config", "configs/quickstart.yaml", "--learning_rate", "fast"], "learning_rate is 'fast'; give a number"),
-        (["--config", "configs/quickstart.yaml", "--model_name_or_path", ""], "model_name_or_path is needed: a model"),
-        (["--config", "configs/quickstart.yaml", "--top_p", "0.9"], "top_p must stay 1.0"),
-        (["--config", "configs/quickstart.yaml", "--tasks", "nope.jsonl"], "no task file at nope.jsonl"),
         (
-            ["--config", "configs/quickstart.yaml", "--model_name_or_path", "no/such/model"],
+            ["nope"],
+            "--config: no file at 'nope', and no run file of that name; there are ladder_commands, ladder_files",
+        ),
+        (
+            ["--accelerate", "nope"],
+            "no file at 'nope', and no accelerate file of that name; there are ddp_8gpu, deepsp",
+        ),
+        (["quickstart", "--lerning_rate", "1"], "Did you mean 'learning_rate'?"),
+        (["quickstart", "--learning_rate", "fast"], "learning_rate is 'fast'; give a number"),
+        (["quickstart", "--model_name_or_path", ""], "model_name_or_path is needed: a model"),
+        (["quickstart", "--top_p", "0.9"], "top_p must stay 1.0"),
+        (["quickstart", "--tasks", "nope.jsonl"], "no task file at nope.jsonl"),
+        (
+            ["quickstart", "--model_name_or_path", "no/such/model"],
             "no model at 'no/such/model'",
         ),
-        (["--config", "configs/quickstart.yaml", "--agent_files", "nope.py"], "agent_files: nope.py cannot be read"),
+        (["quickstart", "--agent_files", "nope.py"], "agent_files: nope.py cannot be read"),
         (
-            ["--config", "configs/quickstart.yaml", "--gradient_accumulation_steps", "100"],
+            ["quickstart", "--gradient_accumulation_steps", "100"],
             "96 tasks are fewer than the 100 of one generation batch",
         ),
         (
-            ["--config", "configs/quickstart.yaml", "--grader", "polar_trl.tasks.shell_ladder:nope"],
+            ["quickstart", "--grader", "polar_trl.tasks.shell_ladder:nope"],
             "cannot be imported",
         ),
         (
-            ["--config", "configs/quickstart.yaml", "--attn_implementation", "odd"],
+            ["quickstart", "--attn_implementation", "odd"],
             "attn_implementation is not read here",
         ),
     ],
 )
 def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/train.py", *arguments, "--output_dir", str(tmp_path / "run")],
+        [sys.executable, "-m", "polar_trl.cli", "train", *arguments, "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=120,
@@ -56,9 +63,9 @@ def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> Non
 
 def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text((ROOT / "configs" / "quickstart.yaml").read_text() + "\nmax_agent: 3\n")
+    config.write_text((ROOT / "polar_trl" / "configs" / "quickstart.yaml").read_text() + "\nmax_agent: 3\n")
     done = subprocess.run(
-        [sys.executable, "scripts/train.py", "--config", str(config)],
+        [sys.executable, "-m", "polar_trl.cli", "train", str(config)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -70,7 +77,7 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
 
 def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    said = start(tmp_path, ROOT / "configs" / "tasks" / "shell_ladder.jsonl")
+    said = start(tmp_path, ROOT / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl")
     assert said == [f"train: output_dir {tmp_path / 'run'} is a file; name another output_dir"]
 
 
@@ -95,7 +102,7 @@ def start(tmp_path: Path, tasks: Path, **keys: object) -> list[str]:
     lines = (f"{name}: {json.dumps(value, default=str)}\n" for name, value in (settings | keys).items())
     config.write_text("".join(lines))
     done = subprocess.run(
-        [sys.executable, "scripts/train.py", "--config", str(config), "--output_dir", str(tmp_path / "run")],
+        [sys.executable, "-m", "polar_trl.cli", "train", str(config), "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=200,

@@ -122,5 +122,5 @@ def test_the_generator_as_a_program(
 
 
 def test_the_committed_set_is_what_its_generator_makes() -> None:
-    path = Path(__file__).resolve().parents[2] / "configs" / "tasks" / "shell_ladder.jsonl"
+    path = Path(__file__).resolve().parents[2] / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl"
     assert load_tasks(path) == build_tasks(["copy_command", "copy_file"], 96, seed=0)

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from polar_trl.configs import find_packaged
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.multimodal import load_processing_class
 from polar_trl.grpo.resume.checkpoint import PART_FILE, STATE_FILE, list_checkpoints
@@ -69,10 +70,10 @@ def find_model(name: str | None, *, trust_remote_code: bool = False) -> Checkpoi
 
 
 def require_name(name: str | None) -> str:
-    """Return the name. Raises `ConfigError` where none is given."""
+    """Return the name, or the folder of a model that the package makes. Raises `ConfigError` where none is given."""
     if not name:
         raise ConfigError("model_name_or_path is needed: a model folder, a run's checkpoint-N, or a hub name")
-    return name
+    return find_packaged(name)
 
 
 def load_config(name: str | None, *, trust_remote_code: bool = False) -> Any:

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from transformers.utils import logging as transformers_logging
 from trl import ModelConfig, get_peft_config
 
+from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -61,13 +62,13 @@ class PlanParser(RunParser):
 
 
 def read_setup(
-    config: Path, overrides: Sequence[str], *, gpu: str, gpus: int | None = None, accelerate: Path | None = None
+    config: Path, overrides: Sequence[str], *, gpu: str, gpus: int | None = None, accelerate: str | Path | None = None
 ) -> Setup:
     """Read the settings of a run that its memory depends on. Raises `ConfigError`.
 
     Args:
         config: The run file.
-        overrides: Flags as `scripts/train.py` takes them.
+        overrides: Flags as `polar-trl train` takes them.
         gpu: Memory of one GPU, such as "80GB".
         gpus: How many; None: as the accelerate file says, or one.
     """
@@ -131,8 +132,12 @@ def parse_memory(text: str) -> int:
     return int(size * GIB * _REPORTED)
 
 
-def read_accelerate(path: Path) -> tuple[Sharding | None, int | None, str]:
+def read_accelerate(name: str | Path) -> tuple[Sharding | None, int | None, str]:
     """Read an accelerate file: how it shards, over how many processes, in which precision. Raises `ConfigError`."""
+    try:
+        path = find_config(str(name), "accelerate")
+    except ConfigError as error:
+        raise ConfigError(f"--accelerate: {error}") from error
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -237,7 +242,7 @@ def _list_variants(setup: Setup, found: MemoryPlan) -> Iterator[tuple[str, Setup
     if (share := _find_share(setup, found)) != setup.engine_share:
         yield f"vllm_gpu_memory_utilization: {share:g}", replace(setup, engine_share=share)
     if setup.num_gpus > 1 and setup.is_whole:
-        yield "accelerate file: configs/accelerate/fsdp2.yaml", replace(setup, sharding="fsdp2")
+        yield "--accelerate fsdp2", replace(setup, sharding="fsdp2")
 
 
 def _find_share(setup: Setup, found: MemoryPlan) -> float:

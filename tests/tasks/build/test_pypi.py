@@ -43,7 +43,7 @@ from polar_trl.tasks.build.releases import (
 )
 from polar_trl.tasks.harbor import load_harbor
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "tasks"
+CONFIGS = Path(__file__).resolve().parents[3] / "polar_trl" / "configs" / "tasks"
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "build_pypi_tasks.py"
 
 # the committed specs
