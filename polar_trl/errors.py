@@ -132,7 +132,16 @@ class TreeUnreadableError(SandboxError):
 
 
 class GradeError(PolarError):
-    """A grader could not decide. The rollout has no reward, which is not a reward of 0."""
+    """A grader could not decide. The rollout has no reward, which is not a reward of 0.
+
+    Args:
+        message: One sentence.
+        output: The end of what the grader printed, or of its traceback.
+    """
+
+    def __init__(self, message: str, *, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 class NotFiniteRewardError(GradeError):

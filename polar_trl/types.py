@@ -347,6 +347,34 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AgentExit:
+    """How an agent's command ended."""
+
+    exit_code: int | None
+    """None where it was killed: at its time limit, at a limit of the proxy, or because the run ended."""
+    signal: str | None = None
+    """Name of the signal that ended it, such as "SIGKILL"; its exit code is then 128 more than the number, or None."""
+    output_tail: str = ""
+    """The end of what it printed, at most 4,000 characters, without the keys that it was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradeReport:
+    """What a grader and its tests said. Of tests only those that decide count; graders by command count none."""
+
+    output_tail: str = ""
+    """The end of what the grader printed, or the messages of failed tests; at most 4,000 characters."""
+    failed_tests: tuple[str, ...] = ()
+    """Tests that ran and did not pass, the first 100."""
+    missing_tests: tuple[str, ...] = ()
+    """Tests that have no outcome although others do: they were not found. The first 100."""
+    num_tests: int = 0
+    num_passed: int = 0
+    num_failed: int = 0
+    num_missing: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """One session, from a task to a reward or to the reason why there is none."""
 
@@ -365,6 +393,13 @@ class Rollout:
     """Phase ("queue", "prepare", "agent", "held", "grade") -> seconds. What was held is no part of the agent's."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Named counts of the session, such as "retries_replayed" and "calls_aborted"."""
+    agent_exit: AgentExit | None = None
+    """None where the agent was not started, and in records from before this was kept; the next two likewise."""
+    grading: GradeReport | None = None
+    """None where the session was not graded."""
+    changes: str | None = None
+    """What the agent changed in its work folder, as a unified diff of at most 20,000 characters; lines that begin with
+    "#" are ours. "" where it changed nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,12 @@
 """The grader protocol: a finished sandbox gives a reward, or raises why there is none."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from polar_trl.sandbox.base import Sandbox
-from polar_trl.types import Task
+from polar_trl.types import GradeReport, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +16,47 @@ class Grade:
     reward: float
     counters: Mapping[str, int] = field(default_factory=dict)
     """Named counts for the rollout, such as tampering with the grader."""
+    report: GradeReport = field(default_factory=GradeReport)
+    """What the grader and its tests said, for people."""
+
+
+MAX_OUTPUT = 4000
+MAX_NAMES = 100
+_FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
+
+
+def report_tests(
+    names: Sequence[str], passed: Set[str], found: Iterable[str], messages: Mapping[str, str], output: str = ""
+) -> GradeReport:
+    """Report the outcomes of the tests that decide.
+
+    Args:
+        names: All of them.
+        passed: Those that passed.
+        found: Those that have any outcome.
+        messages: Of tests that failed, and of files that could not be collected.
+        output: What the run printed besides.
+    """
+    known = set(found)
+    failed = [name for name in names if name in known and name not in passed]
+    missing = [name for name in names if name not in known]
+    deciding = {*names, *(name.partition("::")[0] for name in names)}
+    said = "\n".join(f"{name}: {text.strip()}" for name, text in messages.items() if name in deciding)
+    return GradeReport(
+        output_tail="\n".join(filter(None, (output.strip(), said)))[-MAX_OUTPUT:],
+        failed_tests=tuple(failed[:MAX_NAMES]),
+        missing_tests=tuple(missing[:MAX_NAMES]),
+        num_tests=len(names),
+        num_passed=len(names) - len(failed) - len(missing),
+        num_failed=len(failed),
+        num_missing=len(missing),
+    )
+
+
+def report_output(output: str) -> GradeReport:
+    """Report what a grader printed, with the failed tests that a summary of pytest's names in it."""
+    failed = tuple(dict.fromkeys(_FAILED_LINE.findall(output)))[:MAX_NAMES]
+    return GradeReport(output_tail=output[-MAX_OUTPUT:], failed_tests=failed, num_failed=len(failed))
 
 
 _LARGEST = 3.4028234663852886e38

@@ -39,6 +39,7 @@ class Canary:
             (failing, f"{left} + {right} == {left + right + 1}"),
         ]
         secrets.SystemRandom().shuffle(tests)
+        self._names = (passing, failing)
         self.arguments: tuple[str, ...]
         """Words for the test command that name the canary."""
         if style == "django":
@@ -63,6 +64,10 @@ class Canary:
         # as an agent's changes are, and with the same care: its links may be in the way
         laid = {path: Change(kind="file", content=text.encode()) for path, text in self.files.items()}
         apply_changes(laid, sandbox.host_workdir)
+
+    def strip(self, log: str) -> str:
+        """Remove the lines of a log that name its tests: people look for their own."""
+        return "\n".join(line for line in log.split("\n") if not any(name in line for name in self._names))
 
     def find_fault(self, outcomes: Mapping[str, str], *, passed: str, failed: str) -> str | None:
         """Return the counter of a fault of the two outcomes, None where both are right."""

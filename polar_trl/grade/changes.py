@@ -69,14 +69,14 @@ def find_changes(before: Path | None, after: Path, *, deadline: float = math.inf
     """
     closed: set[str] = set()  # to us before the agent came
     old, other, num_old = (
-        ({}, frozenset[str](), 0) if before is None else _read_tree(before, closed.add, math.inf, math.inf)
+        ({}, frozenset[str](), 0) if before is None else read_tree(before, closed.add, math.inf, math.inf)
     )
 
     def refuse(folder: str) -> None:
         if folder not in closed:
             raise TreeUnreadableError(f"the agent left a folder that cannot be read, {folder[:200]!r}")
 
-    new, special, _ = _read_tree(after, refuse, num_old + MAX_ENTRIES, deadline)
+    new, special, _ = read_tree(after, refuse, num_old + MAX_ENTRIES, deadline)
     changes: dict[str, Change] = {}
     size = 0
     special = special - other
@@ -85,7 +85,7 @@ def find_changes(before: Path | None, after: Path, *, deadline: float = math.inf
         if path not in new:
             changes[path] = Change(kind="gone", is_special=path in special)
         elif before is None or path not in old or not _is_same(before / path, old[path], after / path, new[path]):
-            change = replace(_read(after / path, new[path]), is_new=path not in old)
+            change = replace(read_file(after / path, new[path]), is_new=path not in old)
             if change.kind == "link" and change.content.startswith(ENDLESS):
                 change = Change(kind="gone", is_special=True)
             size += len(change.content)
@@ -158,10 +158,13 @@ def list_folders(
         ]
 
 
-def _read_tree(
+def read_tree(
     root: Path, refuse: Callable[[str], object], max_entries: float, deadline: float
 ) -> tuple[dict[str, os.stat_result], Set[str], int]:
-    """Return the state of files and links by path, the paths of FIFOs and their like, and the number of entries."""
+    """Return the state of files and links by path, the paths of FIFOs and their like, and the number of entries.
+
+    The arguments and errors are those of `list_folders`.
+    """
     tree: dict[str, os.stat_result] = {}
     special: set[str] = set()
     num_entries = 0
@@ -210,10 +213,11 @@ def _is_same(before: Path, old: os.stat_result, after: Path, new: os.stat_result
     # an overlay shows an untouched file as the very one below it; nobody can set the time of a file's last change
     if (old.st_mtime_ns, old.st_ctime_ns) == (new.st_mtime_ns, new.st_ctime_ns):
         return True
-    return _read(before, old) == _read(after, new)
+    return read_file(before, old) == read_file(after, new)
 
 
-def _read(path: Path, state: os.stat_result) -> Change:
+def read_file(path: Path, state: os.stat_result) -> Change:
+    """Read a file or link of a tree in which nothing runs. Raises the errors of `find_changes`."""
     with _blaming(path.name):
         if stat.S_ISLNK(state.st_mode):
             return Change(kind="link", content=os.fsencode(os.readlink(path)))

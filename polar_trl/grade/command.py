@@ -8,7 +8,7 @@ without a backend, the command itself is broken and has decided nothing: `GradeE
 from typing import Literal
 
 from polar_trl.errors import GradeError, NotFiniteRewardError
-from polar_trl.grade.base import Grade, Grader, is_finite_reward
+from polar_trl.grade.base import Grade, Grader, is_finite_reward, report_output
 from polar_trl.grade.fresh import FreshSandboxes
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.types import Task
@@ -47,7 +47,7 @@ class CommandGrader(Grader):
         if result.exit_code is None and not (result.timed_out or result.out_of_memory):
             raise GradeError("the grader was killed")  # by us: nothing in a sandbox can
         try:
-            return Grade(reward=self._judge(result, timeout_s))
+            return Grade(reward=self._judge(result, timeout_s), report=report_output(result.tail()))
         except GradeError as failure:
             if self._fresh is None:
                 raise
@@ -56,32 +56,35 @@ class CommandGrader(Grader):
                 try:
                     self._judge(tried, timeout_s)
                 except GradeError as other:
-                    raise type(failure)(f"{failure} (and over the untouched task: {other})") from failure
-            return Grade(reward=0.0, counters={BROKEN: 1})
+                    why = f"{failure} (and over the untouched task: {other})"
+                    raise type(failure)(why, output=result.tail()) from failure
+            return Grade(reward=0.0, counters={BROKEN: 1}, report=report_output(result.tail()))
 
     def _judge(self, result: ExecResult, timeout_s: float) -> float:
         """Return the reward. Raises `GradeError` where the command has decided nothing."""
         if result.timed_out:
-            raise GradeError(f"the grader ran longer than {timeout_s:g} s")
+            raise GradeError(f"the grader ran longer than {timeout_s:g} s", output=result.tail())
         if result.exit_code is None:
-            raise GradeError("the grader ran out of memory")
+            raise GradeError("the grader ran out of memory", output=result.tail())
         if self._reward == "stdout":
             return _parse_printed_reward(result)
         if result.exit_code not in (0, 1):
-            raise GradeError(f"the grader ended with exit code {result.exit_code}, neither 0 nor 1{_said(result)}")
+            why = f"the grader ended with exit code {result.exit_code}, neither 0 nor 1{_said(result)}"
+            raise GradeError(why, output=result.tail())
         return 1.0 - result.exit_code
 
 
 def _parse_printed_reward(result: ExecResult) -> float:
     if result.exit_code != 0:
-        raise GradeError(f"the grader ended with exit code {result.exit_code}{_said(result)}")
+        raise GradeError(f"the grader ended with exit code {result.exit_code}{_said(result)}", output=result.tail())
     lines = [line for line in result.stdout.splitlines() if line.strip()]
     try:
         value = float(lines[-1])
     except (IndexError, ValueError):
-        raise GradeError(f"the last line that the grader printed is no number{_said(result)}") from None
+        why = f"the last line that the grader printed is no number{_said(result)}"
+        raise GradeError(why, output=result.tail()) from None
     if not is_finite_reward(value):
-        raise NotFiniteRewardError(f"the grader printed {value}, which is no reward")
+        raise NotFiniteRewardError(f"the grader printed {value}, which is no reward", output=result.tail())
     return value
 
 

@@ -13,7 +13,8 @@ from polar_trl.errors import GradeError, NotFiniteRewardError
 from polar_trl.grade.base import Grade, Grader, is_finite_reward
 from polar_trl.grade.changes import UNUSABLE
 from polar_trl.sandbox.base import Sandbox
-from polar_trl.types import Task
+from polar_trl.types import GradeReport, Task
+from polar_trl.user_code import describe_error, format_trace
 
 
 class FunctionGrader(Grader):
@@ -35,11 +36,11 @@ class FunctionGrader(Grader):
         except TimeoutError as error:
             if not outcome.done():
                 raise GradeError(f"the grading function ran longer than {timeout_s:g} s") from None
-            raise GradeError(f"TimeoutError: {error}") from error
+            raise GradeError(describe_error(error), output=format_trace(error)) from error
         except tuple(UNUSABLE) as loss:
-            return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
+            return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1}, report=GradeReport(output_tail=str(loss)))
         except Exception as error:
-            raise GradeError(f"{type(error).__name__}: {error}") from error
+            raise GradeError(describe_error(error), output=format_trace(error)) from error
         if not isinstance(value, numbers.Real):
             raise GradeError(f"the grading function returned {value!r}; it must return a finite number")
         if not is_finite_reward(value):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import GradeError
-from polar_trl.grade.base import Grade, Grader
+from polar_trl.grade.base import Grade, Grader, report_output
 from polar_trl.grade.changes import UNUSABLE, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
 from polar_trl.grade.reward_hacking import add_total, count_planted
@@ -53,7 +53,7 @@ class HarborGrader(Grader):
         deadline = time.monotonic() + timeout_s
         counts = _count_tampering(sandbox, deadline)
         try:
-            reward = _run_verifier(task, sandbox, deadline)
+            reward, said = _run_verifier(task, sandbox, deadline)
         except GradeError as failure:
             if self._fresh is None:
                 raise
@@ -63,10 +63,11 @@ class HarborGrader(Grader):
                 except GradeError:
                     raise failure from None
             counts["verifiers_broken"] += 1
-            return Grade(reward=0.0, counters=add_total(counts))
+            return Grade(reward=0.0, counters=add_total(counts), report=report_output(failure.output))
         if not 0.0 <= reward <= 1.0:
             counts["verifier_rewards_clamped"] += 1
-        return Grade(reward=min(max(reward, 0.0), 1.0), counters=add_total(counts))
+        reward = min(max(reward, 0.0), 1.0)
+        return Grade(reward=reward, counters=add_total(counts), report=report_output(said))
 
 
 def _count_tampering(sandbox: Sandbox, deadline: float) -> Counter[str]:
@@ -80,8 +81,8 @@ def _count_tampering(sandbox: Sandbox, deadline: float) -> Counter[str]:
     return counts
 
 
-def _run_verifier(task: Task, sandbox: Sandbox, deadline: float) -> float:
-    """Lay the tests, run them, and read the reward. Raises `GradeError` where nothing is decided."""
+def _run_verifier(task: Task, sandbox: Sandbox, deadline: float) -> tuple[float, str]:
+    """Lay the tests, run them; return the reward and the end of the output. `GradeError` where nothing is decided."""
     harbor = task.metadata["harbor"]
     with tempfile.TemporaryDirectory(prefix="polar-verifier-") as empty:
         sandbox.upload(Path(empty), VERDICT)
@@ -89,15 +90,16 @@ def _run_verifier(task: Task, sandbox: Sandbox, deadline: float) -> float:
     env = {**task.env, **harbor.get("verifier_env", {})}
     result = sandbox.run(f"bash {TESTS}/test.sh", env=env, timeout_s=_left(deadline))
     if result.timed_out:
-        raise GradeError(f"task {task.id}: its verifier ran out of time")
+        raise GradeError(f"task {task.id}: its verifier ran out of time", output=result.tail())
     for name in REWARD_FILES:
         found = sandbox.run(f"cat {VERDICT}/{name}", env={}, timeout_s=READ_TIMEOUT_S)
         if found.exit_code == 0:
-            return parse_reward(name, found.stdout)
+            return parse_reward(name, found.stdout), result.tail()
     said = (result.stderr.strip() or result.stdout.strip())[-300:]
     raise GradeError(
         f"task {task.id}: its verifier (exit code {result.exit_code}) wrote no {VERDICT}/reward.txt or reward.json"
-        + (f"; it printed: {said!r}" if said else "")
+        + (f"; it printed: {said!r}" if said else ""),
+        output=result.tail(),
     )
 
 

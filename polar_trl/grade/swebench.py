@@ -21,7 +21,7 @@ from typing import Any
 
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
 from polar_trl.grade.added_code import count_signs
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import MAX_OUTPUT, Grade, report_tests
 from polar_trl.grade.canary import Canary, Style
 from polar_trl.grade.changes import Change, apply_changes, find_changes
 from polar_trl.grade.reward_hacking import Protection, count_planted, read_fix
@@ -32,6 +32,7 @@ from polar_trl.grade.tests import (
     list_new_modules,
     list_tested,
     read_report,
+    report_died,
 )
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.sandbox.inside.run_tests import GUARD, list_own
@@ -91,7 +92,8 @@ class SwebenchGrader(HiddenTestsGrader):
             faults += find_faults(seen, counts, kept, sandbox.base_tree)
         elif witness is not None and not faults:
             faults = ["test_runs_died"]
-        passed = {name for name in (*spec.fail_to_pass, *spec.pass_to_pass) if has_passed(name, outcomes)}
+        deciding = (*spec.fail_to_pass, *spec.pass_to_pass)
+        passed = {name for name in deciding if has_passed(name, outcomes)}
         if seen is not None:
             # named and cut as in the log
             told = parse_log(task, "\n".join(f"{outcome} {name}" for name, outcome in seen["outcomes"].items()))
@@ -99,7 +101,10 @@ class SwebenchGrader(HiddenTestsGrader):
             counts["outcomes_not_witnessed"] += len(passed - witnessed)
             passed = witnessed
         counts.update(faults)
-        return self._close(spec, None if faults else passed, counts)
+        said = log[-2 * MAX_OUTPUT :] if canary is None else canary.strip(log[-2 * MAX_OUTPUT :])
+        named = [name for name in deciding if is_named(name, outcomes)]
+        report = report_died(fault, len(deciding), said) if fault else report_tests(deciding, passed, named, {}, said)
+        return self._close(spec, None if faults else passed, counts, report)
 
 
 class WitnessPlugin:
@@ -226,9 +231,8 @@ def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> 
         log = fresh.get("~/eval.log", max_bytes=MAX_LOG_BYTES)
     except FileTooLargeError:
         return "", "test_runs_died"
-    if result.timed_out:
-        return "", "test_runs_timed_out"
-    return (log or b"").decode("utf-8", "replace"), "test_runs_died" if log is None else None
+    fault = "test_runs_timed_out" if result.timed_out else "test_runs_died" if log is None else None
+    return (log or b"").decode("utf-8", "replace"), fault
 
 
 def parse_log(task: Task, log: str) -> dict[str, str]:
@@ -244,11 +248,20 @@ def parse_log(task: Task, log: str) -> dict[str, str]:
 
 def has_passed(name: str, outcomes: Mapping[str, str]) -> bool:
     """Return whether a test of a row passed. For an id cut at a blank in its parameters, all that begin so count."""
-    if name in outcomes:
-        return outcomes[name] in PASSED
-    is_cut = "[" in name and not name.endswith("]")
-    found = [outcome for other, outcome in outcomes.items() if is_cut and other.startswith(name)]
+    found = _find_outcomes(name, outcomes)
     return bool(found) and all(outcome in PASSED for outcome in found)
+
+
+def is_named(name: str, outcomes: Mapping[str, str]) -> bool:
+    """Return whether a test of a row has an outcome, whatever it is."""
+    return bool(_find_outcomes(name, outcomes))
+
+
+def _find_outcomes(name: str, outcomes: Mapping[str, str]) -> list[str]:
+    if name in outcomes:
+        return [outcomes[name]]
+    is_cut = "[" in name and not name.endswith("]")
+    return [outcome for other, outcome in outcomes.items() if is_cut and other.startswith(name)]
 
 
 def contradicts_itself(log: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 from polar_trl.errors import FileTooLargeError, GradeError, SandboxError
 from polar_trl.grade.added_code import count_seen, count_signs, is_test_file
-from polar_trl.grade.base import Grade, Grader
+from polar_trl.grade.base import MAX_OUTPUT, Grade, Grader, report_tests
 from polar_trl.grade.canary import Canary
 from polar_trl.grade.changes import UNUSABLE, Change, apply_changes, find_changes
 from polar_trl.grade.fresh import FreshSandboxes
@@ -32,11 +32,12 @@ from polar_trl.names import list_patched_paths
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.inside.guard import sign
 from polar_trl.sandbox.inside.run_tests import NO_PYTEST, RUNNER, SCRIPTS, list_own
-from polar_trl.types import Task, TestSpec
+from polar_trl.types import GradeReport, Task, TestSpec
 
 MAX_REPORT_BYTES = 64 << 20
 NOT_STARTED = (126, 127)
 """Exit codes of a shell that cannot start a program."""
+_DIED = {"test_runs_timed_out": "the tests ran out of time", "test_runs_died": "the tests ended without a report"}
 # the same as where tasks are built: some tests depend on zone, locale and width
 ENV = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
 
@@ -67,11 +68,13 @@ class HiddenTestsGrader(Grader):
             try:
                 return self._judge(task, task.tests, sandbox, fresh, deadline)
             except tuple(UNUSABLE) as loss:
-                return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1})
+                report = GradeReport(output_tail=str(loss))
+                return Grade(reward=0.0, counters={UNUSABLE[type(loss)]: 1}, report=report)
             except (SandboxError, OSError):
                 if not self._fresh.is_filled(fresh):
                     raise
-                return Grade(reward=0.0, counters={UNUSABLE[FileTooLargeError]: 1})
+                report = GradeReport(output_tail="what the agent left filled the disk of the sandbox that grades it")
+                return Grade(reward=0.0, counters={UNUSABLE[FileTooLargeError]: 1}, report=report)
 
     def _judge(self, task: Task, spec: TestSpec, sandbox: Sandbox, fresh: Sandbox, deadline: float) -> Grade:
         """Grade in the fresh sandbox until the deadline (of `time.monotonic`)."""
@@ -85,12 +88,12 @@ class HiddenTestsGrader(Grader):
         """See `Grader`."""
         self._fresh.withdraw(task)
 
-    def _close(self, spec: TestSpec, passed: Set[str] | None, counts: Counter[str]) -> Grade:
+    def _close(self, spec: TestSpec, passed: Set[str] | None, counts: Counter[str], report: GradeReport) -> Grade:
         """Return the grade of a run; `passed` is None where it was tampered with or left no outcomes."""
         counters = add_total(counts)
         if passed is None or (self._zero_suspected and "cheats_suspected" in counters):
-            return Grade(reward=0.0, counters=counters)
-        return Grade(reward=score(spec, passed, partial=self._partial), counters=counters)
+            return Grade(reward=0.0, counters=counters, report=report)
+        return Grade(reward=score(spec, passed, partial=self._partial), counters=counters, report=report)
 
 
 class TestsGrader(HiddenTestsGrader):
@@ -119,15 +122,22 @@ class TestsGrader(HiddenTestsGrader):
         lay_hidden_tests(spec, fresh)
         canary.lay(fresh)
         left_s = max(deadline - time.monotonic(), 0.0)
-        found, fault = run_hidden_tests(task, spec, fresh, canary, own, candidates, timeout_s=left_s)
+        found, fault, output = run_hidden_tests(task, spec, fresh, canary, own, candidates, timeout_s=left_s)
+        deciding = (*spec.fail_to_pass, *spec.pass_to_pass)
         if found is None:
-            return self._close(spec, None, counts + Counter([fault]))
+            return self._close(spec, None, counts + Counter([fault]), report_died(fault, len(deciding), output))
         outcomes: dict[str, str] = found["outcomes"]
         faults = find_faults(found, counts, kept, sandbox.base_tree)
         faults += filter(None, [canary.find_fault(outcomes, passed="passed", failed="failed")])
         counts.update(faults)
         passed = {name for name, outcome in outcomes.items() if outcome == "passed"}
-        return self._close(spec, None if faults else passed, counts)
+        report = report_tests(deciding, passed, outcomes, found["messages"])
+        return self._close(spec, None if faults else passed, counts, report)
+
+
+def report_died(fault: str, num_tests: int, output: str) -> GradeReport:
+    """Report a run of which no outcome counts; `fault` is its counter."""
+    return GradeReport(output_tail=f"{_DIED[fault]}\n{output}".strip()[-MAX_OUTPUT:], num_tests=num_tests)
 
 
 def find_faults(
@@ -157,8 +167,8 @@ def run_hidden_tests(
     candidates: list[str],
     *,
     timeout_s: float,
-) -> tuple[dict[str, Any] | None, str]:
-    """Return the run's report, or None and the counter of the reason that there is none. Raises `GradeError`."""
+) -> tuple[dict[str, Any] | None, str, str]:
+    """Return the run's report, or None, the counter of the reason and the end of the output. Raises `GradeError`."""
     folder, key = f"~/run_{secrets.token_hex(8)}", secrets.token_hex(32)
     runner, request, report = (f"{folder}/{name}" for name in (RUNNER.name, "request.json", "report.json"))
     asked = {
@@ -175,12 +185,13 @@ def run_hidden_tests(
     command = f"{shlex.quote(spec.python)} -I -B {runner} --request {request}"
     result = fresh.run(command, env={**task.env, **ENV}, timeout_s=timeout_s)
     if (found := read_report(fresh, report, key, max_bytes=MAX_REPORT_BYTES)) is not None:
-        return found, ""
+        return found, "", ""
     if result.timed_out:
-        return None, "test_runs_timed_out"
+        return None, "test_runs_timed_out", result.tail()
     if result.exit_code in (*NOT_STARTED, NO_PYTEST):
-        raise GradeError(f"task {task.id}: {spec.python!r} cannot run pytest there: {result.stderr.strip()[-300:]}")
-    return None, "test_runs_died"
+        why = f"task {task.id}: {spec.python!r} cannot run pytest there: {result.stderr.strip()[-300:]}"
+        raise GradeError(why, output=result.tail())
+    return None, "test_runs_died", result.tail()
 
 
 def read_report(fresh: Sandbox, path: str, key: str, *, max_bytes: int) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Write and read the calls of a session as JSON lines, exactly: what is read back equals what was recorded.
 
-A file is a "session" line, one "call" line per call, and an "end" line. A call is written as what it adds to its
+A file is a "session" line, one "call" line per call, and an "end" line, which holds the other fields of the `Rollout`
+and `extra`; fields of `LATER_FIELDS` are left out where they are None. A call is written as what it adds to its
 `parent`, so that a file grows with the session's tokens and not with their square: `new_prompt_ids` and `new_messages`
 follow the parent's prompt and answer, and `tools` is left out where it equals the parent's. Where the parent's are no
 prefix, the keys are `prompt_ids` and `messages` and hold the whole. A file is never overwritten (`RecordError`).
@@ -24,9 +25,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from polar_trl.errors import RecordError
 from polar_trl.types import (
+    AgentExit,
     Call,
     ChatRequest,
     Completion,
+    GradeReport,
     Message,
     RequestedSampling,
     Rollout,
@@ -41,6 +44,8 @@ from polar_trl.types import (
 _T = TypeVar("_T")
 
 VERSION = 1
+LATER_FIELDS = ("agent_exit", "grading", "changes")
+"""Fields of the end line that records of earlier releases lack; those releases pass over them."""
 _FAILURE_LENGTH = 300
 
 
@@ -148,6 +153,9 @@ class SessionLog:
             line = {"type": "end"} | _render_value(rollout) | {"extra": extra}
             for name in ("id", "task_id", "group_id", "calls"):
                 del line[name]
+            for name in LATER_FIELDS:
+                if line[name] is None:
+                    del line[name]
             self._write(_encode(line))
             self._closed = True
             if self._file is not None:
@@ -207,8 +215,7 @@ def read_record(path: Path) -> SessionRecord:
             elif line["type"] == "call":
                 calls.append(_parse_call(line, header["session_id"], calls))
             elif line["type"] == "end":
-                end = {name: line[name] for name in ("stop_reason", "reward", "error", "seconds", "counters", "extra")}
-                end["error_kind"] = line.get("error_kind")  # older records lack it
+                end = _parse_end(line)
                 _build_record(header, tuple(calls), dict(end))
             else:
                 raise ValueError(f"unknown type {line['type']!r}")
@@ -381,6 +388,17 @@ def _parse_message(line: dict[str, Any]) -> Message:
         }
     )
     return _checked(message)
+
+
+def _parse_end(line: dict[str, Any]) -> dict[str, Any]:
+    end = {name: line[name] for name in ("stop_reason", "reward", "error", "seconds", "counters", "extra")}
+    end |= {name: line.get(name) for name in ("error_kind", *LATER_FIELDS)}
+    if end["agent_exit"] is not None:
+        end["agent_exit"] = _checked(AgentExit(**end["agent_exit"]))
+    if (grading := end["grading"]) is not None:
+        tests = {name: tuple(grading[name]) for name in ("failed_tests", "missing_tests")}
+        end["grading"] = _checked(GradeReport(**grading | tests))
+    return end
 
 
 def _build_record(header: Mapping[str, str], calls: tuple[Call, ...], end: dict[str, Any] | None) -> SessionRecord:

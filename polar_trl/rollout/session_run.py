@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polar_trl.engine.gate import GateStats
-from polar_trl.errors import LawError, NotFiniteRewardError, PolarError
+from polar_trl.errors import GradeError, LawError, NotFiniteRewardError, PolarError
 from polar_trl.grade.base import Grader, is_finite_reward
+from polar_trl.grade.diff import render_changes
 from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
@@ -27,13 +28,15 @@ from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import Reconstruction, build_prefix_merged, count_as_policy, count_calls, digest
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
+from polar_trl.rollout.ending import Redaction, describe_exit
 from polar_trl.rollout.heartbeat import Heartbeat
 from polar_trl.rollout.progress import StageProgress
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.run_folder import require_room
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.sandbox.owner import build_owner_tag
-from polar_trl.types import ErrorKind, Rollout, StopReason, Task
+from polar_trl.types import AgentExit, ErrorKind, GradeReport, Rollout, StopReason, Task
+from polar_trl.user_code import describe_error, format_trace
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,10 @@ class SessionRun:
         self._sandbox: Sandbox | None = None
         self._cancelled = threading.Event()
         self._grading_is_ordered = False
+        self._redaction = Redaction()
+        self._agent_exit: AgentExit | None = None
+        self._grading: GradeReport | None = None
+        self._changes: str | None = None
         self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0)
 
     def cancel(self) -> None:
@@ -125,6 +132,9 @@ class SessionRun:
             stop_reason = "agent_failed"
             stop_reason, failure = self._run_agent(self._sandbox)
             self._cut.note(None if failure else self._seconds["agent"])
+            self._changes = self._redaction.clean(
+                render_changes(self._sandbox.base_tree, self._sandbox.host_workdir, self.job.task.files)
+            )
             if failure is None:
                 reward, failure = self._grade(self._sandbox)
                 self._sandbox.require_whole()
@@ -149,10 +159,13 @@ class SessionRun:
             calls=self._log.calls,
             stop_reason=stop_reason,
             reward=reward,
-            error=None if failure is None else failure.error,
+            error=None if failure is None else self._redaction.clean(failure.error),
             error_kind=None if failure is None else failure.kind,
             seconds=self._seconds,
             counters=self._log.counters,
+            agent_exit=self._agent_exit,
+            grading=self._grading,
+            changes=self._changes,
         )
         if failure is not None:
             logger.warning("rollout %s has no reward: %s", rollout.id, failure.error)
@@ -181,10 +194,13 @@ class SessionRun:
             )
             try:
                 launch = context.harness.build_launch(task, endpoint)
+                env = {**task.env, **launch.env}
+                self._redaction = Redaction(env, [endpoint.api_key])
                 for path, text in launch.files.items():
                     sandbox.put(f"~/{path}", text.encode())
                 with _Clock(sandbox, self._log, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
-                    result = sandbox.run(launch.command, env={**task.env, **launch.env}, timeout_s=MAX_AGENT_WALL_S)
+                    result = sandbox.run(launch.command, env=env, timeout_s=MAX_AGENT_WALL_S)
+                self._agent_exit = self._redaction.build_exit(result)
                 sandbox.require_whole()
             finally:
                 context.proxy.close_session(endpoint.api_key)
@@ -232,7 +248,8 @@ class SessionRun:
 
     def _describe_no_calls(self, result: ExecResult, *, is_stopped: bool) -> "_Failure":
         counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
-        why = counts or _describe_exit(result, is_stopped=is_stopped)
+        ended = describe_exit(self._redaction.build_exit(result), is_stopped=is_stopped)
+        why = f"{counts}; {ended}" if counts else ended
         last = f"; the last request was refused: {self._log.last_refusal}" if self._log.last_refusal else ""
         return _Failure("no_calls", f"the agent got no answer of the model ({why}){last}")
 
@@ -244,6 +261,7 @@ class SessionRun:
             self._grading_is_ordered = False  # from here on it is the grader's own affair
             try:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
+                self._grading = self._redaction.clean_report(grade.report)
                 if pause_s := heartbeat.look():  # the grader's clock went on
                     return None, _Failure("grader_failed", _describe_pause(pause_s, "the session was graded"))
                 if not is_finite_reward(grade.reward):
@@ -256,7 +274,9 @@ class SessionRun:
                 self._raise_if_cancelled()
                 if isinstance(error, NotFiniteRewardError):
                     self._log.count("rewards_not_finite")
-                return None, _Failure("grader_failed", f"the grader failed: {type(error).__name__}: {error}")
+                said = error.output if isinstance(error, GradeError) else format_trace(error)
+                self._grading = self._redaction.clean_report(GradeReport(output_tail=said))
+                return None, _Failure("grader_failed", f"the grader failed: {describe_error(error)}")
 
     def _withdraw_grading(self) -> None:
         if self._grading_is_ordered and self._context.grader is not None:
@@ -371,10 +391,3 @@ class _Clock:
 
 def _describe_pause(pause_s: float, what: str) -> str:
     return f"this process was stopped for {pause_s:.0f} s while {what}: that says nothing of the agent"
-
-
-def _describe_exit(result: ExecResult, *, is_stopped: bool) -> str:
-    """Describe how the agent ended, with the end of its output."""
-    how = "stopped at its time limit" if is_stopped else f"exit code {result.exit_code}"
-    said = (result.stderr.strip() or result.stdout.strip())[-300:]
-    return f"{how}; it printed: {said!r}" if said else f"{how}; it printed nothing"

@@ -30,6 +30,13 @@ class ExecResult:
     disk_full: bool = False
     """Whether the sandbox's disk was full when it ended."""
 
+    def tail(self, max_characters: int = 4000) -> str:
+        """Return the end of the output: standard output, then standard error, each with at least half the room."""
+        out, error = self.stdout.strip(), self.stderr.strip()
+        room = max_characters - 1 if out and error else max_characters
+        error = error[-max(room - len(out), room // 2) :]
+        return "\n".join(filter(None, (out[-(room - len(error)) :] if len(error) < room else "", error)))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from polar_trl.errors import GradeError
-from polar_trl.grade.base import Grade
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.sandbox.base import Sandbox
@@ -37,7 +36,7 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     ],
 )
 def test_rewards(sandbox: Sandbox, grader: Any, reward: float) -> None:
-    assert grader.grade(TASK, sandbox, timeout_s=20) == Grade(reward=reward)
+    assert grader.grade(TASK, sandbox, timeout_s=20).reward == reward
 
 
 @pytest.mark.parametrize(

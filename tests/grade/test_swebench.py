@@ -14,6 +14,7 @@ import pytest
 from swe_repository import FIX, build_task, make_repository
 
 from polar_trl.errors import ConfigError, TaskError
+from polar_trl.grade.base import Grade
 from polar_trl.grade.canary import Canary
 from polar_trl.grade.swebench import (
     SwebenchGrader,
@@ -129,14 +130,18 @@ CASES = {
 
 
 def grade(task: Task, backend: SandboxBackend, command: str, *, partial: bool = False) -> tuple[float, dict[str, int]]:
+    graded = grade_whole(task, backend, command, partial=partial)
+    return graded.reward, dict(graded.counters)
+
+
+def grade_whole(task: Task, backend: SandboxBackend, command: str, *, partial: bool = False) -> Grade:
     sandbox = backend.create(task, "agent")
     try:
         result = sandbox.run(command, env={}, timeout_s=60)
         assert result.exit_code == 0, result.stderr
-        graded = SwebenchGrader(backend, partial=partial).grade(task, sandbox, timeout_s=120)
+        return SwebenchGrader(backend, partial=partial).grade(task, sandbox, timeout_s=120)
     finally:
         sandbox.destroy()
-    return graded.reward, dict(graded.counters)
 
 
 @pytest.fixture
@@ -178,6 +183,17 @@ def test_part_of_the_work(local: tuple[Task, SandboxBackend]) -> None:
     assert grade(task, backend, GOLD)[0] == 0.0
     assert grade(task, backend, GOLD, partial=True)[0] == 0.5
     assert grade(task, backend, "echo 'def f(x): return 0' > src/flask/tiny.py", partial=True)[0] == 0.0
+
+
+def test_the_report_names_tests_and_hides_the_canary(local: tuple[Task, SandboxBackend]) -> None:
+    task, backend = local
+    assert task.tests is not None
+    spec = replace(task.tests, pass_to_pass=(*task.tests.pass_to_pass, "tests/test_tiny.py::test_gone"))
+    report = grade_whole(replace(task, tests=spec), backend, "true").report
+    assert report.failed_tests == task.tests.fail_to_pass
+    assert report.missing_tests == ("tests/test_tiny.py::test_gone",)
+    assert f"FAILED {task.tests.fail_to_pass[0]}" in report.output_tail
+    assert report.output_tail.count("FAILED ") == 1
 
 
 def test_printed_outcomes_beside_the_real_ones(local: tuple[Task, SandboxBackend]) -> None:

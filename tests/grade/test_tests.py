@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from polar_trl.errors import GradeError, SandboxError, TreeUnreadableError
+from polar_trl.grade.base import Grade
 from polar_trl.grade.changes import apply_changes, find_changes
 from polar_trl.grade.tests import TestsGrader
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.types import Task, TestSpec
+from polar_trl.types import GradeReport, Task, TestSpec
 
 SOLVE = "sed -i s/1/2/ m.py"
 CHEATS = {
@@ -72,6 +73,11 @@ def task(tmp_path: Path) -> Task:
 
 
 def grade(task: Task, command: str, tmp_path: Path, timeout_s: float = 60) -> tuple[float, dict[str, int]]:
+    result = grade_whole(task, command, tmp_path, timeout_s)
+    return result.reward, dict(result.counters)
+
+
+def grade_whole(task: Task, command: str, tmp_path: Path, timeout_s: float = 60) -> Grade:
     backend = LocalSandboxBackend(tmp_path / "boxes", mounts=[tmp_path / "shown"])
     sandbox = backend.create(task, "agent")
     try:
@@ -80,13 +86,45 @@ def grade(task: Task, command: str, tmp_path: Path, timeout_s: float = 60) -> tu
     finally:
         sandbox.destroy()
     assert list((tmp_path / "boxes").iterdir()) == [], "the fresh sandbox was left behind"
-    return result.reward, dict(result.counters)
+    return result
 
 
 def test_nothing_is_worth_nothing_and_the_fix_is_worth_one(task: Task, tmp_path: Path) -> None:
     assert grade(task, "true", tmp_path)[0] == 0.0
     assert grade(task, SOLVE, tmp_path)[0] == 1.0
     assert grade(task, f"{SOLVE}; rm test_old.py; echo x > notes.bin", tmp_path)[0] == 1.0
+
+
+def test_the_report_names_what_failed_and_what_was_not_found(task: Task, tmp_path: Path) -> None:
+    assert task.tests is not None
+    spec = replace(task.tests, pass_to_pass=("test_m.py::test_ok", "test_m.py::test_gone"))
+    report = grade_whole(replace(task, tests=spec), "true", tmp_path).report
+    assert report == GradeReport(
+        output_tail="test_m.py::test_f: assert 1 == 2\n +  where 1 = f()",
+        failed_tests=("test_m.py::test_f",),
+        missing_tests=("test_m.py::test_gone",),
+        num_tests=3,
+        num_passed=1,
+        num_failed=1,
+        num_missing=1,
+    )
+
+
+def test_the_report_says_what_keeps_a_file_of_tests_from_being_read(task: Task, tmp_path: Path) -> None:
+    report = grade_whole(task, "echo 'def g(): pass' > m.py", tmp_path).report
+    assert report.num_missing == 2 and "cannot import name 'f' from 'm'" in report.output_tail
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        ("echo 'import os; os._exit(0)' >> m.py", "the tests ended without a report"),
+        ("truncate -s 600M big", "more than 512 MiB"),
+    ],
+)
+def test_the_report_says_why_no_test_counts(task: Task, tmp_path: Path, work: str, said: str) -> None:
+    report = grade_whole(task, work, tmp_path).report
+    assert said in report.output_tail and report.failed_tests == () == report.missing_tests
 
 
 @pytest.mark.parametrize("name", CHEATS)

@@ -16,7 +16,18 @@ from records import TOOL, build_call, build_rollout, open_log, read_session
 
 from polar_trl.errors import RecordError
 from polar_trl.recording.log import read_record
-from polar_trl.types import Call, ChatRequest, Completion, Message, RequestedSampling, Rollout, Tool, ToolCall
+from polar_trl.types import (
+    AgentExit,
+    Call,
+    ChatRequest,
+    Completion,
+    GradeReport,
+    Message,
+    RequestedSampling,
+    Rollout,
+    Tool,
+    ToolCall,
+)
 
 
 def write(path: Path, rollout: Rollout, **extra: Any) -> None:
@@ -68,6 +79,9 @@ def test_a_session_is_read_back_equal(tmp_path: Path) -> None:
         stop_reason="agent_timeout",
         error="late",
         error_kind="sandbox_failed",
+        agent_exit=AgentExit(exit_code=137, signal="SIGKILL", output_tail="Grüße \x1b[2J"),
+        grading=GradeReport(output_tail="no", failed_tests=("a::b",), num_tests=1, num_failed=1),
+        changes="--- a/f\n+++ b/f\n",
         seconds={"agent": 1.5},
         counters={"n": 2},
     )
@@ -227,6 +241,9 @@ def test_cut_anywhere_the_whole_lines_before_are_kept(tmp_path: Path) -> None:
         assert record.finished == (num_lines == 4)
 
 
+END = b'{"type":"end","stop_reason":"completed","reward":null,"error":null,"seconds":{},"counters":{},"extra":{}}'
+
+
 @pytest.mark.parametrize(
     ("number", "bad", "reason"),
     [
@@ -243,6 +260,10 @@ def test_cut_anywhere_the_whole_lines_before_are_kept(tmp_path: Path) -> None:
         (3, b'{"type":"call","index":0}', "call index 0, expected 1"),
         (3, b'{"type":"end"}', "'stop_reason' is missing"),
         (4, b'{"type":"end"', "Expecting"),
+        (4, END.replace(b"}}", b'},"agent_exit":{"exit_code":"1"}}'), "exit_code is '1'"),
+        (4, END.replace(b"}}", b'},"agent_exit":{"code":1}}'), "unexpected keyword argument 'code'"),
+        (4, END.replace(b"}}", b'},"grading":{"failed_tests":[1],"missing_tests":[]}}'), "failed_tests is"),
+        (4, END.replace(b"}}", b'},"changes":1}'), "changes is 1"),
     ],
 )
 def test_a_corrupt_line_is_named(tmp_path: Path, number: int, bad: bytes, reason: str) -> None:
