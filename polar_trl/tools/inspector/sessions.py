@@ -19,10 +19,13 @@ import orjson
 from polar_trl.errors import RecordError
 from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, count_calls
 from polar_trl.recording.log import SessionRecord, read_record
+from polar_trl.rollout.ending import name_exit
 from polar_trl.sandbox.owner import is_dead, is_running
+from polar_trl.types import AgentExit
 
 HEAD_BYTES = 4096
-TAIL_BYTES = 65536
+TAILS_BYTES = (65536, 1 << 20)
+"""Where the end of a session is looked for; that of one with a long diff and much output is longer."""
 LOOK_S = 0.5
 """Looks at the folder are at least so far apart."""
 QUIET_S = 900.0
@@ -49,6 +52,10 @@ class Entry:
     stop_reason: str | None = None
     reward: float | None = None
     error: str | None = None
+    ended: str | None = None
+    """How the session ended, in words: "completed", "agent failed: exit code 127", "grader failed"."""
+    last_words: str = ""
+    """The last line that the agent printed."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     num_calls: int = 0
     sampled_tokens: int = 0
@@ -250,11 +257,14 @@ def _read_ends(entry: Entry, file: BinaryIO, size: int) -> None:
     if not newline:
         return
     _take_header(entry, parse_line(head))
-    file.seek(max(0, size - TAIL_BYTES))
-    tail = file.read(TAIL_BYTES)
-    start = tail.rfind(_END)
-    if start >= 0 and tail.endswith(b"}\n"):
-        _take_end(entry, parse_line(tail[start + 1 :]))
+    for num_bytes in TAILS_BYTES:
+        file.seek(max(0, size - num_bytes))
+        tail = file.read(num_bytes)
+        start = tail.rfind(_END)
+        if start >= 0 and tail.endswith(b"}\n"):
+            _take_end(entry, parse_line(tail[start + 1 :]))
+        if start >= 0 or num_bytes >= size:
+            return
 
 
 def _read_lines(entry: Entry, file: BinaryIO) -> None:
@@ -282,6 +292,9 @@ def _take_header(entry: Entry, line: Mapping[str, Any]) -> None:
 def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
     """Take the end of a session from its line: all of it, or nothing where a field is of a wrong type."""
     reasons = {name: _check(line, name, str, None) for name in ("stop_reason", "error")}
+    later = {"error_kind": None, "agent_exit": None, **line}  # older records lack these
+    kind, agent_exit = _check(later, "error_kind", str, None), _check(later, "agent_exit", dict, None)
+    exits = None if agent_exit is None else AgentExit(**agent_exit)
     reward = _check(line, "reward", int, float, None)
     seconds, extra = _check_numbers(line, "seconds"), _check(line, "extra", dict)
     if "summary" in extra:
@@ -292,7 +305,15 @@ def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
             _check_numbers(summary, "dropped")
         _set_summary(entry, summary)
     entry.stop_reason, entry.error, entry.reward, entry.seconds = *reasons.values(), reward, seconds
+    entry.ended = _name_end(entry.stop_reason, kind, exits)
+    entry.last_words = "" if exits is None else exits.output_tail.strip().rpartition("\n")[2]
     entry.finished = True
+
+
+def _name_end(stop_reason: str | None, error_kind: str | None, exits: AgentExit | None) -> str:
+    reason = (error_kind or stop_reason or "unknown").replace("_", " ")
+    tells = exits is not None and (error_kind or stop_reason) in ("agent_failed", "no_calls")
+    return f"{reason}: {name_exit(exits)}" if exits is not None and tells else reason
 
 
 def _check(line: Mapping[str, Any], name: str, *kinds: type | None) -> Any:
