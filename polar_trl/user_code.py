@@ -1,10 +1,16 @@
-"""Find the user's own line in an exception that passed through their code."""
+"""Import the user's own code by name, and find their line in an exception that passed through it."""
 
+import difflib
+import importlib
+import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import ConfigError
 
 MAX_TRACE = 4000
 """Characters of a traceback that is kept."""
@@ -12,14 +18,64 @@ _OWN = Path(__file__).parent
 _LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
 
 
+def is_object_name(text: str) -> bool:
+    """Return whether a setting has the form `package.module:name`."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
+
+
+def load_object(setting: str, text: str) -> Any:
+    """Import what `package.module:name` names, from the current folder or the installed packages.
+
+    Args:
+        setting: That the text is of, for the error.
+
+    Raises `ConfigError`: no such module or name, or an error in the module, with its line.
+    """
+    module_name, _, name = text.partition(":")
+    try:
+        module = _import_here(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{setting} {text!r}: there is no module {error.name!r}, neither in the current folder "
+                f"({os.getcwd()}) nor on PYTHONPATH"
+            ) from error
+        raise ConfigError(f"{setting} {text!r} cannot be imported: {describe_error(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{setting} {text!r} cannot be imported: {describe_error(error)}") from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        where = f"{module_name} ({module.__file__})" if getattr(module, "__file__", None) else module_name
+        raise ConfigError(
+            f"{setting} {text!r}: {where} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    return getattr(module, name)
+
+
+def _import_here(module_name: str) -> Any:
+    """Import with the current folder first, as `python -m` has it; later imports look there last.
+
+    So a file of the user's never takes the place of a module that a library imports in mid-run.
+    """
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    finally:
+        sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)
+
+
 def locate_error(error: BaseException) -> str:
-    """Say where the user's own code raised, as "my_mod:12 in score, `return 1 / 0`"; "" where none of it ran."""
+    """Say where the user's own code raised, as "my_mod.py:12 in score, `return 1 / 0`"; "" where none of it ran."""
     frames = _list_own_frames(error)
     if not frames:
         return ""
     last = frames[-1]
     line = f", `{last.line.strip()[:200]}`" if last.line else ""
-    return f"{_name_module(last.filename)}:{last.lineno} in {last.name}{line}"
+    return f"{_shorten(last.filename)}:{last.lineno} in {last.name}{line}"
 
 
 def describe_error(error: BaseException) -> str:
@@ -49,9 +105,7 @@ def _is_own(filename: str) -> bool:
     return not any(path.is_relative_to(folder) for folder in _LIBRARIES)
 
 
-def _name_module(filename: str) -> str:
-    """Return the name under which the file was imported; the file's own name where that is not known."""
-    for name, module in list(sys.modules.items()):
-        if getattr(module, "__dict__", {}).get("__file__") == filename and name != "__main__":
-            return name
-    return Path(filename).name
+def _shorten(filename: str) -> str:
+    """Return a path as seen from the current folder, where it is below that."""
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS
 from polar_trl.harness.base import AgentHarness, Harness
-from polar_trl.harness.own import is_class_name
 from polar_trl.sandbox import KINDS, choose_kind
+from polar_trl.user_code import is_object_name
 
 if TYPE_CHECKING:
     from polar_trl.tokens.base import Renderer
@@ -139,7 +139,7 @@ def _build(name: str, args: argparse.Namespace) -> Harness:
     run.agent_files, run.agent_folders = args.agent_files, args.agent_folders
     if any(character in name for character in " \t\n/"):
         run.agent, run.agent_command = "shell", name
-    elif not is_class_name(name):
+    elif not is_object_name(name):
         run.agent, at, version = name.partition("@")
         if run.agent not in AGENTS:
             raise ConfigError(

@@ -74,6 +74,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     """Print the tables of an evaluation: its numbers, the failures of the infrastructure, the groups of its tasks."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     sessions = summary["sessions"]
@@ -93,8 +94,15 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     if summary["failures"]:
         failures = Table("failures of the infrastructure", "sessions", "the latest", title="retried and in no rate")
         for name, failure in summary["failures"].items():
-            failures.add_row(name, str(failure["sessions"]), failure["latest"])
+            failures.add_row(name, str(failure["sessions"]), Text(failure["latest"] or ""))
         console.print(failures)
+    if summary["reasons"]:
+        reasons = Table("why graded sessions did not pass", "sessions", "example", title="the most frequent reasons")
+        for row in summary["reasons"][:10]:
+            reasons.add_row(
+                Text(row["reason"]), str(row["sessions"]), Text(f"{row['example']}\n{row['record']}".strip())
+            )
+        console.print(reasons)
     _print_groups(console, summary)
     console.print(f"sessions and numbers: {summary['output_dir']}", markup=False, highlight=False, soft_wrap=True)
 

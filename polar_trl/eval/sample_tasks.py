@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
+from polar_trl.rollout.reasons import find_reason, find_shortfall
 from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 from polar_trl.run_folder import (
     LOCK_FILE,
@@ -73,6 +74,10 @@ class SampleResult:
     """As in `Rollout`."""
     error_kind: ErrorKind | None = None
     """As in `Rollout`; None in lines of earlier versions."""
+    reason: str | None = None
+    """Why it did not pass (`polar_trl.rollout.reasons`); None where it did, and in lines of earlier versions."""
+    detail: str = ""
+    """What this session said of that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +158,7 @@ def read_results(folder: Path, *, mend: bool = False) -> list[SampleResult]:
     results = []
     for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
         try:
-            values = {"error_kind": None} | json.loads(line)
+            values = {"error_kind": None, "reason": None, "detail": ""} | json.loads(line)
             results.append(SampleResult(**{name: values[name] for name in names}))
         except (ValueError, TypeError, KeyError) as error:
             raise RecordError(
@@ -256,6 +261,9 @@ def _build_job(sample: Sample, folder: Path) -> Job:
 
 def _build_result(sample: Sample, finished: RolloutResult, record: str) -> SampleResult:
     rollout = finished.rollout
+    reason = find_reason(rollout)
+    if reason is None and rollout.reward is not None and rollout.reward < PASSING_REWARD:
+        reason = find_shortfall(rollout)
     return SampleResult(
         task=sample.task.id,
         sample=sample.sample,
@@ -271,6 +279,8 @@ def _build_result(sample: Sample, finished: RolloutResult, record: str) -> Sampl
         + rollout.counters.get("tokens_by_server", 0),
         seconds={name: round(value, 3) for name, value in rollout.seconds.items()},
         error_kind=rollout.error_kind,
+        reason=reason.name if reason else None,
+        detail=reason.detail if reason else "",
     )
 
 

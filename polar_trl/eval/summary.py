@@ -75,6 +75,7 @@ def _summarize(
         "sampled_tokens_per_session": _mean([result.sampled_tokens for result in sessions]),
         "agent_seconds_per_session": _mean([result.seconds.get("agent", 0.0) for result in sessions]),
         "stop_reasons": dict(Counter(result.stop_reason for result in sessions).most_common()),
+        "reasons": _count_reasons(sessions),
     }
 
 
@@ -83,6 +84,16 @@ def _count_failures(failed: Sequence[SampleResult]) -> dict[str, dict[str, Any]]
     counts = Counter(_name_failure(result) for result in failed)
     latest = {_name_failure(result): result.error for result in failed}
     return {name: {"sessions": count, "latest": latest[name]} for name, count in counts.most_common()}
+
+
+def _count_reasons(graded: Sequence[SampleResult]) -> list[dict[str, Any]]:
+    """Count graded sessions that did not pass by the reason, the most frequent first, each with its latest example."""
+    reasons = [result.reason for result in graded if result.reason and (result.reward or 0.0) < PASSING_REWARD]
+    latest = {result.reason: result for result in graded if (result.reward or 0.0) < PASSING_REWARD}
+    return [
+        {"reason": reason, "sessions": count, "example": latest[reason].detail, "record": latest[reason].record}
+        for reason, count in Counter(reasons).most_common()
+    ]
 
 
 def _name_failure(result: SampleResult) -> str:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
@@ -23,7 +22,6 @@ from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import build_dataset, read_tasks
 from polar_trl.grpo.logs.completions_table import CompletionsTable
 from polar_trl.grpo.logs.metrics_log import MetricsLog
-from polar_trl.grpo.logs.model_card import build_card
 from polar_trl.grpo.logs.rollout_log import RolloutLog
 from polar_trl.grpo.logs.settings_log import SettingsLog
 from polar_trl.grpo.logs.trained_log import TrainedLog
@@ -38,7 +36,7 @@ from polar_trl.grpo.preflight import (
     require_a_step,
     require_bases,
 )
-from polar_trl.grpo.resume.hub import model_files_only, refuse_uploads
+from polar_trl.grpo.resume.hub import WithModelCard, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.rewards import Rewards, list_reward_functions
 from polar_trl.grpo.rollouts.source import RolloutSource
@@ -48,13 +46,13 @@ from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.harness.base import Harness, require_launch
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
-from polar_trl.run_folder import disk_errors, write_whole
+from polar_trl.run_folder import disk_errors
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
 
 
-class PolarGRPOTrainer(PackedGRPOTrainer):
+class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     """GRPO on the sessions of an unmodified coding agent.
 
     Args:
@@ -190,7 +188,8 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             policy_weights=self.policy_weights,
         )
         self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
-        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table):
+        lessons = self.session_rows.log.lessons
+        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table, lessons):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -288,38 +287,6 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """transformers', with a model card in the folder."""
-        super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            self._write_card(Path(output_dir or self.args.output_dir))
-
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
-        """Write a model card into the run's folder, of the agent, the tasks and the figures, in the place of TRL's."""
-        if self.is_world_process_zero():
-            self._write_card(Path(self.args.output_dir), model_name, kwargs.get("tags") or ())
-
-    def _write_card(self, folder: Path, name: str | None = None, tags: str | Sequence[str] = ()) -> None:
-        run = (self.args.hub_model_id or os.path.abspath(self.args.output_dir)).rpartition("/")[2]
-        card = build_card(
-            self.settings_log.settings or self.settings_log.facts,
-            self.state.log_history,
-            name=name or run,
-            seconds=self.resume.seconds,
-            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags)],
-            is_adapter=is_peft_model(self.model),
-        )
-        write_whole(folder / "README.md", card.encode())
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers', without sessions, rows and logs."""
-        with model_files_only():
-            return super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with model_files_only():
-            super()._push_from_checkpoint(checkpoint_folder)
 
 
 def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:

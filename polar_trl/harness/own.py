@@ -1,7 +1,5 @@
 """Load an own agent's class by its name, `package.module:Class`."""
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,35 +7,15 @@ from typing import Any, cast
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Harness
+from polar_trl.user_code import load_object
 
 _ADVICE = "derive the class from polar_trl.Harness, and define name and build_launch"
 
 
-def is_class_name(agent: str) -> bool:
-    """Return whether a setting names a class, and no agent that is known or a command."""
-    module, colon, name = agent.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
-
-
 def load_harness(agent: str, options: Mapping[str, Any] | None = None) -> Harness:
     """Import `package.module:Class` and build it; `options` are its arguments. Raises `ConfigError`."""
-    module_name, _, name = agent.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"agent {agent!r}: there is no module {error.name!r}; put its folder on PYTHONPATH"
-            ) from error
-        raise ConfigError(f"agent {agent!r} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"agent {agent!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, dir(module), n=1)
-        raise ConfigError(
-            f"agent {agent!r}: {module_name} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
-    kind: Any = getattr(module, name)
+    name = agent.rpartition(":")[2]
+    kind = load_object("agent", agent)
     if not inspect.isclass(kind):
         raise ConfigError(f"agent {agent!r}: {name} is a {type(kind).__name__}, and must be a class")
     _check_methods(agent, kind)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from polar_trl.engine.gate import GateStats
@@ -31,6 +31,7 @@ from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.ending import Redaction, describe_exit
 from polar_trl.rollout.heartbeat import Heartbeat
 from polar_trl.rollout.progress import StageProgress
+from polar_trl.rollout.reasons import Repeats, mask_numbers
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.run_folder import require_room
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
@@ -79,6 +80,8 @@ class RunnerContext:
     train_auxiliary: bool
     stage_slots: Mapping[str, threading.BoundedSemaphore]
     progress: StageProgress
+    repeats: Repeats = field(default_factory=Repeats)
+    """Of the failures that the log has."""
 
 
 class SessionRun:
@@ -168,13 +171,19 @@ class SessionRun:
             changes=self._changes,
         )
         if failure is not None:
-            logger.warning("rollout %s has no reward: %s", rollout.id, failure.error)
+            self._report(rollout, failure)
             if failure.kind != "cancelled":
                 record = self.job.record_path
                 require_room(Path(tempfile.gettempdir()), *(() if record is None else (record.parent,)))
         return RolloutResult(
             rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
         )
+
+    def _report(self, rollout: Rollout, failure: "_Failure") -> None:
+        """Say why there is no reward: the first time, and as it goes on ever more rarely."""
+        if count := self._context.repeats.note((failure.kind, mask_numbers(failure.error))):
+            again = "" if count == 1 else f" ({count} sessions so far, for this reason)"
+            logger.warning("rollout %s has no reward%s: %s", rollout.id, again, rollout.error)
 
     def _prepare(self) -> Sandbox:
         with self._stage("prepare"):

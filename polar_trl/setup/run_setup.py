@@ -4,11 +4,10 @@ Settings that nothing would read, and tasks whose graders do not tell their solu
 (`ConfigError`).
 """
 
-import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.base import Harness, require_launch
-from polar_trl.harness.own import is_class_name, load_harness
+from polar_trl.harness.own import load_harness
 from polar_trl.harness.shell import PLACEHOLDERS, ShellHarness
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
@@ -32,6 +31,7 @@ from polar_trl.tasks.environment import list_environments, provide_python, refus
 from polar_trl.tasks.load import load_task_set
 from polar_trl.tasks.rules import check_limits
 from polar_trl.types import Task
+from polar_trl.user_code import is_object_name, load_object
 
 
 @dataclass
@@ -183,7 +183,7 @@ def build_harness(run: RunArguments) -> Harness:
             folders=find_agent_folders(run.agent_folders),
             **options,
         )
-    if run.agent not in AGENTS and not is_class_name(run.agent):
+    if run.agent not in AGENTS and not is_object_name(run.agent):
         raise ConfigError(
             f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}, and classes of your own as "
             "package.module:Class"
@@ -193,7 +193,7 @@ def build_harness(run: RunArguments) -> Harness:
             raise ConfigError(
                 f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
             )
-    return load_harness(run.agent, options) if is_class_name(run.agent) else build_agent(run.agent, options)
+    return load_harness(run.agent, options) if is_object_name(run.agent) else build_agent(run.agent, options)
 
 
 def read_agent_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
@@ -280,12 +280,10 @@ def load_grader(spec: str | None, backend: SandboxBackend | None = None) -> Grad
     """Load the grader that a setting names: an importable function, or a shell command."""
     if spec is None:
         return None
-    module, colon, name = spec.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), name)):
-        try:
-            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"grader {spec!r} cannot be imported: {error}") from error
+    if is_object_name(spec):
+        function = load_object("grader", spec)
+        if not callable(function):
+            raise ConfigError(f"grader {spec!r} is a {type(function).__name__}, and must be a function")
         return FunctionGrader(function)
     return CommandGrader(spec, backend=backend)
 

@@ -9,9 +9,10 @@ import pytest
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Harness, Launch, require_launch
-from polar_trl.harness.own import is_class_name, load_harness
+from polar_trl.harness.own import load_harness
 from polar_trl.setup.run_setup import RunArguments, build_harness
 from polar_trl.types import Task
+from polar_trl.user_code import is_object_name
 
 MODULE = """
 from polar_trl import Harness, Launch, ShellHarness
@@ -95,9 +96,13 @@ def test_a_run_file_names_a_class() -> None:
 @pytest.mark.parametrize(
     ("agent", "options", "message"),
     [
-        ("no_such_module:Mine", {}, "there is no module 'no_such_module'; put its folder on PYTHONPATH"),
+        ("no_such_module:Mine", {}, "there is no module 'no_such_module', neither in the current folder"),
         ("own_agents.nope:Mine", {}, "there is no module 'own_agents.nope'"),
-        ("own_agents.broken:Mine", {}, "cannot be imported: No module named 'no_such_package'"),
+        (
+            "own_agents.broken:Mine",
+            {},
+            r"ModuleNotFoundError: No module named 'no_such_package' \(.*broken.py:1 in",
+        ),
         ("own_agents.wrong:Mine", {}, "cannot be imported: SyntaxError"),
         ("own_agents.quits:Mine", {}, "cannot be imported: SystemExit: bye"),
         ("own_agents.good:Mina", {}, "has no 'Mina'; did you mean 'Mine'?"),
@@ -164,8 +169,8 @@ def test_a_command_and_a_name_are_no_class() -> None:
         ":b",
         "a:b:c",
     ]
-    assert not any(map(is_class_name, names))
-    assert is_class_name("my_agents:Mine") and is_class_name("a.b.c:D")
+    assert not any(map(is_object_name, names))
+    assert is_object_name("my_agents:Mine") and is_object_name("a.b.c:D")
 
 
 def test_options_of_a_command() -> None:

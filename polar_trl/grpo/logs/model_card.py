@@ -12,12 +12,46 @@ import yaml  # type: ignore[import-untyped]
 
 from polar_trl.grpo.logs.summary import average_quarters
 
-_PAPER = "https://huggingface.co/papers/2402.03300"
 _ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "num_generations", "generation_batch_size", "temperature", "beta",
     "loss_type", "scale_rewards", "max_completion_length", "max_trajectory_tokens", "num_iterations",
     "lora_r", "lora_alpha",
 )  # fmt: skip
+
+_CARD = """---
+{head}---
+
+# {name}
+
+{whole} trained with [GRPO](https://huggingface.co/papers/2402.03300) inside {where}, by polar-trl and TRL.
+Each reward is of a whole session of that agent, with the agent's own prompts and tools.
+
+| | |
+|---|---|
+{rows}
+
+## How to use it
+
+Inside the same agent: elsewhere it has not been trained, and may be no better than its base model.
+
+```bash
+pip install polar-trl
+polar-trl serve MODEL     # this folder, or its name on the hub
+```
+
+It prints an address and a key for the agent's configuration. Another server does as well, such as vLLM's, with the
+chat template of this folder and the base model's parsers of tool calls and thinking.
+
+## Settings
+
+{arguments}
+
+{versions}
+
+## License
+
+That of the base model.
+"""
 
 
 def build_card(
@@ -51,43 +85,15 @@ def build_card(
     agent = " ".join(str(settings[key]) for key in ("agent", "agent_version") if settings.get(key))
     facts = [("Base model", shown_base), ("Agent", agent), ("Tasks", _describe_tasks(settings))]
     facts += [*_list_figures(settings, log_history), *_describe_time(settings, seconds)]
-    where = "a coding agent" if settings.get("agent") == "shell" else f"the coding agent {agent}"
-    whole = f"A LoRA adapter for {shown_base}," if is_adapter else shown_base
-    rows = "\n".join(f"| {title} | {_escape(value)} |" for title, value in facts if value)
-    return f"""---
-{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---
-
-# {name}
-
-{whole} trained with [GRPO]({_PAPER}) inside {where}, by polar-trl and TRL.
-Each reward is of a whole session of that agent, with the agent's own prompts and tools.
-
-| | |
-|---|---|
-{rows}
-
-## How to use it
-
-Inside the same agent: elsewhere it has not been trained, and may be no better than its base model.
-
-```bash
-pip install polar-trl
-polar-trl serve MODEL     # this folder, or its name on the hub
-```
-
-It prints an address and a key for the agent's configuration. Another server does as well, such as vLLM's, with the
-chat template of this folder and the base model's parsers of tool calls and thinking.
-
-## Settings
-
-{_list_arguments(settings)}
-
-{_list_versions(settings)}
-
-## License
-
-That of the base model.
-"""
+    return _CARD.format(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        name=name,
+        whole=f"A LoRA adapter for {shown_base}," if is_adapter else shown_base,
+        where="a coding agent" if settings.get("agent") == "shell" else f"the coding agent {agent}",
+        rows="\n".join(f"| {title} | {_escape(value)} |" for title, value in facts if value),
+        arguments=_list_arguments(settings),
+        versions=_list_versions(settings),
+    )
 
 
 def _list_figures(settings: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -104,15 +110,22 @@ def _list_figures(settings: Mapping[str, Any], log_history: Sequence[Mapping[str
         ("Reward of the first and last quarter of the steps", f"{first:.3g}, {last:.3g}"),
     ]
     evaluated = [entry for entry in log_history if entry.get("eval_reward") is not None]
-    if len(evaluated) > 1:
-        (before, after), what = (evaluated[0], evaluated[-1]), "Reward of the first and last evaluation"
-        figures.append(
-            (what, ", ".join(f"{e['eval_reward']:.3g} (step {e.get('step', '?')})" for e in (before, after)))
-        )
-    elif evaluated:
-        figures.append(("Reward of the evaluation", f"{evaluated[0]['eval_reward']:.3g}"))
+    if evaluated:
+        names = ("First evaluation", "Last evaluation") if len(evaluated) > 1 else ("Evaluation",)
+        figures += [
+            (name, _describe_evaluation(evaluated[place])) for name, place in zip(names, (0, -1), strict=False)
+        ]
     figures.append(("Tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} of them trained"))
     return figures
+
+
+def _describe_evaluation(entry: Mapping[str, Any]) -> str:
+    said = f"reward {entry['eval_reward']:.3g} at step {entry.get('step', '?')}"
+    if entry.get("eval_graded") and entry.get("eval_pass_rate") is not None:
+        rate, low, high = (100 * entry[f"eval_pass_rate{end}"] for end in ("", "_low", "_high"))
+        said += f", {entry['eval_solved']:.0f} of {entry['eval_graded']:.0f} sessions solved their task"
+        said += f" ({rate:.0f} %, 95 % interval {low:.0f} to {high:.0f} %)"
+    return said
 
 
 def _describe_tasks(settings: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Log what became of the rollouts of a generation or evaluation batch: metrics, tables, and the run's files."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from polar_trl.grpo.advantage import Advantages, RolloutAdvantage
 from polar_trl.grpo.logs.completions_table import CompletionsTable
+from polar_trl.grpo.logs.lessons import Batch, Lessons
 from polar_trl.grpo.logs.metrics import append_metrics, build_rollout_metrics, count_rollout, nan_std
 from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout
 from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.trl_bridge import TrlBridge
+from polar_trl.rollout.reasons import find_reason
 from polar_trl.rollout.session_run import RolloutResult
 
 
@@ -35,7 +38,12 @@ class RolloutLog:
     rewards: Rewards
     trained_rows: TrainedRows
     table: CompletionsTable | None
+    lessons: Lessons = field(init=False)
+    """Says why sessions failed and steps taught nothing."""
     _described: list[dict[str, Any]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.lessons = Lessons(self.trained_rows.run, self.trained_rows.attempt)
 
     def name_record(self, path: Path | None) -> str:
         """Return a record's path relative to the run's folder; "" where there is none."""
@@ -98,8 +106,40 @@ class RolloutLog:
         if mode == "train":
             self.trl.state.num_input_tokens_seen += sum(lengths)
         self.trl.metrics(mode)["num_tokens"] = [self.trl.state.num_input_tokens_seen]
+        self._note_lesson(results, advantages, len(lengths), figures, mode, step)
         if self.table is not None:
             self._fill_table(self.table, results, rewards_RF, advantages, mode, step)
+
+    def _note_lesson(
+        self,
+        results: Sequence[RolloutResult],
+        advantages: Advantages,
+        num_rows: int,
+        figures: Mapping[str, float],
+        mode: str,
+        step: int,
+    ) -> None:
+        """Say why sessions failed, and whether the batch teaches anything (a collective)."""
+        reasons = gather_object(
+            [(find_reason(result.rollout), self.name_record(result.record_path)) for result in results]
+        )
+        if self.rank != 0:
+            return
+        rewards_R = advantages.rewards_R.masked_fill(~advantages.scored_R, math.nan)
+        nothing = self.lessons.note(
+            Batch(
+                step=step,
+                mode=mode,
+                rewards=rewards_R.tolist(),
+                has_advantage=bool(advantages.advantages_R.any()),
+                group_size=max(Counter(result.rollout.group_id for result in results).values()),
+                reasons=reasons,
+                num_rows=num_rows,
+                dropped={name: count for name, count in figures.items() if name.startswith("polar/dropped/")},
+            )
+        )
+        if mode == "train":
+            self.trl.log(mode, {"polar/taught_nothing": float(nothing is not None)})
 
     def _fill_table(
         self,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.logs.lessons import summarize_reasons
 from polar_trl.run_folder import write_whole
 
 
@@ -95,7 +96,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json` and `rewards.png` into the run's folder."""
+    """Write `summary.json`, with the reasons of the run's sessions, and `rewards.png` into the run's folder."""
+    summary = {**summary, **summarize_reasons(folder)}
     write_whole(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
     rewards = summary["rewards"]
     last_five = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polar_trl.grpo.rows import Row
+from polar_trl.rollout.reasons import find_reason
 from polar_trl.run_folder import ROWS_FOLDER, append_lines
 from polar_trl.types import Rollout
 
@@ -30,13 +31,13 @@ class TrainedRows:
     """
 
     def __init__(self, folder: Path, attempt: str) -> None:
-        self._run = folder
+        self.run, self.attempt = folder, attempt
         self._folder = folder / ROWS_FOLDER / attempt
         self._passes: list[tuple[Sequence[Mapping[str, Any]], Tensor]] = []
 
     def name_record(self, path: Path | None) -> str:
         """Return a record's path relative to the run's folder; "" where there is none."""
-        return "" if path is None else path.relative_to(self._run).as_posix()
+        return "" if path is None else path.relative_to(self.run).as_posix()
 
     def write_rollouts(self, mode: str, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Write a line for each rollout of a generation batch.
@@ -79,6 +80,7 @@ def describe_rollout(
     rollout: Rollout, record_path: str, reward: float, advantage: float, *, dropped: str | None
 ) -> dict[str, Any]:
     """Return a rollout's line, as JSON values; `reward` is NaN where there is none."""
+    reason = find_reason(rollout)
     return {
         "rollout": rollout.id,
         "record": record_path,
@@ -87,6 +89,7 @@ def describe_rollout(
         "reward": None if math.isnan(reward) else reward,
         "advantage": advantage,
         "dropped": dropped,
+        **({} if reason is None else {"reason": reason.name, "detail": reason.detail}),
     }
 
 

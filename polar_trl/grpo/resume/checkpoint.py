@@ -307,14 +307,22 @@ def choose_start(output_dir: Path, wanted: str | bool | None) -> Path | None:
             raise ConfigError(f"{path} is no folder, and a checkpoint would have to be one: move it away")
     folder = choose_checkpoint(output_dir, wanted)
     is_own = folder is not None and folder.resolve().parent == output_dir.resolve()
-    held = [path.name for _, path in list_checkpoints(output_dir)]
-    held += [name for name in ("sessions", TRAINED_FILE, "summary.json") if (output_dir / name).exists()]
+    held = list_run_files(output_dir)
     if held and not is_own and _parse_wanted(wanted) is not True:
         raise ConfigError(
             f"output_dir {output_dir} holds a run already ({held[0]}): go on with it by "
             "--resume_from_checkpoint auto, or name another output_dir"
         )
     return folder
+
+
+def list_run_files(output_dir: Path) -> list[str]:
+    """List what tells that a folder holds a run: names of files and folders, checkpoints first.
+
+    Sessions alone do not: a start that made no optimizer step is no run.
+    """
+    held = [path.name for _, path in list_checkpoints(output_dir)]
+    return held + [name for name in (TRAINED_FILE, "summary.json") if (output_dir / name).exists()]
 
 
 def remove_partial(output_dir: Path) -> None:

@@ -7,6 +7,7 @@ on. A run whose tasks would come in another order is refused (`ConfigError`).
 """
 
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +27,8 @@ from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.step import TrainingStep
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.grpo.weights.policy_weights import PolicyWeights
+
+logger = logging.getLogger(__name__)
 
 _SETTINGS = (
     "per_device_train_batch_size",
@@ -93,7 +96,8 @@ class Resume:
         if self.args.should_save:
             checkpoint.remove_partial(output_dir)
             rewind_trained(output_dir, source=output_dir if folder is None else folder.parent, step=step)
-        self._skip_used_numbers(output_dir)
+        if self._skip_used_numbers(output_dir) and step == 0 and self.args.should_save:
+            logger.warning("the run begins; sessions of an earlier start stay in %s", output_dir / "sessions")
         if folder is not None and self.rollouts.carry_over is not None:
             self.rollouts.runner.proxy.hold()  # until the engine has the checkpoint's weights
             self.rollouts.carry_over.reopen(open_task_ids)
@@ -148,11 +152,18 @@ class Resume:
         if self.rollouts.upcoming is not None:
             self.rollouts.upcoming.skip(state.micro_step)
 
-    def _skip_used_numbers(self, output_dir: Path) -> None:
-        """Number batches after all that are on disk, so that an id names one session (a collective)."""
+    def _skip_used_numbers(self, output_dir: Path) -> bool:
+        """Number batches after all that are on disk, so that an id names one session (a collective).
+
+        Returns:
+            Whether another process has left some.
+        """
         folders = (_BATCH_FOLDER.fullmatch(path.name) for path in output_dir.glob("sessions/*/*"))
         used = [max((int(match[1]) + 1 for match in folders if match), default=0)]
-        self.rollouts.num_batches = max(self.rollouts.num_batches, broadcast_object_list(used)[0])
+        num_used: int = broadcast_object_list(used)[0]
+        is_first = self.rollouts.num_batches == 0
+        self.rollouts.num_batches = max(self.rollouts.num_batches, num_used)
+        return is_first and num_used > 0
 
     def _describe_settings(self) -> dict[str, Any]:
         return {

@@ -57,6 +57,7 @@ def build_pass_rates(folder: Path) -> dict[str, Any]:
     counts = [TaskCount(num_graded=graded[task], num_passed=passed[task]) for task in seen]
     most = max(graded.values(), default=0)
     ks = [2**power for power in range(most.bit_length())]
+    by_rate = sorted(seen, key=lambda task: (-passed[task] / max(1, graded[task]), task))
     tasks = [
         {
             "task": task,
@@ -65,9 +66,8 @@ def build_pass_rates(folder: Path) -> dict[str, Any]:
             "failed": failed[task],
             "interval": wilson_interval(passed[task] / graded[task], graded[task]) if graded[task] else None,
         }
-        for task in seen
+        for task in by_rate
     ]
-    tasks.sort(key=lambda task: (-task["passed"] / max(1, task["graded"]), task["task"]))  # type: ignore[operator]
     return {"pass_at": [asdict(estimate_pass_rate(counts, k)) for k in ks], "tasks": tasks}
 
 

@@ -20,8 +20,9 @@ from polar_trl.errors import RecordError
 from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, count_calls
 from polar_trl.recording.log import SessionRecord, read_record
 from polar_trl.rollout.ending import name_exit
+from polar_trl.rollout.reasons import find_reason
 from polar_trl.sandbox.owner import is_dead, is_running
-from polar_trl.types import AgentExit
+from polar_trl.types import AgentExit, Rollout
 
 HEAD_BYTES = 4096
 TAILS_BYTES = (65536, 1 << 20)
@@ -53,9 +54,9 @@ class Entry:
     reward: float | None = None
     error: str | None = None
     ended: str | None = None
-    """How the session ended, in words: "completed", "agent failed: exit code 127", "grader failed"."""
-    last_words: str = ""
-    """The last line that the agent printed."""
+    """Why it did not end as it should, as `polar_trl.rollout.reasons` says it, or "completed"."""
+    detail: str = ""
+    """What it said of that."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     num_calls: int = 0
     sampled_tokens: int = 0
@@ -292,9 +293,6 @@ def _take_header(entry: Entry, line: Mapping[str, Any]) -> None:
 def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
     """Take the end of a session from its line: all of it, or nothing where a field is of a wrong type."""
     reasons = {name: _check(line, name, str, None) for name in ("stop_reason", "error")}
-    later = {"error_kind": None, "agent_exit": None, **line}  # older records lack these
-    kind, agent_exit = _check(later, "error_kind", str, None), _check(later, "agent_exit", dict, None)
-    exits = None if agent_exit is None else AgentExit(**agent_exit)
     reward = _check(line, "reward", int, float, None)
     seconds, extra = _check_numbers(line, "seconds"), _check(line, "extra", dict)
     if "summary" in extra:
@@ -305,15 +303,27 @@ def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
             _check_numbers(summary, "dropped")
         _set_summary(entry, summary)
     entry.stop_reason, entry.error, entry.reward, entry.seconds = *reasons.values(), reward, seconds
-    entry.ended = _name_end(entry.stop_reason, kind, exits)
-    entry.last_words = "" if exits is None else exits.output_tail.strip().rpartition("\n")[2]
+    entry.ended, entry.detail = _explain_end(line)
     entry.finished = True
 
 
-def _name_end(stop_reason: str | None, error_kind: str | None, exits: AgentExit | None) -> str:
-    reason = (error_kind or stop_reason or "unknown").replace("_", " ")
-    tells = exits is not None and (error_kind or stop_reason) in ("agent_failed", "no_calls")
-    return f"{reason}: {name_exit(exits)}" if exits is not None and tells else reason
+def _explain_end(line: Mapping[str, Any]) -> tuple[str, str]:
+    """Name how a session ended, and quote it, from its last line alone: faults of its last reply are not seen."""
+    later = {"error_kind": None, "agent_exit": None, **line}  # older records lack these
+    kind, exits = _check(later, "error_kind", str, None), _check(later, "agent_exit", dict, None)
+    ended = None if exits is None else AgentExit(**exits)
+    if kind is None and line["error"] is not None:
+        return "failed", line["error"]
+    if kind is None and line["stop_reason"] == "agent_failed":
+        said = "" if ended is None else ended.output_tail.strip()
+        return (f"agent {name_exit(ended)}" if ended else "agent failed"), said.rpartition("\n")[2][:300]
+    reason = find_reason(
+        Rollout(
+            id="", task_id="", group_id="", stop_reason=line["stop_reason"], error=line["error"], error_kind=kind,
+            agent_exit=ended, counters=_check({"counters": {}, **line}, "counters", dict),
+        )
+    )  # fmt: skip
+    return ("completed", "") if reason is None else (reason.name, reason.detail)
 
 
 def _check(line: Mapping[str, Any], name: str, *kinds: type | None) -> Any:

@@ -44,6 +44,9 @@ def build_table_row(entry: Entry, rows: TrainedRowIndex, agent: str | None, now_
     stage, problem = name_stage(entry, now_s), entry.problem
     if stage == "cut off" and outcome is not None:  # the trainer is given sessions that have ended, and no others
         stage, problem = "unreadable", LOST_END
+    ended, detail = entry.ended, entry.detail
+    if ended is not None and outcome is not None and outcome.reason:  # the trainer has seen the calls as well
+        ended, detail = outcome.reason, outcome.detail
     return {
         "key": entry.key,
         "step": None if outcome is None else outcome.step,
@@ -63,8 +66,8 @@ def build_table_row(entry: Entry, rows: TrainedRowIndex, agent: str | None, now_
         "trajectories": entry.trajectories,
         "dropped": dict(entry.dropped),
         "stop_reason": entry.stop_reason,
-        "ended": None if entry.ended is None else clean(entry.ended[:100]),
-        "error": clean(error[:2000]) if (error := problem or entry.error or _quote_agent(entry)) else None,
+        "ended": None if ended is None else clean(ended[:160]),
+        "error": clean(error[:2000]) if (error := problem or entry.error or detail) else None,
         "phases": seconds,
         "seconds": round(sum(seconds.values()), 3) if seconds else None,
     }
@@ -169,11 +172,6 @@ def _build_texts(asked: Mapping[str, str]) -> list[Callable[[Mapping[str, Any]],
             )
         )
     return tests
-
-
-def _quote_agent(entry: Entry) -> str | None:
-    """Quote what an agent that did not end as it should printed last."""
-    return entry.last_words if entry.stop_reason != "completed" else None
 
 
 def _number_batch(name: str) -> int:

@@ -188,7 +188,7 @@ def test_a_setting_that_the_order_hangs_on_must_stay() -> None:
         require_same_settings({"seed": 42, "num_generations": 8}, {"seed": 42, "num_generations": 4})
 
 
-@pytest.mark.parametrize("name", ["checkpoint-2", "sessions", "trained.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["checkpoint-2", "trained.jsonl", "summary.json"])
 def test_a_folder_that_holds_a_run_is_not_begun_in(tmp_path: Path, name: str) -> None:
     run, other = tmp_path / "run", write_checkpoint(tmp_path / "other", 2)
     run.mkdir()
@@ -202,6 +202,12 @@ def test_a_folder_that_holds_a_run_is_not_begun_in(tmp_path: Path, name: str) ->
     assert choose_start(run, "auto") is None
     four = write_checkpoint(run, 4)
     assert choose_start(run, "auto") == choose_start(run, str(four)) == four
+
+
+def test_sessions_of_a_start_that_made_no_step_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "sessions").mkdir()
+    (tmp_path / "rows").mkdir()
+    assert choose_start(tmp_path, None) is None
 
 
 def test_trained_lists_what_the_weights_have_seen(tmp_path: Path) -> None:

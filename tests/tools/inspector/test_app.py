@@ -54,7 +54,7 @@ def list_files(folder: Path) -> dict[str, tuple[int, int]]:
 def test_the_run_and_its_curves(client: TestClient) -> None:
     told = client.get("/api/run").json()
     assert (told["name"], told["step"], told["num_sessions"]) == ("run", 1, 2)
-    assert told["choices"]["ended"] == {"completed": 1, "no calls": 1}
+    assert told["choices"]["ended"] == {"completed": 1, "failed": 1}
     assert not told["vocabulary"]["known"]
     charts = {chart["title"]: chart for chart in client.get("/api/curves").json()["charts"]}
     assert charts["Reward"]["series"] == [{"name": "mean", "values": [0.5]}]

@@ -140,14 +140,14 @@ def test_how_a_session_ended(run: Path) -> None:
             agent_exit=killed)  # fmt: skip
     with open_client(run) as client:
         choices = client.get("/api/run").json()["choices"]
-        (row,) = client.get("/api/sessions", params={"ended": "agent failed: exit code 127"}).json()["rows"]
+        (row,) = client.get("/api/sessions", params={"ended": "agent exit code 127"}).json()["rows"]
         told = client.get("/api/ending", params={"key": key}).json()
         other = client.get("/api/sessions?ended=completed").json()["rows"][0]["key"]
         nothing = client.get("/api/ending", params={"key": other}).json()
-    assert choices["ended"] == {"completed": 8, "agent failed: exit code 127": 1, "grader failed": 1}
+    assert choices["ended"] == {"completed": 8, "agent exit code 127": 1, "the grader failed": 1}
     assert choices["examples"] == {
-        "agent failed: exit code 127": "sh: my-agent: not found",
-        "grader failed": "it <b> broke",
+        "agent exit code 127": "sh: my-agent: not found",
+        "the grader failed": "it <b> broke",
     }
     assert (row["key"], row["error"]) == (key, "sh: my-agent: not found")
     assert told["agent"] == {"ended": "exit code 127", "output": exits.output_tail}

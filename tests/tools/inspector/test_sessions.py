@@ -211,7 +211,7 @@ def test_the_table_sorts_and_filters(tmp_path: Path) -> None:
     assert names(task="Task-1") == ["g000-r001", "g000-r003"]
     assert names(reward=">=0.5", batch="train_00000") == ["g000-r001", "g000-r002"]
     assert names(reward="none") == ["g000-r003"]
-    assert names(ended="no calls") == ["g000-r000"]
+    assert names(ended="failed") == ["g000-r000"]
     assert names(search="<b>DIED") == ["g000-r000"]
     assert rows[0]["agent"] == "codex" and rows[1]["seconds"] == 4.0
     for asked in ({"reward": "much"}, {"sort": "beauty"}, {"step": "last"}):

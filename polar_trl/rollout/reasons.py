@@ -1,0 +1,144 @@
+"""Say in a few words why a session ended as it did, so that sessions can be counted by it."""
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from polar_trl.rollout.ending import name_exit
+from polar_trl.types import Call, ErrorKind, GradeReport, Rollout, StopReason
+
+MAX_DETAIL = 300
+_ERRORS: dict[ErrorKind, str] = {
+    "prepare_failed": "the sandbox could not be made",
+    "sandbox_failed": "the sandbox failed",
+    "model_calls_failed": "model calls failed on our side",
+    "request_refused": "a request of the agent was refused",
+    "engine_busy": "the model's server was too busy",
+    "no_calls": "the model answered no call of the agent",
+    "grader_failed": "the grader failed",
+    "cancelled": "the run was stopped",
+}
+_STOPS: dict[StopReason, str] = {
+    "agent_timeout": "the agent ran into its time limit",
+    "straggler": "the agent was cut as a straggler",
+    "limit_exceeded": "the agent went past a limit of the proxy",
+}
+CUT = "the last answer was cut at max_completion_length"
+OUT_OF_BUDGET = "the session's budget of calls or tokens was used up"
+NOT_FOUND = "agent exit code 127"
+"""A shell's exit code for a command that it does not find."""
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why a session ended as it did."""
+
+    name: str
+    """The same for all sessions that ended alike, such as "agent exit code 127"."""
+    detail: str = ""
+    """What this one said: the last line of its output, or its error. One line of at most 300 characters."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}" if self.detail else self.name
+
+
+def find_reason(rollout: Rollout) -> Reason | None:
+    """Find why a session has no reward, or did not end as it should; None where it did and has no error."""
+    ended, tail = rollout.agent_exit, rollout.agent_exit.output_tail if rollout.agent_exit else ""
+    if rollout.error is not None:
+        name = _ERRORS.get(rollout.error_kind or "sandbox_failed", "the session failed")
+        if rollout.error_kind == "no_calls" and ended is not None:
+            return Reason(
+                name=f"{name} (agent {name_exit(ended)})", detail=_last_line(tail) or _one_line(rollout.error)
+            )
+        return Reason(name=name, detail=_one_line(rollout.error))
+    if rollout.counters.get("budget_messages"):
+        return Reason(name=OUT_OF_BUDGET)
+    if rollout.stop_reason == "completed":
+        return None
+    if rollout.stop_reason in _STOPS:
+        past = [name for name in rollout.counters if name.endswith("_exceeded")]
+        return Reason(name=_STOPS[rollout.stop_reason], detail=", ".join(past) or _last_line(tail))
+    fault = _find_fault_of_reply(rollout.calls)
+    if ended is not None and (ended.exit_code != 0 or fault is None):
+        return Reason(name=f"agent {name_exit(ended)}", detail=_last_line(tail))
+    return Reason(name=fault or f"the session ended as {rollout.stop_reason}", detail=_last_line(tail))
+
+
+def describe_tests(report: GradeReport | None) -> str:
+    """Describe the tests of a report that did not pass, such as "2 of 5 tests failed: a, b"; "" where all did."""
+    if report is None:
+        return ""
+    of_all = f" of {report.num_tests}" if report.num_tests else ""
+    parts = []
+    if report.num_failed:
+        parts.append(f"{report.num_failed}{of_all} tests failed: {_join(report.failed_tests)}")
+    if report.num_missing:
+        parts.append(f"{report.num_missing}{of_all} tests were not found: {_join(report.missing_tests)}")
+    return "; ".join(parts)
+
+
+def find_shortfall(rollout: Rollout) -> Reason:
+    """Find why a session that ended as it should was not worth more: its tests, or the end of what the grader said."""
+    report = rollout.grading
+    if tests := describe_tests(report):
+        assert report is not None
+        return Reason(name="tests failed" if report.num_failed else "tests were not found", detail=tests[:MAX_DETAIL])
+    return Reason(name="the grader gave less than 1", detail=_last_line(report.output_tail if report else ""))
+
+
+def count_reasons(reasons: Iterable[Reason | None]) -> list[tuple[Reason, int]]:
+    """Count reasons by name, the most frequent first; each with its latest detail."""
+    found = [reason for reason in reasons if reason is not None]
+    latest = {reason.name: reason for reason in found}
+    return [(latest[name], count) for name, count in Counter(reason.name for reason in found).most_common()]
+
+
+class Repeats:
+    """Tells which occurrences of something to report: the 1st, 2nd, 4th, 8th and so on. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
+
+    def note(self, key: Hashable) -> int | None:
+        """Count an occurrence; return how many there were if it is one to report."""
+        with self._lock:
+            self._counts[key] += 1
+            count = self._counts[key]
+        return count if count & (count - 1) == 0 else None
+
+
+def mask_numbers(text: str) -> str:
+    """Replace the numbers and hexadecimal ids of a message, so that those of one kind are equal."""
+    return re.sub(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+", "N", text)
+
+
+def _find_fault_of_reply(calls: tuple[Call, ...]) -> str | None:
+    """Find what was wrong with the policy's last reply, by which most agents are judged; None where nothing was."""
+    last = next((call for call in reversed(calls) if call.purpose == "policy" and call.is_answered), None)
+    if last is None:
+        return "the policy answered no call"
+    if last.completion.finish_reason == "length":
+        return CUT
+    if last.message.tool_calls:
+        return "the agent ended with a tool call that was not run"
+    return None if last.message.text.strip() else "the last answer was empty"
+
+
+def _last_line(output: str) -> str:
+    lines = [line for line in _ESCAPES.sub("", output).splitlines() if line.strip()]
+    return _one_line(lines[-1]) if lines else ""
+
+
+def _one_line(text: str) -> str:
+    """Return a text of the agent's as one line that a terminal may be given."""
+    words = " ".join(_ESCAPES.sub("", text).split())
+    return "".join(letter if letter.isprintable() else "?" for letter in words)[:MAX_DETAIL]
+
+
+def _join(names: tuple[str, ...], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
