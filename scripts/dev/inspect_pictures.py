@@ -110,12 +110,12 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
         page.wait_for_timeout(500)
         take(f"tokens_{color}" if everything else "tokens")
         page.goto("about:blank")
-    look_at(f"/session?key={key}&view=forks&track=1", ".excerpts figure")
-    take("forks")
     look_at(f"/session?key={key}&view=ending", ".diff")
     take("ending")
     look_at(f"/compare?task={task}", ".pair .message.reply")
     take("compare")
+    look_at(f"/session?key={key}&view=forks&track=1", ".excerpts figure")
+    take("forks")
 
 
 if __name__ == "__main__":
