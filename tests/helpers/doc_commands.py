@@ -51,6 +51,7 @@ COMMANDS: dict[str, Run | str] = {
     "bash scripts/test.sh": ".ci/run",
     "source .venv/bin/activate": QUICKSTARTED,
     "polar-trl inspect RUN": "tests/tools/inspector/test_app.py",
+    "polar-trl inspect RUN OTHER_RUN": "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side",
     "polar-trl replay RUN": Run(r"digest mismatches +│ +0"),
     "polar-trl replay RUN/sessions/.*": Run(r"sessions +│ +1 "),
     "tail -n 1 RUN/log.jsonl": Run('"step": 1'),
