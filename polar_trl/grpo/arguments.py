@@ -40,11 +40,14 @@ class RunParser(TrlParser):  # type: ignore[misc]
         groups = (RunArguments, PolarGRPOConfig, ModelConfig, *more, GRPOScriptArguments)
         super().__init__(groups, allow_abbrev=False, **kwargs)
         self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="list TRL's as well")
+        self.run_file: tuple[str, str] | None = None
+        """Path and text of the run file that was read."""
 
     def read_file(self, path: str) -> None:
         """Take the defaults from a run file (path or name), read as flags would be. `env` sets the environment."""
         try:
-            content = yaml.safe_load(find_config(path).read_text(encoding="utf-8"))
+            text = find_config(path).read_text(encoding="utf-8")
+            content = yaml.safe_load(text)
         except ConfigError as error:
             raise ConfigError(f"--config: {error}") from error
         except OSError as error:
@@ -54,6 +57,7 @@ class RunParser(TrlParser):  # type: ignore[misc]
         if not isinstance(content, dict) or not isinstance(environment := content.pop("env", {}), dict):
             raise ConfigError(f"--config {path} must be a mapping, lines of `key: value`, and so must its env")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
+        self.run_file = path, text
         actions = {action.dest: action for action in self._actions if action.nargs != 0}
         self._refuse_unknown(path, [str(name) for name in content if name not in actions])
         hints = {name: hint for group in self.dataclass_types for name, hint in get_type_hints(group).items()}

@@ -44,6 +44,7 @@ SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds
 SERVED = "tests/cli/test_serve.py::test_ctrl_c_ends_it_and_what_it_recorded_is_read"
 OWN_REPOSITORY = "tests/examples/test_own_repository.py"
 AFTER = "tests/examples/test_after_training.py"
+TWO_RUNS = "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side"
 GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | str] = {
@@ -53,6 +54,7 @@ COMMANDS: dict[str, Run | str] = {
     "bash scripts/test.sh": ".ci/run",
     "source .venv/bin/activate": QUICKSTARTED,
     "polar-trl inspect RUN": "tests/tools/inspector/test_app.py",
+    "polar-trl inspect RUN OTHER_RUN": TWO_RUNS,
     "polar-trl replay RUN": Run(r"digest mismatches +│ +0"),
     "polar-trl replay RUN/sessions/.*": Run(r"sessions +│ +1 "),
     "tail -n 1 RUN/log.jsonl": Run('"step": 1'),
