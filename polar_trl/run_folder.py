@@ -24,6 +24,8 @@ from polar_trl.errors import ConfigError, DiskError, PolarError
 
 LOG_FILE = "log.jsonl"
 SETTINGS_FILE = "settings.json"
+RUN_FILE = "run_file.yaml"
+"""Copy of the run file of the newest start."""
 TRAINED_FILE = "trained.jsonl"
 ROWS_FOLDER = "rows"
 LOCK_FILE = "owner.lock"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -86,6 +87,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if "bad" in verdicts or "good" not in verdicts else 0
 
 
+def _name_problem(problem: str) -> str:
+    """Name a problem without what is of one task: its words up to a colon, a bracket or a semicolon."""
+    return re.split(r"[:;(]", problem)[0].strip()
+
+
 _OTHERS = {"bad": "bad", "not proven": "not proven (no solution to try)"}
 
 
@@ -106,6 +112,14 @@ def _print_checks(results: Sequence["Checked"]) -> None:
         table.add_row(checked.id, checked.verdict, gold, empty, f"{checked.seconds:g}", flaky, Text(problem))
     console = Console()
     console.print(table)
+    bad = [checked for checked in results if checked.problem]
+    if len(bad) > 1:
+        why = Table("why tasks are bad", "tasks", "example")
+        names = Counter(_name_problem(checked.problem) for checked in bad)
+        latest = {_name_problem(checked.problem): checked for checked in bad}
+        for name, count in names.most_common():
+            why.add_row(Text(name), str(count), Text(f"{latest[name].id}: {latest[name].problem}"))
+        console.print(why)
     counts = Counter[str](checked.verdict for checked in results)
     others = "".join(f", {counts[name]} {text}" for name, text in _OTHERS.items() if counts[name])
     console.print(f"{counts['good']} of {len(results)} tasks are good{others}")

@@ -16,6 +16,7 @@ examples:
   polar-trl inspect runs/first --port 8123        always the same address, such as for a tunnel:
                                                   ssh -L 8123:127.0.0.1:8123 MACHINE
   polar-trl inspect runs/eval --tokenizer Qwen/Qwen3.5-4B
+  polar-trl inspect runs/first runs/second        both, with sessions of one task side by side
 
 RUN is the output folder of a training run, while it goes on or after, of polar-trl eval, or of polar-trl collect. The
 page shows curves, sessions, and each session's conversation and tokens; docs/inspect.md says how to read it. It can be
@@ -32,7 +33,9 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="a run's output folder")
+    parser.add_argument(
+        "paths", metavar="RUN", nargs="+", type=Path, help="a run's output folder; a second to compare"
+    )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port to listen on (default: a free one)")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="folder or hub id of the model's tokenizer (default: the run's model)"
@@ -48,20 +51,24 @@ def run(args: argparse.Namespace) -> int:
     from polar_trl.tools.inspector.app import build_app
     from polar_trl.tools.inspector.run_folder import RunFolder
 
-    folder = RunFolder(args.path, args.tokenizer)
+    folders = [
+        RunFolder(path, args.tokenizer, prefix=f"{number}~" if number else "")
+        for number, path in enumerate(args.paths)
+    ]
     listener = _listen(args.port)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    print(f"polar-trl: {args.path} is shown at {address} (Ctrl-C ends it)", flush=True)
-    if not folder.vocabulary.is_known:
-        print(f"polar-trl: {folder.vocabulary.note}", file=sys.stderr)
-    elif folder.settings_problem is not None:
-        print(f"polar-trl: {folder.settings_problem}", file=sys.stderr)
+    print(f"polar-trl: {', '.join(map(str, args.paths))} shown at {address} (Ctrl-C ends it)", flush=True)
+    for folder in folders:
+        if not folder.vocabulary.is_known:
+            print(f"polar-trl: {folder.vocabulary.note}", file=sys.stderr)
+        elif folder.settings_problem is not None:
+            print(f"polar-trl: {folder.settings_problem}", file=sys.stderr)
     if args.open:
         import webbrowser
 
         webbrowser.open(address)
     config = uvicorn.Config(
-        build_app(folder), lifespan="on", access_log=False, log_level="warning", timeout_graceful_shutdown=2
+        build_app(*folders), lifespan="on", access_log=False, log_level="warning", timeout_graceful_shutdown=2
     )
     try:
         uvicorn.Server(config).run(sockets=[listener])

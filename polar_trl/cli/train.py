@@ -96,7 +96,8 @@ def train(words: Sequence[str]) -> None:
     from polar_trl.grpo.resume.checkpoint import choose_start
     from polar_trl.grpo.run.finish import explain_resume
 
-    settings, args, model_config, script = parse_groups(RunParser(prog="polar-trl train", description=__doc__), words)
+    parser = RunParser(prog="polar-trl train", description=__doc__)
+    settings, args, model_config, script = parse_groups(parser, words)
     folder = Path(args.output_dir)
     own_output_dir(args)
     checkpoint = choose_start(folder, args.resume_from_checkpoint)
@@ -105,6 +106,7 @@ def train(words: Sequence[str]) -> None:
         return
     with disk_errors(folder), build_trainer(settings, args, model_config, script) as trainer:
         try:
+            trainer.settings_log.add(settings, model_config, run_file=parser.run_file)
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         except DiskError as error:
             sys.exit(f"train: {error}; make room, and {explain_resume(folder)}")

@@ -1,6 +1,6 @@
 """Parse a run's settings from a YAML file and flags: one file is a whole run, and every key of it can be a flag.
 
-A key that nobody reads raises `ConfigError` with the nearest known name, as does a value of another type.
+An unknown key raises `ConfigError` with the nearest known name, as does a value of another type.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trl_arguments.refused import refuse_keys, refuse_model_kwargs
 from polar_trl.setup.run_setup import RunArguments
+from polar_trl.setup.settings import format_short_help
 
 _WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_to_bool": "true or false"}
 
@@ -28,7 +29,8 @@ _WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_
 class RunParser(TrlParser):  # type: ignore[misc]
     """TRL's parser of the groups of settings of a run, and of what another command adds to them.
 
-    What is wrong is a `ConfigError`; argparse would print its usage, which is some hundred lines, and exit.
+    What is wrong is a `ConfigError`; argparse would print its usage, which is some hundred lines, and exit. `--help`
+    is a line for each of our settings, `--help-all` is argparse's, of more than a thousand lines.
 
     Args:
         more: Dataclasses of settings.
@@ -37,11 +39,15 @@ class RunParser(TrlParser):  # type: ignore[misc]
     def __init__(self, *more: type, **kwargs: Any) -> None:
         groups = (RunArguments, PolarGRPOConfig, ModelConfig, *more, GRPOScriptArguments)
         super().__init__(groups, allow_abbrev=False, **kwargs)
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="list TRL's as well")
+        self.run_file: tuple[str, str] | None = None
+        """Path and text of the run file that was read."""
 
     def read_file(self, path: str) -> None:
         """Take the defaults from a run file (path or name), read as flags would be. `env` sets the environment."""
         try:
-            content = yaml.safe_load(find_config(path).read_text(encoding="utf-8"))
+            text = find_config(path).read_text(encoding="utf-8")
+            content = yaml.safe_load(text)
         except ConfigError as error:
             raise ConfigError(f"--config: {error}") from error
         except OSError as error:
@@ -51,6 +57,7 @@ class RunParser(TrlParser):  # type: ignore[misc]
         if not isinstance(content, dict) or not isinstance(environment := content.pop("env", {}), dict):
             raise ConfigError(f"--config {path} must be a mapping, lines of `key: value`, and so must its env")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
+        self.run_file = path, text
         actions = {action.dest: action for action in self._actions if action.nargs != 0}
         self._refuse_unknown(path, [str(name) for name in content if name not in actions])
         hints = {name: hint for group in self.dataclass_types for name, hint in get_type_hints(group).items()}
@@ -59,6 +66,11 @@ class RunParser(TrlParser):  # type: ignore[misc]
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         self.set_defaults_with_config(**values)
+
+    def format_help(self) -> str:
+        """Return the short help."""
+        about = f"{self.description.strip()}\n\n" if self.description else ""
+        return about + format_short_help(self.prog, *self.dataclass_types)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but raise `ConfigError` for an unknown flag."""
@@ -106,11 +118,17 @@ class RunParser(TrlParser):  # type: ignore[misc]
     def _refuse_unknown(self, source: str, names: Sequence[str]) -> None:
         if not names:
             return
-        known = [action.dest for action in self._actions if action.dest != "help"]
+        known = [action.dest for action in self._actions if not action.dest.startswith("help")]
         words = (name.lstrip("-").replace("-", "_") for name in names)
         near = [repr(match) for word in words for match in difflib.get_close_matches(word, known, 1)]
         advice = f". Did you mean {', '.join(near)}?" if near else "; leave it out"
         raise ConfigError(f"{source}: nothing reads {', '.join(names)}{advice}")
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(argparse.ArgumentParser.format_help(parser))
+        parser.exit()
 
 
 def parse_run(

@@ -33,6 +33,7 @@ from polar_trl.grpo.logs.evaluations import list_evaluations
 from polar_trl.grpo.logs.library_log import LibraryLog
 from polar_trl.grpo.logs.metrics_log import MetricsLog
 from polar_trl.grpo.logs.rollout_log import RolloutLog
+from polar_trl.grpo.logs.settings_log import SettingsLog
 from polar_trl.grpo.logs.terminal import REPLACED, StepLines, describe_run
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
@@ -48,7 +49,7 @@ from polar_trl.grpo.preflight import (
     require_tasks,
 )
 from polar_trl.grpo.resume.checkpoint import list_run_files
-from polar_trl.grpo.resume.hub import model_files_only, refuse_uploads
+from polar_trl.grpo.resume.hub import WithModelCard, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.reward_funcs import RewardFunction, list_reward_functions, match_processing_classes
 from polar_trl.grpo.rewards import Rewards
@@ -68,7 +69,7 @@ from polar_trl.tokens.load import load_renderer
 from polar_trl.types import Task
 
 
-class PolarGRPOTrainer(PackedGRPOTrainer):
+class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     """GRPO on the sessions of an unmodified coding agent.
 
     Arguments before `harness` are `GRPOTrainer`'s, in its order; docs/trl-arguments.md says which of them differ.
@@ -158,15 +159,10 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             )
         if not tasks["train"]:
             self.train_dataset = None
-        self._serve(tasks, backend=backend, harness=harness, grader=grader)
+        self._start(backend, harness, grader, tasks)
 
-    def _serve(
-        self,
-        tasks: Mapping[str, dict[str, Task]],
-        *,
-        backend: SandboxBackend,
-        harness: Harness,
-        grader: Grader | None,
+    def _start(
+        self, backend: SandboxBackend, harness: Harness, grader: Grader | None, tasks: Mapping[str, dict[str, Task]]
     ) -> None:
         """Start the proxy on TRL's engine, and build what runs sessions and trains on them."""
         self._open.add(self.vllm_generation, self.vllm_generation.close)
@@ -181,13 +177,13 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
             self._open.add(self.proxy, self.proxy.stop)
             runner = RolloutRunner(proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config)
             self._open.add(runner, runner.close)
-            self._build_parts(runner, tasks, agent=harness.name, has_grader=grader is not None)
+            self._build_parts(runner, tasks, harness=harness, has_grader=grader is not None)
         except BaseException:
             self.close()
             raise
 
     def _build_parts(
-        self, runner: RolloutRunner, tasks: Mapping[str, dict[str, Task]], *, agent: str, has_grader: bool
+        self, runner: RolloutRunner, tasks: Mapping[str, dict[str, Task]], *, harness: Harness, has_grader: bool
     ) -> None:
         """Build what a step is made of, in the order of `step.py`."""
         args, run = self.args, Path(self.args.output_dir)
@@ -240,8 +236,9 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         for replaced in REPLACED:
             self.remove_callback(replaced)
         lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
-        log, lessons = MetricsLog(run, self._describe_run(agent)), self.session_rows.log.lessons
-        for callback in (self.step.trained_log, log, table, lines, lessons):
+        self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
+        lessons = self.session_rows.log.lessons
+        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table, lines, lessons):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -270,14 +267,18 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
         params = GenerationParams(max_tokens=args.max_completion_length, temperature=args.temperature)
         return Proxy(self.vllm_generation.engine, renderer, params=params)
 
-    def _describe_run(self, agent: str) -> dict[str, Any]:
-        """Return the content of `settings.json`: model, agent, renderer, longest row."""
+    def _describe_run(self, harness: Harness, tasks: Mapping[str, Mapping[str, Task]]) -> dict[str, Any]:
+        """Return what `settings.json` says of the run besides its arguments."""
         name = self.model.name_or_path
+        find_version = getattr(harness, "find_installed_version", None)
         return {
             "model": os.path.abspath(name) if os.path.isdir(name) else name,
-            "agent": agent,
+            "agent": harness.name,
+            "agent_version": None if find_version is None else find_version(),
             "renderer": self.args.renderer,
             "max_trajectory_tokens": self._read_longest_row(),
+            "num_tasks": len(tasks["train"]),
+            "num_eval_tasks": len(tasks["eval"]),
         }
 
     def _read_longest_row(self) -> int:
@@ -397,15 +398,6 @@ class PolarGRPOTrainer(PackedGRPOTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self.resume.take_best()
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers', without sessions, rows and logs."""
-        with model_files_only():
-            return super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with model_files_only():
-            super()._push_from_checkpoint(checkpoint_folder)
 
 
 def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:

@@ -46,15 +46,16 @@ class RunArguments:
     tasks: str | None = field(
         default=None,
         metadata={
-            "help": "What to train on: a JSONL file of tasks, a folder of Harbor tasks, rows of SWE-bench "
-            "(.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. See docs/tasks.md."
+            "help": "The tasks to train on: a file, a folder, or a data set. A JSONL file of tasks, a folder of "
+            "Harbor tasks, rows of SWE-bench (.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. "
+            "See docs/tasks.md."
         },
     )
     agent: str = field(
         default="shell",
         metadata={
-            "help": f"The agent: one of {', '.join(AGENTS)}, 'package.module:Class' for a class of your own, or "
-            "'shell' for whatever agent_command runs. See polar-trl doctor."
+            "help": "The agent: a known name, a class of your own, or 'shell' for agent_command. The known ones are "
+            f"{', '.join(AGENTS)}; a class is 'package.module:Class'. See polar-trl doctor."
         },
     )
     agent_options: dict[str, Any] | str | None = field(
@@ -74,18 +75,18 @@ class RunArguments:
     sandbox: str = field(
         default="auto",
         metadata={
-            "help": "Where agents run: 'bwrap' (bubblewrap: no network but the proxy; limits as root), 'docker' (the "
-            "same in containers), 'auto' (docker if sandbox_image or a task names an image, else bwrap) or 'local' "
-            "(folders of this user, no boundary)."
+            "help": "Where agents run: auto, bwrap, docker or local. 'bwrap' is bubblewrap: no network but the proxy, "
+            "limits as root. 'docker' is the same in containers, 'auto' docker if sandbox_image or a task names an "
+            "image and bwrap else, 'local' a folder of this user without any boundary."
         },
     )
     sandbox_image: str | None = field(
         default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
     )
-    sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox."})
+    sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox, in MiB."})
     sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})
     sandbox_pids: int = field(default=512, metadata={"help": "Processes and threads of one sandbox."})
-    sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox."})
+    sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox, in MiB."})
     sandbox_warm: int = field(
         default=4,
         metadata={"help": "Sandboxes made ready before they are needed, while the model trains ('local' needs none)."},
@@ -103,19 +104,20 @@ class RunArguments:
     check_tasks: bool = field(
         default=True,
         metadata={
-            "help": "Refuse to start unless the graders give 1 to the known solution of each task with tests and 0 to "
-            "no change. Good results are kept; `polar-trl check-tasks` does the same."
+            "help": "Check the known solutions before the run. It does not start unless the graders give 1 to the "
+            "solution of each task with tests and 0 to no change. Good results are kept; `polar-trl check-tasks` does "
+            "the same."
         },
     )
     partial_credit: bool = field(
         default=False,
-        metadata={"help": "Reward the share of the failing tests that pass, where none of the others broke."},
+        metadata={"help": "Reward the share of the failing tests that pass; 0 where others broke."},
     )
     zero_suspected_cheats: bool = field(
         default=False,
         metadata={
-            "help": "Reward 0 where the code of a change has a sign of reward hacking, such as a test framework, "
-            "frames of callers or always-equal objects (counter cheats_suspected). Off: they are counted."
+            "help": "Reward 0 where a change has a sign of reward hacking. Such as a test framework, frames of "
+            "callers or always-equal objects (counter cheats_suspected). Off: they are counted."
         },
     )
     agent_files: list[str] = field(
@@ -129,8 +131,8 @@ class RunArguments:
     grader: str | None = field(
         default=None,
         metadata={
-            "help": "What a session is worth: 'package.module:function' taking (task, sandbox), or a shell command "
-            "(exit code 0 is reward 1, 1 is 0). Default: what each task names: its tests, its verifier or its command."
+            "help": "The reward: 'package.module:function', or a shell command. The function takes (task, sandbox); "
+            "the command's exit code 0 is reward 1, and 1 is 0. Default: each task's own tests, verifier or command."
         },
     )
 
@@ -314,8 +316,8 @@ def require_good_tasks(
         lines = [f"{checked.id}: {checked.problem}" for checked in bad[:20]]
         lines += [f"and {len(bad) - 20} more"] * (len(bad) > 20)
         raise ConfigError(
-            f"{len(bad)} of {len(wanted)} tasks are of no use; take them out, or set check_tasks: false\n  "
-            + "\n  ".join(lines)
+            f"{len(bad)} of {len(wanted)} tasks fail the check of their solutions; take them out, or set "
+            "check_tasks: false\n  " + "\n  ".join(lines)
         )
 
 

@@ -44,9 +44,9 @@ def main() -> None:
     ]
     # asked twice with other settings: an agent that lost patience with the first answer
     ask(messages, [SHELL, DELEGATE], temperature=0.2)
-    work(messages, [SHELL, DELEGATE])
+    print(work(messages, [SHELL, DELEGATE]))
     messages.append({"role": "user", "content": FOLLOW_UP})
-    work(messages, [SHELL, DELEGATE])
+    print(work(messages, [SHELL, DELEGATE]))
 
 
 def work(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:

@@ -88,11 +88,16 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
 
     look_at("/", ".chart canvas")
     take("run")
+    page.locator(".heat").first.scroll_into_view_if_needed()
+    page.mouse.wheel(0, 4000)
+    page.wait_for_timeout(300)
+    take("tasks")
     look_at("/sessions", ".rows .row")
     take("sessions")
     # a session of the second task, a trained one if there is any: compaction, a sub-agent, a second turn
-    keys = page.evaluate("fetch('/api/sessions?task=audit').then((reply) => reply.json())")["rows"]
-    key = max(keys, key=lambda row: bool(row["advantage"]) and not row["left_out"])["key"]
+    keys = page.evaluate("fetch('/api/sessions?search=audit').then((reply) => reply.json())")["rows"]
+    chosen = max(keys, key=lambda row: bool(row["advantage"]) and not row["left_out"])
+    key, task = chosen["key"], chosen["task"]
     if everything:
         look_at(f"/session?key={key}", ".message.reply")
         take("conversation_top")
@@ -105,6 +110,10 @@ def take_pictures(page: Any, address: str, out: Path, *, everything: bool) -> No
         page.wait_for_timeout(500)
         take(f"tokens_{color}" if everything else "tokens")
         page.goto("about:blank")
+    look_at(f"/session?key={key}&view=ending", ".diff")
+    take("ending")
+    look_at(f"/compare?task={task}", ".pair .message.reply")
+    take("compare")
     look_at(f"/session?key={key}&view=forks&track=1", ".excerpts figure")
     take("forks")
 

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
-from polar_trl.grade.function import FunctionGrader
+from polar_trl.grade.base import Grade, Grader, report_output
 from polar_trl.grpo.advantage import compute_advantages
 from polar_trl.grpo.logs.metrics import build_rollout_metrics, count_rollout
 from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout, describe_row
@@ -57,12 +57,15 @@ def entries_of(page: int, entries: list, per_page: int) -> list:
 REPORT = (
     "from pager import page_count\n\n\ndef describe(entries):\n    return f'{page_count(len(entries), 10)} pages'\n"
 )
-TEST = """from pager import page_count
+TEST = """import sys
+
+from pager import page_count
 
 for entries, pages in ((0, 0), (1, 1), (10, 1), (11, 2), (100, 10)):
     got = page_count(entries, 10)
-    print("ok" if got == pages else "FAILED", f"page_count({entries}, 10) == {got}")
-    assert got == pages
+    if got != pages:
+        sys.exit(f"FAILED test_pager.py::pages[{entries}] - {got} pages, and not {pages}")
+    print("ok", f"page_count({entries}, 10) == {got}")
 print("5 passed – all pages add up ✓")
 """
 GOOD = "sed -i 's|return num_entries // per_page + 1|return -(-num_entries // per_page)|' pager.py"
@@ -197,7 +200,7 @@ def make_run(out: Path, vocabulary: Path, *, steps: int, group: int, seed: int) 
             proxy=proxy,
             backend=LocalSandboxBackend(),
             harness=DemoHarness("python3 -I -S ~/demo_agent.py {instruction}", files={"demo_agent.py": agent}),
-            grader=FunctionGrader(Grades(seed).grade),
+            grader=Grades(seed),
             config=RolloutConfig(max_agents=4),
         )
         writer = Writer(out, group, seed)
@@ -210,17 +213,18 @@ def make_run(out: Path, vocabulary: Path, *, steps: int, group: int, seed: int) 
         writer.write_evaluation(steps, runner.run(writer.build_jobs("eval", steps)))
 
 
-class Grades:
+class Grades(Grader):
     """The demo's grader: the tests decide, and now and then it fails."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed + 1)
 
-    def grade(self, task: Task, sandbox: Sandbox) -> float:
+    def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """1 where the tests pass. Raises in one of 16 sessions."""
         if self._random.random() < 1 / 16:
             raise RuntimeError("the machine that grades ran out of disk")
-        return float(sandbox.run("python3 test_pager.py", env={}, timeout_s=30).exit_code == 0)
+        result = sandbox.run("python3 test_pager.py 2>&1", env={}, timeout_s=timeout_s)
+        return Grade(reward=float(result.exit_code == 0), report=report_output(result.stdout))
 
 
 class Writer:

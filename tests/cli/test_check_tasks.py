@@ -139,6 +139,15 @@ def test_a_flaky_task_is_listed(
     assert found["problem"] == "the solution gets 1, 0, 1; 1 of 5 tests failed: tests/test_calc.py::test_clamp"
 
 
+def test_why_tasks_are_bad_is_counted(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (task / HIDDEN).write_text("def test_total():\n    assert 1 == 2\n")
+    shutil.copytree(task, task.parent / "other")
+    assert main(["check-tasks", str(task.parent)]) == 1
+    said = capsys.readouterr().out
+    assert "why tasks are bad" in said and "the solution gets 0, 0, 0" in " ".join(said.split())
+    assert "0 of 2 tasks are good, 2 bad" in said
+
+
 def test_a_table(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-tasks", str(task)]) == 0
     said = capsys.readouterr().out
@@ -196,7 +205,10 @@ def test_a_run_refuses_bad_tasks(task: Path, tmp_path: Path) -> None:
         )
         assert done.returncode == 1
         said.append(done.stderr)
-    assert "train: 1 of 1 tasks are of no use" in said[0] and "\n  calc: the solution gets 0" in said[0]
+    assert (
+        "train: 1 of 1 tasks fail the check of their solutions" in said[0]
+        and "\n  calc: the solution gets 0" in said[0]
+    )
     assert "no model at 'no/such/model'" in said[1]
 
 

@@ -67,7 +67,7 @@ def test_a_wrong_key_or_value_of_the_file(tmp_path: Path, text: str, message: st
         (["--model_init_kwargs", "{bad"], "a setting is '{bad', and that is no JSON: Expecting property name"),
         (["--accelerator_config", "no.json"], "no.json, which a setting names, cannot be read (No such file or"),
         (["--config"], "--config names no file; give a run file"),
-        (["--config", "no.yaml"], "--config no.yaml cannot be read (No such file or directory); give a run file"),
+        (["--config", "no.yaml"], "--config: no file at 'no.yaml', and no run file of that"),
     ],
 )
 def test_a_wrong_flag(tmp_path: Path, flags: list[str], message: str) -> None:

@@ -46,6 +46,7 @@ PRIVATE: dict[str, Any] = {
     "_is_overflow": AcceleratedOptimizer,
     "_cast_input_dtype": BaseTunerLayer,
     "_get_attn_isa": "vllm.v1.attention.backends.cpu_attn",
+    "_run_in_subprocess": "vllm.model_executor.models.registry",
     "_actions": "argparse",
     "_get_values": "argparse",
     "_buffers": "torch.nn.modules.module",
@@ -94,7 +95,7 @@ def test_private_names_are_there(name: str) -> None:
 def test_every_private_method_that_we_override_is_pinned() -> None:
     """`test_signatures` says what each takes."""
     pinned = {parameters[1] for parameters in SIGNATURES}
-    for path, owners in (("grpo/trainer.py", GRPOTrainer), ("grpo/packed_trainer.py", GRPOTrainer)):
+    for path in ("grpo/trainer.py", "grpo/packed_trainer.py", "grpo/resume/hub.py"):
         tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
         methods = {
             node.name
@@ -103,7 +104,7 @@ def test_every_private_method_that_we_override_is_pinned() -> None:
             for node in owner.body
             if isinstance(node, ast.FunctionDef)
         }
-        overridden = {name for name in methods if hasattr(owners, name) and name != "__init__"}
+        overridden = {name for name in methods if hasattr(GRPOTrainer, name) and name != "__init__"}
         assert overridden <= pinned, path
 
 
@@ -120,8 +121,10 @@ SIGNATURES = [
     (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
     (GRPOTrainer, "_save_checkpoint", ["self", "model", "trial"]),
     (GRPOTrainer, "_load_best_model", ["self"]),
+    (GRPOTrainer, "create_model_card", ["self", "model_name", "dataset_name", "tags"]),
     (GRPOTrainer, "evaluate", ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"]),
     (GRPOTrainer, "log", ["self", "logs", "start_time"]),
+    (GRPOTrainer, "save_model", ["self", "output_dir", "_internal_call"]),
     (GRPOTrainer, "_push_from_checkpoint", ["self", "checkpoint_folder"]),
     (Trainer, "push_to_hub", ["self", "commit_message", "blocking", "token", "revision", "kwargs"]),
     (GRPOTrainer, "_get_output_dir", ["self", "trial"]),

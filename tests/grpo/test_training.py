@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from launch import run_worker
 from records import read_session
 
@@ -103,8 +104,14 @@ def test_what_was_trained_is_written_down_token_by_token(run: Path) -> None:
 
 def test_the_settings_are_on_the_disk(run: Path) -> None:
     settings = json.loads((run / "settings.json").read_text())
-    assert (settings["agent"], settings["max_steps"]) == ("shell", 3)
+    assert (settings["agent"], settings["max_steps"], settings["num_tasks"]) == ("shell", 3, 6)
     assert (Path(settings["model"]) / "config.json").exists()
+    assert settings["arguments"]["num_generations"] == 4 and settings["arguments"]["adam_beta1"] == 0.9
+    (start,) = settings["starts"]
+    assert start["changed"]["learning_rate"] == 1e-3 and "adam_beta1" not in start["changed"]
+    assert start["versions"]["trl"] == trl.__version__ and start["hardware"]["cpus"] > 0
+    assert "train_worker.py" in start["command"]
+    assert start["began"] <= start["ended"] and (start["first_step"], start["last_step"]) == (1, 3)
 
 
 def test_a_rewritten_history_forks_and_loses_nothing(run: Path) -> None:

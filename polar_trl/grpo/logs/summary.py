@@ -22,7 +22,7 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
     rewards = [entry["reward"] for entry in steps if entry.get("reward") is not None]
     if not rewards:
         raise ConfigError("the run logged no reward: no step was made, or logging_steps is larger than the run")
-    quarter = max(1, len(rewards) // 4)
+    first, last = average_quarters(rewards)
 
     def mean(key: str) -> float | None:
         values = [entry[key] for entry in steps if entry.get(key) is not None]
@@ -37,8 +37,8 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
     return {
         "steps": len(steps),
         "seconds": round(seconds, 1),
-        "reward_first_quarter": sum(rewards[:quarter]) / quarter,
-        "reward_last_quarter": sum(rewards[-quarter:]) / quarter,
+        "reward_first_quarter": first,
+        "reward_last_quarter": last,
         "rewards": rewards,
         "sampled_tokens": total("polar/sampled_tokens"),
         "trained_tokens": total("polar/trained_tokens"),
@@ -55,6 +55,12 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
         "overhead_share": mean("polar/phase/overhead_share"),
         "evaluations": list_evaluations(log_history),
     }
+
+
+def average_quarters(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return the means over the first and the last quarter of the steps, of one step at least."""
+    quarter = max(1, len(rewards) // 4)
+    return sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
 
 
 def plot_rewards(curves: Mapping[str, Sequence[float]], path: Path, *, title: str) -> None:

@@ -79,7 +79,7 @@ def _load() -> FlaKernels | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Sizes of a gated delta net. Kernels are tuned for them, so that a check of others would be tuned for nothing."""
+    """Sizes of a gated delta net. Kernels are tuned for them, and a check of other sizes would tune others."""
 
     groups: int
     """Of queries and keys."""

@@ -1,4 +1,4 @@
-"""Upload the model, its tokenizer, the card and figures of a run to the hub, and nothing else of its folder.
+"""Write a card beside each saved model; upload model, tokenizer, card and figures to the hub, and nothing else.
 
 transformers uploads the whole folder of a run but for its checkpoints. Ours also holds sessions, trained rows,
 completions and logs, with what users' tasks and agents say, and its training_args.bin the hub's own token.
@@ -7,11 +7,15 @@ completions and logs, with what users' tasks and agents say, and its training_ar
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import transformers.trainer
+from accelerate.utils import is_peft_model
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.logs.model_card import build_card
+from polar_trl.run_folder import write_whole
 
 UPLOADED = (
     *("README.md", "*.png", "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
@@ -20,6 +24,7 @@ UPLOADED = (
     *("*.model", "*.tiktoken", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 """Patterns of files directly in the folder; `*.py` is the code of a model that brings its own."""
+CARD_FILE = "README.md"
 _IGNORED = ("*/*", "polar_masters*")
 _SWITCHES = {
     "wandb": ("WANDB_LOG_MODEL", ("checkpoint",)),
@@ -69,3 +74,52 @@ def refuse_uploads(args: Any) -> None:
                 f"{variable}={os.environ[variable]} would upload checkpoints, which hold tokens of sessions, to "
                 f"{tracker}: unset it{', or set it to end' if tracker == 'wandb' else ''}"
             )
+
+
+class WithModelCard:
+    """The methods of transformers' trainer that save, evaluate and upload, with a card of ours in each folder.
+
+    Mixed into a trainer that has `settings_log` and `resume`.
+    """
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """transformers', with a model card in the folder."""
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self.args.should_save:
+            _write_card(self, Path(output_dir or self.args.output_dir))
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """transformers'; the card of a model that was saved before gets the figures."""
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        folder = Path(self.args.output_dir)
+        if self.is_world_process_zero() and (folder / CARD_FILE).exists():
+            _write_card(self, folder)
+        return metrics
+
+    def create_model_card(self: Any, model_name: str | None = None, **kwargs: Any) -> None:
+        """Write a card into the run's folder, in the place of TRL's. `tags` are added; a data set has no name here."""
+        if self.is_world_process_zero():
+            tags = kwargs.get("tags") or ()
+            _write_card(self, Path(self.args.output_dir), model_name, (tags,) if isinstance(tags, str) else tags)
+
+    def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers', without sessions, rows and logs."""
+        with model_files_only():
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        with model_files_only():
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+
+def _write_card(trainer: Any, folder: Path, name: str | None = None, tags: Sequence[str] = ()) -> None:
+    run = (trainer.args.hub_model_id or os.path.abspath(trainer.args.output_dir)).rpartition("/")[2]
+    card = build_card(
+        trainer.settings_log.settings or trainer.settings_log.facts,
+        trainer.state.log_history,
+        name=name or run,
+        seconds=trainer.resume.seconds,
+        tags=[*trainer._tag_names, *tags],
+        is_adapter=is_peft_model(trainer.model),
+    )
+    write_whole(folder / CARD_FILE, card.encode())

@@ -108,6 +108,11 @@ class Resume:
         self._started = time.monotonic()
         return folder
 
+    @property
+    def seconds(self) -> float:
+        """Return how long the run has been training, before and after restarts."""
+        return self.seconds_before + time.monotonic() - self._started
+
     def skip_shuffles(self, sampler: Any) -> Any:
         """Return TRL's sampler past the shuffles of earlier epochs: each draws from one generator, which a new process
         has anew."""
@@ -191,7 +196,7 @@ class Resume:
             epochs=int(state.epoch),
             num_batches=self.rollouts.num_batches,
             policy_version=self.engine.policy_version,
-            seconds=self.seconds_before + time.monotonic() - self._started,
+            seconds=self.seconds,
             settings=self._describe_settings(),
         )
 

@@ -39,35 +39,35 @@ _HEADERS = [
 ]
 
 
-def build_app(run: RunFolder) -> Starlette:
-    """Build the ASGI application of one run; its lifespan owns the thread that counts old sessions."""
-    counter = _Counter(run)
+def build_app(*runs: RunFolder) -> Starlette:
+    """Build the ASGI application of one run or several; its lifespan owns the threads that count old sessions.
+
+    Questions about a session bring its key, which begins with its run's prefix; others may say `run`, from 0.
+    """
+    counters = [_Counter(run) for run in runs]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        counter.start()
+        for counter in counters:
+            counter.start()
         try:
             yield
         finally:
-            await run_in_threadpool(counter.stop)
+            for counter in counters:
+                await run_in_threadpool(counter.stop)
+
+    def find_run(asked: dict[str, str]) -> RunFolder:
+        if "key" in asked:
+            return next((run for run in runs[1:] if asked["key"].startswith(run.prefix)), runs[0])
+        return runs[_number(asked, "run", 0)]
+
+    def build_endpoint(function: Callable[[RunFolder, dict[str, str]], Any]) -> Callable[[Request], Any]:
+        return _answer(lambda asked: function(find_run(asked), asked))
 
     static = files("polar_trl.tools.inspector") / "static"
-    api = {
-        "run": lambda asked: run.build_run(),
-        "curves": lambda asked: run.curves.build(),
-        "sessions": lambda asked: _list_sessions(run, asked),
-        "session": lambda asked: run.build_session(asked["key"]),
-        "calls": lambda asked: _list_calls(run, asked),
-        "text": lambda asked: _read_text(run, asked),
-        "fork": lambda asked: run.open_session(asked["key"]).build_fork(_number(asked, "track")),
-        "lines": lambda asked: _list_lines(run, asked),
-        "overview": lambda asked: _build_overview(run, asked),
-        "line": lambda asked: _find_line(run, asked),
-        "token": lambda asked: {
-            "bytes": run.open_session(asked["key"]).describe_token(_number(asked, "track"), _number(asked, "position"))
-        },
-    }
-    routes: list[Any] = [Route(f"/api/{name}", _answer(function)) for name, function in api.items()]
+    names = [run.folder.resolve().name for run in runs]
+    routes: list[Any] = [Route(f"/api/{name}", build_endpoint(function)) for name, function in _API.items()]
+    routes.append(Route("/api/run", build_endpoint(lambda run, asked: run.build_run() | {"runs": names})))
     routes.append(Mount("/", StaticFiles(directory=str(static), html=True)))
     middleware = [
         Middleware(_HeaderMiddleware),
@@ -208,3 +208,22 @@ def _number(asked: dict[str, str], name: str, default: int | None = None) -> int
     if not text.isdecimal() or len(text) > 12:
         raise ValueError(f"{name}={text[:40]!r}: give a whole number from 0")
     return int(text)
+
+
+_API: dict[str, Callable[[RunFolder, dict[str, str]], Any]] = {
+    "curves": lambda run, asked: run.curves.build(),
+    "tasks": lambda run, asked: run.build_tasks(),
+    "task_names": lambda run, asked: sorted({row["task"] for row in run.build_table() if row["task"]}),
+    "sessions": _list_sessions,
+    "session": lambda run, asked: run.build_session(asked["key"]),
+    "ending": lambda run, asked: run.open_session(asked["key"]).build_ending(),
+    "calls": _list_calls,
+    "text": _read_text,
+    "fork": lambda run, asked: run.open_session(asked["key"]).build_fork(_number(asked, "track")),
+    "lines": _list_lines,
+    "overview": _build_overview,
+    "line": _find_line,
+    "token": lambda run, asked: {
+        "bytes": run.open_session(asked["key"]).describe_token(_number(asked, "track"), _number(asked, "position"))
+    },
+}

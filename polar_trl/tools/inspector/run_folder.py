@@ -14,8 +14,10 @@ from polar_trl.errors import ConfigError, RecordError
 from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
 from polar_trl.sandbox.owner import is_dead, is_running
 from polar_trl.tools.inspector.curves import Curves
+from polar_trl.tools.inspector.figures import build_figures, build_pass_rates
 from polar_trl.tools.inspector.sessions import QUIET_S, Entry, SessionIndex, is_alive, is_beginning
 from polar_trl.tools.inspector.table import build_table_row, build_table_rows, count_choices
+from polar_trl.tools.inspector.task_map import build_task_maps
 from polar_trl.tools.inspector.trained_rows import TrainedRowIndex
 from polar_trl.tools.inspector.view import SessionView
 from polar_trl.tools.inspector.vocabulary import Vocabulary, load_vocabulary
@@ -31,13 +33,15 @@ class RunFolder:
     Args:
         folder: RUN.
         tokenizer: Folder or hub id; None takes the model that the run's settings name.
+        prefix: Of the keys of its sessions, where pages show several runs.
 
     Raises `ConfigError` for a folder that holds no run, and for a tokenizer that is not there.
     """
 
-    def __init__(self, folder: Path, tokenizer: str | None = None) -> None:
+    def __init__(self, folder: Path, tokenizer: str | None = None, *, prefix: str = "") -> None:
         _check_folder(folder)
         self.folder = folder
+        self.prefix = prefix
         self.settings, self.settings_problem = _read_settings(folder / SETTINGS_FILE)
         name = self.settings.get("tokenizer", self.settings.get("model"))  # an evaluation knows its model by a digest
         self.vocabulary: Vocabulary = load_vocabulary(
@@ -60,8 +64,10 @@ class RunFolder:
             "folder": str(self.folder),
             "agent": self.agent,
             "model": _shorten(self.settings.get("model")),
-            "settings": {name: value for name, value in self.settings.items() if not isinstance(value, dict | list)},
-            "has_curves": bool(lines) or not (self.folder / RESULTS_FILE).exists(),
+            "settings": self._describe_settings(),
+            "figures": build_figures(lines, rows),
+            "has_curves": bool(lines) or not self.is_evaluation,
+            "is_evaluation": self.is_evaluation,
             "is_live": self.is_live(),
             "step": max((int(line["step"]) for line in lines), default=None),
             "max_steps": max_steps if isinstance(max_steps, int) and max_steps > 0 else None,
@@ -80,6 +86,15 @@ class RunFolder:
         name = self.settings.get("agent")
         return name if isinstance(name, str) else None
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Tell whether the folder is an evaluation's (or a collection's), and no training run's."""
+        return (self.folder / RESULTS_FILE).exists()
+
+    def build_tasks(self) -> dict[str, Any]:
+        """Build the JSON of tasks: maps by step, and an evaluation's pass rates. Raises `RecordError`."""
+        return {**build_task_maps(self.build_table()), **build_pass_rates(self.folder)}
+
     def build_table(self) -> list[dict[str, Any]]:
         """Build a row per session, again when something has changed, or a stage may have by time alone."""
         entries = self.sessions.refresh()
@@ -87,7 +102,11 @@ class RunFolder:
         state = (self.sessions.version, self.rows.version, int(time.time() // 30))
         with self._lock:
             if self._table is None or self._table[0] != state:
-                self._table = state, build_table_rows(entries, self.rows, self.agent)
+                table = build_table_rows(entries, self.rows, self.agent)
+                self._table = (
+                    state,
+                    [row | {"key": self.prefix + row["key"]} for row in table] if self.prefix else table,
+                )
             return self._table[1]
 
     def is_live(self) -> bool:
@@ -110,6 +129,7 @@ class RunFolder:
 
     def build_session(self, key: str) -> dict[str, Any]:
         """Build the JSON of one session's page. Raises `KeyError`, and `RecordError` for an unreadable file."""
+        key = key.removeprefix(self.prefix)
         entry = self.find_entry(key)
         view = self.open_session(key)
         rows = self.build_table()
@@ -119,8 +139,23 @@ class RunFolder:
             if entry.group and (row["group"], row["attempt"]) == (entry.group, entry.attempt)
         ]
         row = build_table_row(entry, self.rows, self.agent, time.time())
+        row["key"] = self.prefix + row["key"]
         num_rows = self.rows.count_rows(key)
         return {"row": row, "group": group, "size": entry.size, "num_rows": num_rows, **view.build_meta()}
+
+    def _describe_settings(self) -> dict[str, Any]:
+        """Return the settings that the page lists: single values, and of the newest start what is in its groups."""
+        shown = {name: value for name, value in self.settings.items() if not isinstance(value, dict | list)}
+        starts = self.settings.get("starts")
+        if not isinstance(starts, list) or not starts or not isinstance(starts[-1], dict):
+            return shown
+        shown["starts"] = len(starts)
+        for name, value in starts[-1].items():
+            if isinstance(value, dict):
+                shown |= {f"{name}: {key}": json.dumps(item, ensure_ascii=False) for key, item in value.items()}
+            else:
+                shown[name] = value
+        return shown
 
     def find_entry(self, key: str) -> Entry:
         """Find a session by its key. Raises `KeyError`."""
@@ -134,6 +169,7 @@ class RunFolder:
 
     def open_session(self, key: str) -> SessionView:
         """Open the session as it is now, and keep it open for the questions that follow. Raises `RecordError`."""
+        key = key.removeprefix(self.prefix)
         entry = self.find_entry(key)
         if is_beginning(entry):
             raise RecordError(f"{entry.path}: nothing is recorded yet; open the session again in a moment")

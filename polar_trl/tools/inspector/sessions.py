@@ -19,10 +19,14 @@ import orjson
 from polar_trl.errors import RecordError
 from polar_trl.reconstruct import BUILDERS, Reconstruction, count_as_policy, count_calls
 from polar_trl.recording.log import SessionRecord, read_record
+from polar_trl.rollout.ending import name_exit
+from polar_trl.rollout.reasons import find_reason
 from polar_trl.sandbox.owner import is_dead, is_running
+from polar_trl.types import AgentExit, Rollout
 
 HEAD_BYTES = 4096
-TAIL_BYTES = 65536
+TAILS_BYTES = (65536, 1 << 20)
+"""Where the end of a session is looked for; that of one with a long diff and much output is longer."""
 LOOK_S = 0.5
 """Looks at the folder are at least so far apart."""
 QUIET_S = 900.0
@@ -49,6 +53,10 @@ class Entry:
     stop_reason: str | None = None
     reward: float | None = None
     error: str | None = None
+    ended: str | None = None
+    """Why it did not end as it should, as `polar_trl.rollout.reasons` says it, or "completed"."""
+    detail: str = ""
+    """What it said of that."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     num_calls: int = 0
     sampled_tokens: int = 0
@@ -250,11 +258,14 @@ def _read_ends(entry: Entry, file: BinaryIO, size: int) -> None:
     if not newline:
         return
     _take_header(entry, parse_line(head))
-    file.seek(max(0, size - TAIL_BYTES))
-    tail = file.read(TAIL_BYTES)
-    start = tail.rfind(_END)
-    if start >= 0 and tail.endswith(b"}\n"):
-        _take_end(entry, parse_line(tail[start + 1 :]))
+    for num_bytes in TAILS_BYTES:
+        file.seek(max(0, size - num_bytes))
+        tail = file.read(num_bytes)
+        start = tail.rfind(_END)
+        if start >= 0 and tail.endswith(b"}\n"):
+            _take_end(entry, parse_line(tail[start + 1 :]))
+        if start >= 0 or num_bytes >= size:
+            return
 
 
 def _read_lines(entry: Entry, file: BinaryIO) -> None:
@@ -292,7 +303,27 @@ def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
             _check_numbers(summary, "dropped")
         _set_summary(entry, summary)
     entry.stop_reason, entry.error, entry.reward, entry.seconds = *reasons.values(), reward, seconds
+    entry.ended, entry.detail = _explain_end(line)
     entry.finished = True
+
+
+def _explain_end(line: Mapping[str, Any]) -> tuple[str, str]:
+    """Name how a session ended, and quote it, from its last line alone: faults of its last reply are not seen."""
+    later = {"error_kind": None, "agent_exit": None, **line}  # older records lack these
+    kind, exits = _check(later, "error_kind", str, None), _check(later, "agent_exit", dict, None)
+    ended = None if exits is None else AgentExit(**exits)
+    if kind is None and line["error"] is not None:
+        return "failed", line["error"]
+    if kind is None and line["stop_reason"] == "agent_failed":
+        said = "" if ended is None else ended.output_tail.strip()
+        return (f"agent {name_exit(ended)}" if ended else "agent failed"), said.rpartition("\n")[2][:300]
+    reason = find_reason(
+        Rollout(
+            id="", task_id="", group_id="", stop_reason=line["stop_reason"], error=line["error"], error_kind=kind,
+            agent_exit=ended, counters=_check({"counters": {}, **line}, "counters", dict),
+        )
+    )  # fmt: skip
+    return ("completed", "") if reason is None else (reason.name, reason.detail)
 
 
 def _check(line: Mapping[str, Any], name: str, *kinds: type | None) -> Any:

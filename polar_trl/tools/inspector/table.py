@@ -15,7 +15,7 @@ from polar_trl.tools.inspector.sessions import LOST_END, Entry, is_alive
 from polar_trl.tools.inspector.trained_rows import RolloutOutcome, TrainedRowIndex
 
 COLUMNS = (
-    "step", "batch", "task", "agent", "stage", "reward", "advantage", "calls", "tokens", "trajectories", "stop_reason",
+    "step", "batch", "task", "agent", "stage", "reward", "advantage", "calls", "tokens", "trajectories", "ended",
     "error", "seconds", "rollout",
 )  # fmt: skip
 MAX_ROWS = 500
@@ -23,6 +23,7 @@ MAX_ROWS = 500
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq, "": operator.eq,
 }  # fmt: skip
+_STEPS = re.compile(r"^(\d{1,9})(?:-(\d{1,9}))?$", re.ASCII)
 _REWARD = re.compile(r"^(>=|<=|>|<|=|)\s*(-?\d+(?:\.\d*)?|-?\.\d+)$")
 
 
@@ -43,6 +44,9 @@ def build_table_row(entry: Entry, rows: TrainedRowIndex, agent: str | None, now_
     stage, problem = name_stage(entry, now_s), entry.problem
     if stage == "cut off" and outcome is not None:  # the trainer is given sessions that have ended, and no others
         stage, problem = "unreadable", LOST_END
+    ended, detail = entry.ended, entry.detail
+    if ended is not None and outcome is not None and outcome.reason:  # the trainer has seen the calls as well
+        ended, detail = outcome.reason, outcome.detail
     return {
         "key": entry.key,
         "step": None if outcome is None else outcome.step,
@@ -62,7 +66,8 @@ def build_table_row(entry: Entry, rows: TrainedRowIndex, agent: str | None, now_
         "trajectories": entry.trajectories,
         "dropped": dict(entry.dropped),
         "stop_reason": entry.stop_reason,
-        "error": None if (error := problem or entry.error) is None else clean(error[:2000]),
+        "ended": None if ended is None else clean(ended[:160]),
+        "error": clean(error[:2000]) if (error := problem or entry.error or detail) else None,
         "phases": seconds,
         "seconds": round(sum(seconds.values()), 3) if seconds else None,
     }
@@ -94,8 +99,9 @@ def select(rows: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> list[dic
     """Select the rows that match, sorted. Raises `ValueError` for a filter or column that is not understood.
 
     Args:
-        asked: `batch`, `stage`, `stop_reason` (equal), `task`, `search` (contained in task, id or error), `step` (a
-            number), `group` (equal), `reward` (such as "1", ">0.5" or "none"), `sort` (a column) and `down` ("1").
+        asked: `attempt`, `batch`, `stage`, `ended`, `task`, `group`, `use` (equal), `search` (contained in task, id or
+            error), `step` (a number or a range, "3-7"), `reward` (such as "1", ">0.5" or "none"), `sort` (a column)
+            and `down` ("1").
     """
     tests = [*_build_equalities(asked), *_build_texts(asked)]
     if asked.get("reward"):
@@ -131,32 +137,32 @@ def count_choices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "batch": dict(sorted(Counter(row["batch"] for row in rows).items())),
         "stage": dict(Counter(row["stage"] for row in rows).most_common()),
-        "stop_reason": dict(Counter(row["stop_reason"] for row in rows if row["stop_reason"]).most_common()),
+        "ended": dict(Counter(row["ended"] for row in rows if row["ended"]).most_common()),
         "num_tasks": len({row["task"] for row in rows if row["task"]}),  # what cannot be read has none
         "num_rewards": len(rewards),
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
-        "errors": Counter(row["error"][:160] for row in rows if row["error"]).most_common(8),
+        "examples": {row["ended"]: row["error"][:300] for row in reversed(rows) if row["ended"] and row["error"]},
+        "unreadable": Counter(row["error"][:160] for row in rows if row["stage"] == "unreadable").most_common(8),
         "num_uncounted": sum(row["stage"] == "done" and row["calls"] is None for row in rows),
     }
 
 
 def _build_equalities(asked: Mapping[str, str]) -> list[Callable[[Mapping[str, Any]], bool]]:
     tests: list[Callable[[Mapping[str, Any]], bool]] = []
-    for name in ("attempt", "batch", "stage", "stop_reason", "group"):
+    for name in ("attempt", "batch", "stage", "ended", "task", "group", "use"):
         if wanted := asked.get(name):
             tests.append(lambda row, name=name, wanted=wanted: row[name] == wanted)  # type: ignore[misc]
     if step := asked.get("step"):
-        if not step.strip().isdecimal():
-            raise ValueError(f"step {step!r}: give a number")
-        number = int(step)
-        tests.append(lambda row: row["step"] == number)
+        match = _STEPS.match(step.strip())
+        if match is None:
+            raise ValueError(f"step {step!r}: give a number, or a range such as 3-7")
+        low, high = int(match[1]), int(match[2] or match[1])
+        tests.append(lambda row: row["step"] is not None and low <= row["step"] <= high)
     return tests
 
 
 def _build_texts(asked: Mapping[str, str]) -> list[Callable[[Mapping[str, Any]], bool]]:
     tests: list[Callable[[Mapping[str, Any]], bool]] = []
-    if task := asked.get("task", "").lower():
-        tests.append(lambda row: task in row["task"].lower())
     if search := asked.get("search", "").lower():
         tests.append(
             lambda row: (

@@ -30,6 +30,9 @@ class RolloutOutcome:
     advantage: float
     dropped: str | None
     """"no_reward" or "zero_variance"; None where it was to be trained."""
+    reason: str | None = None
+    """Why the session did not end as it should (`polar_trl.rollout.reasons`); None where it did."""
+    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +135,8 @@ class TrainedRowIndex:
                 reward=None if line["reward"] is None else float(line["reward"]),
                 advantage=float(line["advantage"] or 0.0),
                 dropped=None if line["dropped"] is None else str(line["dropped"]),
+                reason=str(line["reason"]) if line.get("reason") else None,
+                detail=str(line.get("detail", "")),
             )
         elif line["type"] == "row":
             self._places[key].append(_Place(path=path, offset=offset, num_bytes=num_bytes, step=int(line["step"])))

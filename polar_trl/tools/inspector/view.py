@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from polar_trl.recording.log import SessionRecord
+from polar_trl.rollout.ending import name_exit
 from polar_trl.tools.inspector.conversation import build_calls, clean, read_text
 from polar_trl.tools.inspector.forks import Fork, build_excerpts, find_fork
 from polar_trl.tools.inspector.layout import Lines, build_lines
@@ -55,6 +56,7 @@ class SessionView:
         self._references = {fork.call: fork.other_call for fork in self.forks.values()}
         self._track_of_call = {index: number for number, track in enumerate(self.tracks) for index in track.calls}
         self._calls = rollout.calls
+        self._rollout = rollout
         self.counters = {**rollout.counters}
         self.outcome = outcome
 
@@ -69,6 +71,25 @@ class SessionView:
             "has_rows": self.outcome is not None,
             "vocabulary": {"known": self._vocabulary.is_known, "note": self._vocabulary.note},
             "states": STATES,
+        }
+
+    def build_ending(self) -> dict[str, Any]:
+        """Build the JSON of how the agent ended, what its grader said and what it changed; None where not recorded."""
+        exits, report, changes = self._rollout.agent_exit, self._rollout.grading, self._rollout.changes
+        return {
+            "agent": None if exits is None else {"ended": name_exit(exits), "output": clean(exits.output_tail)},
+            "grading": None
+            if report is None
+            else {
+                "output": clean(report.output_tail),
+                "failed": [clean(name) for name in report.failed_tests],
+                "missing": [clean(name) for name in report.missing_tests],
+                "num_tests": report.num_tests,
+                "num_passed": report.num_passed,
+                "num_failed": report.num_failed,
+                "num_missing": report.num_missing,
+            },
+            "changes": None if changes is None else clean(changes),
         }
 
     def build_calls(self, first: int, count: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ def state(step: int, *, rank: int = 0) -> SimpleNamespace:
 
 
 def test_the_later_line_of_a_step_counts(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "run", {})
+    log = MetricsLog(tmp_path / "run")
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7)):  # killed in step 3, went on after step 1
         log.on_log(None, state(step), None, {"reward": reward})
     log.on_log(None, state(2), None, {"eval_reward": 0.9})

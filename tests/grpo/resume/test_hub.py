@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import ModelCard
 from launch import run_worker
 
 from polar_trl.errors import ConfigError
@@ -29,6 +30,12 @@ def test_a_push_has_the_model_its_tokenizer_card_and_figures_and_nothing_else(
     there = {path.name for path in (tmp_path / "run").iterdir()}
     left = {"sessions", "rows", "completions", "trained.jsonl", "log.jsonl", "settings.json", "training_args.bin"}
     assert left <= there and {"checkpoint-2", "owner.lock"} <= there
+    assert "hf_secret" not in (tmp_path / "run" / "settings.json").read_text()
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.model_name == "policy" and {"trl", "grpo", "polar-trl"} <= set(card.data.tags)
+        assert str(tmp_path) not in card.content and "| Agent | shell |" in card.content
+    assert "| Steps | 2 of 2 |" in (tmp_path / "run" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])

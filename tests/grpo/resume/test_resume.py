@@ -94,6 +94,12 @@ def test_each_kill_met_its_moment(killed: Run) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_each_start_is_in_the_settings(killed: Run) -> None:
+    starts = json.loads((killed.out / "settings.json").read_text())["starts"]
+    assert [start["first_step"] for start in starts] == [1, 4, 7, 7]
+    assert [start["ended"] is None for start in starts] == [True, True, True, False]
+
+
 def test_tasks_come_in_the_order_of_a_run_that_was_not_killed(killed: Run, whole: Run) -> None:
     order = read_order(whole)
     assert [step for step, _ in order] == list(range(1, MAX_STEPS + 1))

@@ -54,7 +54,7 @@ def list_files(folder: Path) -> dict[str, tuple[int, int]]:
 def test_the_run_and_its_curves(client: TestClient) -> None:
     told = client.get("/api/run").json()
     assert (told["name"], told["step"], told["num_sessions"]) == ("run", 1, 2)
-    assert told["choices"]["stop_reason"] == {"completed": 1, "no_calls": 1}
+    assert told["choices"]["ended"] == {"completed": 1, "failed": 1}
     assert not told["vocabulary"]["known"]
     charts = {chart["title"]: chart for chart in client.get("/api/curves").json()["charts"]}
     assert charts["Reward"]["series"] == [{"name": "mean", "values": [0.5]}]
@@ -111,6 +111,9 @@ def test_a_session_with_anything_in_it_is_json(client: TestClient) -> None:
         ("fork?key={key}&track=0", 404),
         ("sessions?sort=beauty", 400),
         ("sessions?reward=much", 400),
+        ("sessions?step=3-", 400),
+        ("sessions?run=1", 404),
+        ("ending?key=1~{key}", 404),
         ("nothing", 404),
     ],
 )
@@ -157,6 +160,7 @@ def test_pages_need_nothing_from_elsewhere() -> None:
         (["{tmp}/nowhere"], "no such folder"),
         (["{tmp}/empty"], "not a run's folder"),
         (["{run}", "--tokenizer", "{tmp}/empty"], "no tokenizer.json"),
+        (["{run}", "{tmp}/empty"], "{tmp}/empty: not a run's folder"),
         (["{run}", "--port", "70000"], "--port is 70000"),
         (["{run}", "--port", "{taken}"], "cannot listen on port {taken} (Address already in use); choose another"),
     ],

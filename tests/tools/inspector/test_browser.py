@@ -21,7 +21,7 @@ from recorded import (
     write_session,
 )
 
-from polar_trl.types import Message, ToolCall
+from polar_trl.types import AgentExit, GradeReport, Message, ToolCall
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 LONG, NASTY, SMALL = "train-00000-g000-r000", "train-00001-g000-r000", "train-00002-g000-r{:04d}"
@@ -36,6 +36,7 @@ COUNT_LINE_PIXELS = """(() => {
   return count;
 })()"""
 """Pixels of the first chart in the colour of its first series, #0b66ad."""
+PICTURES = ("run", "tasks", "sessions", "conversation", "tokens", "forks", "ending", "compare")
 MAX_ELEMENTS = 6000
 """Of the whole document, whatever a session's length."""
 
@@ -99,7 +100,13 @@ def write_nasty_session(folder: Path) -> None:
         build_call(NASTY, 1, (1, 2, 3, 10, 11, 12, 7), (13, 14), messages=(system, reply, tool), parent=0),
         build_call(NASTY, 2, (1, 9, 9), (15,), messages=(Message(role="user", text=EVIL),)),
     ]
-    write_session(folder, NASTY, calls, batch="train_00001", task_id=EVIL, error=EVIL, reward=None)
+    exits = AgentExit(exit_code=1, output_tail=EVIL)
+    report = GradeReport(output_tail=EVIL, failed_tests=(EVIL,), missing_tests=(EVIL,), num_failed=1, num_missing=200)
+    diff = f"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-{EVIL}\n+\x1b]0;{EVIL}\n# {EVIL}"
+    write_session(
+        folder, NASTY, calls, batch="train_00001", task_id=EVIL, error=EVIL, reward=None, agent_exit=exits,
+        grading=report, changes=diff,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +232,62 @@ def test_whatever_an_agent_wrote_is_text(page: Any, address: str) -> None:
     assert "no reward" in page.text_content(".plain")
     assert page.text_content(".fork-card .reason") == "new conversation"
     assert page.locator(".differs").count() == 2
+
+
+def test_how_a_session_ended_is_text_too(page: Any, address: str) -> None:
+    page.goto(f"{address}#/session?key={key_of(NASTY, 'train_00001')}&view=ending")
+    page.wait_for_selector(".diff")
+    assert [page.text_content(f".diff .{kind}") for kind in ("added", "removed", "note", "hunk")] == [
+        f"+␛]0;{EVIL}\n", f"-{EVIL}\n", f"# {EVIL}\n", "@@ -1 +1 @@\n",
+    ]  # fmt: skip
+    assert page.locator(".tests li").all_text_contents() == [EVIL, EVIL]
+    assert "and 199 more tests" in page.text_content(".ending")
+    assert page.locator(".ending h2").all_text_contents()[0] == "Agent: exit code 1"
+    page.goto(address)
+    page.wait_for_selector(".ends a")
+    assert EVIL in page.text_content(".ends")
+
+
+def test_a_cell_of_the_map_leads_to_its_sessions(page: Any, address: str) -> None:
+    page.goto(address)
+    page.click(".heat .cell")
+    page.wait_for_selector(".rows a.row")
+    assert page.locator(".rows a.row").count() == 1 and LONG in page.text_content(".rows")
+    assert "task task" in page.text_content(".filters")
+    page.click("text=Clear")
+    until(page, "document.querySelectorAll('.rows a.row').length > 20")
+
+
+def test_two_sessions_of_a_task_side_by_side(browser: Any, run: Path, tmp_path: Path) -> None:
+    reply = Message(role="assistant", text="another answer " + EVIL)
+    write_session(tmp_path / "other", "only", [build_call("only", 0, (1,), (2,), reply=reply)], changes="+ new")
+    failures: list[str] = []
+    with pictures.serve(run, str(tmp_path / "other")) as address:
+        page = browser.new_page(viewport=pictures.SIZE)
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        page.goto(address)
+        until(page, "document.querySelectorAll('#nav a').length === 5")
+        assert page.locator("#nav a").all_text_contents() == [
+            "run",
+            "run: sessions",
+            "other",
+            "other: sessions",
+            "Compare",
+        ]
+        page.click("text=other: sessions")
+        until(page, "document.querySelector('.rows a.row')?.textContent.includes('only')")
+        page.click(".rows a.row")
+        page.wait_for_selector("article.call")
+        page.click(".title >> text=Compare")
+        until(page, "document.querySelectorAll('.pair .message.reply').length >= 2")
+        sides = page.locator(".side")
+        assert "another answer " + EVIL in sides.first.text_content() and "only" in sides.first.text_content()
+        assert "run · " in page.evaluate("document.querySelectorAll('.side > select')[1].selectedOptions[0].text")
+        page.locator(".toolbar select").nth(1).select_option("ending")
+        until(page, "document.querySelector('.side .diff')?.textContent.includes('+ new')")
+        assert page.evaluate("window.hacked") is None
+        page.close()
+    assert failures == []
 
 
 def test_a_session_of_100000_tokens_keeps_the_page_small(page: Any, address: str, run: Path) -> None:
@@ -368,5 +431,5 @@ def test_the_demo_run_and_its_pictures(tmp_path: Path, browser: Any, smollm2: Pa
     assert failures == []
     assert {"compaction", "sub-agent", "thinking dropped"} <= set(reasons)
     names = {path.name: path.stat().st_size for path in tmp_path.glob("inspect_*.png")}
-    assert set(names) == {f"inspect_{name}.png" for name in ("run", "sessions", "conversation", "tokens", "forks")}
+    assert set(names) == {f"inspect_{name}.png" for name in PICTURES}
     assert all(20_000 < size < 250_000 for size in names.values()), names

@@ -208,10 +208,10 @@ def test_the_table_sorts_and_filters(tmp_path: Path) -> None:
         0.0,
         None,
     ]
-    assert names(task="task-1") == ["g000-r001", "g000-r003"]
+    assert names(task="Task-1") == ["g000-r001", "g000-r003"]
     assert names(reward=">=0.5", batch="train_00000") == ["g000-r001", "g000-r002"]
     assert names(reward="none") == ["g000-r003"]
-    assert names(stop_reason="no_calls") == ["g000-r000"]
+    assert names(ended="failed") == ["g000-r000"]
     assert names(search="<b>DIED") == ["g000-r000"]
     assert rows[0]["agent"] == "codex" and rows[1]["seconds"] == 4.0
     for asked in ({"reward": "much"}, {"sort": "beauty"}, {"step": "last"}):
@@ -240,6 +240,8 @@ def test_finished_sessions_are_not_opened_twice(tmp_path: Path, monkeypatch: pyt
         ({"seconds": {"agent": None}}, "agent is null"),
         ({"seconds": {"agent": float("nan")}}, "agent is nan"),
         ({"error": 5}, "error is 5"),
+        ({"agent_exit": "died"}, 'agent_exit is "died"'),
+        ({"agent_exit": {"signal": "SIGKILL"}}, "exit_code"),
         ({"stop_reason": []}, "stop_reason is []"),
         ({"reward": "1"}, 'reward is "1"'),
         ({"reward": 10**400}, "too large"),

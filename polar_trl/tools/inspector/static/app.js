@@ -2,6 +2,7 @@
 
 import { ask, h, notice, replace } from "./dom.js";
 import { plural } from "./format.js";
+import { showCompare } from "./compare.js";
 import { showRun } from "./run.js";
 import { showSession } from "./session.js";
 import { showSessions } from "./sessions.js";
@@ -19,23 +20,35 @@ function parseAddress() {
   return { name: path || "run", params: Object.fromEntries(new URLSearchParams(query ?? "")) };
 }
 
-const PAGES = { run: showRun, sessions: showSessions, session: showSession };
+const PAGES = { run: showRun, sessions: showSessions, session: showSession, compare: showCompare };
 let shownAs = null;
+
+/** The run that an address is about, from 0: a session's key begins with it, unless it is the first. */
+function numberOf({ run: number, key }) {
+  return Number(number ?? key?.match(/^(\d+)~/)?.[1] ?? 0);
+}
+
+async function askRun() {
+  const number = numberOf(parseAddress().params);
+  run = { ...(await ask("run", { run: number })), number };
+  drawStatus();
+}
 
 async function route() {
   const { name, params } = parseAddress();
   if (name === "main") return; // the link that skips to the content
   // what a page changes in its own address does not build it again
-  const identity = JSON.stringify([name, name === "session" ? params.key : null]);
+  const identity = JSON.stringify([name, name === "session" ? params.key : null, numberOf(params)]);
   if (page && shownAs === identity && page.navigate) return page.navigate(params);
   page?.close?.();
   page = null;
   shownAs = identity;
   replace(main);
   window.scrollTo(0, 0);
-  drawNav(name);
   if (!run) return;
   try {
+    if (run.number !== numberOf(params)) await askRun();
+    drawNav(name);
     const built = await (PAGES[name] ?? showMissing)(main, params, run);
     if (shownAs === identity) page = built;
     else built?.close?.();
@@ -49,9 +62,16 @@ function showMissing(root) {
 }
 
 function drawNav(name) {
-  const link = (target, text, address) =>
-    h("a", { href: address, "aria-current": name === target ? "page" : null }, text);
-  replace(nav, link("run", "Run", "#/"), link("sessions", "Sessions", "#/sessions"));
+  const link = (isHere, text, path, number) =>
+    h("a", { href: `#/${path}${number ? `?run=${number}` : ""}`, "aria-current": isHere ? "page" : null }, text);
+  replace(
+    nav,
+    run.runs.map((title, number) => {
+      const [overview, sessions] = run.runs.length > 1 ? [title, `${title}: sessions`] : ["Run", "Sessions"];
+      return [link(name === "run" && number === run.number, overview, "", number), link(name === "sessions" && number === run.number, sessions, "sessions", number)];
+    }),
+    link(name === "compare", "Compare", "compare", 0),
+  );
 }
 
 function drawStatus() {
@@ -69,8 +89,7 @@ async function poll() {
   if (!document.hidden) {
     const isFirst = run === null;
     try {
-      run = await ask("run");
-      drawStatus();
+      await askRun();
       if (isFirst) await route();
       else page?.update?.(run);
     } catch (error) {

@@ -15,6 +15,10 @@ export function count(value) {
   return value === null || value === undefined ? "–" : value.toLocaleString("en");
 }
 
+export function percent(share) {
+  return share === null || share === undefined ? "–" : `${(100 * share).toFixed(share > 0 && share < 1 ? 1 : 0)} %`;
+}
+
 export function signed(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   return (value > 0 ? "+" : "") + number(value, digits);

@@ -3,15 +3,17 @@
 import { ask, h, notice, replace } from "./dom.js";
 import { count, number, seconds, signed, words } from "./format.js";
 import { showConversation } from "./conversation.js";
+import { showEnding } from "./ending.js";
 import { showForks } from "./forks.js";
 import { REASONS } from "./reasons.js";
 import { buildPhases, PHASES } from "./sessions.js";
 import { showTokens } from "./tokens.js";
 
-const VIEWS = { conversation: ["Conversation", showConversation], tokens: ["Tokens", showTokens], forks: ["Forks and drops", showForks] };
+const VIEWS = { conversation: ["Conversation", showConversation], tokens: ["Tokens", showTokens], forks: ["Forks and drops", showForks], ending: ["How it ended", showEnding] };
 
 export async function showSession(root, params, run) {
   const page = new SessionPage(root, params);
+  page.run = run;
   await page.load();
   page.version = run.sessions_version;
   return page;
@@ -50,7 +52,7 @@ class SessionPage {
     if (!hasGrown && !isDecided) return;
     this.meta = meta;
     this.drawHead();
-    if (isDecided && this.params.view in VIEWS && this.params.view !== "conversation") await this.showView();
+    if (isDecided && ["tokens", "forks"].includes(this.params.view)) await this.showView();
     else if (hasGrown) this.view?.grow?.(meta);
   }
 
@@ -105,7 +107,7 @@ class SessionPage {
       ["Calls", count(this.meta.calls.length)],
       ["Sampled", `${count(this.meta.calls.reduce((sum, call) => sum + call.sampled_tokens, 0))} tokens`],
       ["Trajectories", count(this.meta.tracks.filter((track) => track.name.startsWith("trajectory")).length)],
-      ["Ended", row.stop_reason ? words(row.stop_reason) : row.stage],
+      ["Ended", row.ended ?? row.stage],
       ["Time", row.seconds === null ? "–" : seconds(row.seconds)],
     ].filter(Boolean);
     replace(
@@ -113,7 +115,8 @@ class SessionPage {
       h("div", { class: "title" },
         h("h1", {}, row.rollout || row.key),
         group.length > 1 ? h("span", { class: "siblings" }, `${at + 1} of ${group.length} in its group`, neighbour(-1, "‹", "Previous session of the group"), neighbour(1, "›", "Next session of the group"),
-          h("a", { class: "button", href: `#/sessions?${new URLSearchParams({ group: row.group, attempt: row.attempt })}` }, "Group")) : null,
+          h("a", { class: "button", href: `#/sessions?${new URLSearchParams({ ...(this.run.number ? { run: this.run.number } : {}), group: row.group, attempt: row.attempt })}` }, "Group")) : null,
+        h("a", { class: "button", href: `#/compare?${new URLSearchParams({ task: row.task, left: row.key })}`, title: "Side by side with another session of this task" }, "Compare"),
         row.seconds === null ? null : h("span", { class: "time" }, buildPhases(row.phases), PHASES.filter((phase) => row.phases[phase] > 0.0005).map((phase) =>
           h("span", { class: "entry" }, h("i", { class: `swatch phase-${phase}` }), phase, h("b", {}, seconds(row.phases[phase])))))),
       h("dl", { class: "facts tight" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { title: value }, value)))),

@@ -20,9 +20,9 @@ const COLUMNS = [
   { name: "calls", title: "Calls", align: "right", width: "3rem" },
   { name: "tokens", title: "Tokens", align: "right", width: "4.2rem", hint: "Sampled tokens" },
   { name: "trajectories", title: "Traj.", align: "right", width: "3rem", hint: "Trajectories; more than 1 means forks" },
-  { name: "stop_reason", title: "Ended", width: "7rem", hint: "Why the session ended" },
+  { name: "ended", title: "Ended", width: "11rem", hint: "How the session ended" },
   { name: "seconds", title: "Time", align: "right", width: "8rem", hint: "Queue, prepare, agent, held, grade" },
-  { name: "error", title: "Error", width: "minmax(5rem, 1fr)" },
+  { name: "error", title: "Reason", width: "minmax(5rem, 1fr)", hint: "The error, or what the agent printed last" },
 ];
 export const PHASES = ["queue", "prepare", "agent", "held", "grade"];
 
@@ -106,13 +106,13 @@ class Table {
     replace(
       this.filters,
       input("search", "Search", "task, session or error"),
-      hasBatches(this.run) ? input("step", "Step", "any") : null,
+      hasBatches(this.run) ? input("step", "Step", "3, 3-7") : null,
       hasBatches(this.run) ? select("batch", "Batch", "any") : null,
       input("reward", "Reward", "1, >0.5, none"),
       select("stage", "Stage", "any"),
-      select("stop_reason", "Ended", "any"),
-      this.params.group || this.params.attempt ? h("span", { class: "chip" }, `group ${this.params.group ?? this.params.attempt}`) : null,
-      h("button", { type: "button", on: { click: () => { location.hash = "#/sessions"; } } }, "Clear"),
+      select("ended", "Ended", "any"),
+      ["task", "use", "group"].filter((name) => this.params[name]).map((name) => h("span", { class: "chip" }, `${name} ${this.params[name]}`)),
+      h("button", { type: "button", on: { click: () => { location.hash = `#/sessions${this.run.number ? `?run=${this.run.number}` : ""}`; } } }, "Clear"),
     );
     this.updateChoices(choices);
   }
@@ -207,7 +207,6 @@ function buildCell(name, row) {
     case "reward": return row.reward === null ? h("span", { class: "none" }, row.stage === "done" ? "none" : "") : number(row.reward);
     case "advantage": return row.advantage === null ? "" : row.left_out ? h("span", { class: "none" }, "left out") : signed(row.advantage);
     case "calls": case "tokens": case "trajectories": case "step": return row[name] === null ? "" : count(row[name]);
-    case "stop_reason": return row.stop_reason ? words(row.stop_reason) : "";
     case "seconds": return row.seconds === null ? "" : [buildPhases(row.phases), h("span", { class: "total" }, seconds(row.seconds))];
     default: return row[name] ?? "";
   }
@@ -220,7 +219,7 @@ function buildTitle(name, row) {
     return [plural(Math.max(0, row.trajectories - 1), "fork"), ...dropped].join(", ");
   }
   if (name === "advantage" && row.left_out) return `left out: ${words(row.left_out)}`;
-  if (["task", "error", "rollout"].includes(name)) return row[name] ?? "";
+  if (["task", "error", "rollout", "ended"].includes(name)) return row[name] ?? "";
   return null;
 }
 

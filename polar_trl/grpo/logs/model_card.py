@@ -1,0 +1,164 @@
+"""Write a model card: what the model was trained from, in which agent, on which tasks, with which result.
+
+Front matter is the hub's (https://huggingface.co/docs/hub/model-cards#model-card-metadata). No path of this machine is
+in it: cards are published.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from polar_trl.grpo.logs.summary import average_quarters
+
+_ARGUMENTS = (
+    "learning_rate", "lr_scheduler_type", "num_generations", "generation_batch_size", "temperature", "beta",
+    "loss_type", "scale_rewards", "max_completion_length", "max_trajectory_tokens", "num_iterations",
+    "lora_r", "lora_alpha",
+)  # fmt: skip
+
+_CARD = """---
+{head}---
+
+# {name}
+
+{whole} trained with [GRPO](https://huggingface.co/papers/2402.03300) inside {where}, by polar-trl and TRL.
+Each reward is of a whole session of that agent, with the agent's own prompts and tools.
+
+| | |
+|---|---|
+{rows}
+
+## How to use it
+
+Inside the same agent: elsewhere it has not been trained, and may be no better than its base model.
+
+```bash
+pip install polar-trl
+polar-trl serve MODEL     # this folder, or its name on the hub
+```
+
+It prints an address and a key for the agent's configuration. Another server does as well, such as vLLM's, with the
+chat template of this folder and the base model's parsers of tool calls and thinking.
+
+## Settings
+
+{arguments}
+
+{versions}
+
+## License
+
+That of the base model.
+"""
+
+
+def build_card(
+    settings: Mapping[str, Any],
+    log_history: Sequence[Mapping[str, Any]],
+    *,
+    name: str,
+    seconds: float,
+    tags: Sequence[str] = (),
+    is_adapter: bool = False,
+) -> str:
+    """Build the text of a model's README.md.
+
+    Args:
+        settings: Of `settings.json`; what it lacks is left out.
+        log_history: TRL's, one entry per logged step.
+        name: The model's.
+        seconds: Of training so far.
+        is_adapter: Whether the folder holds a LoRA adapter and not the whole model.
+    """
+    base = str(settings.get("model") or "")
+    is_folder = Path(base).is_absolute() or base.startswith(".")
+    shown_base = Path(base).name if is_folder else f"[{base}](https://huggingface.co/{base})"
+    head: dict[str, Any] = {} if is_folder or not base else {"base_model": base}
+    head |= {
+        "library_name": "peft" if is_adapter else "transformers",
+        "model_name": name,
+        "pipeline_tag": "text-generation",
+        "tags": sorted({*tags, "polar-trl", "agent"}),
+    }
+    agent = " ".join(str(settings[key]) for key in ("agent", "agent_version") if settings.get(key))
+    facts = [("Base model", shown_base), ("Agent", agent), ("Tasks", _describe_tasks(settings))]
+    facts += [*_list_figures(settings, log_history), *_describe_time(settings, seconds)]
+    return _CARD.format(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        name=name,
+        whole=f"A LoRA adapter for {shown_base}," if is_adapter else shown_base,
+        where="a coding agent" if settings.get("agent") == "shell" else f"the coding agent {agent}",
+        rows="\n".join(f"| {title} | {_escape(value)} |" for title, value in facts if value),
+        arguments=_list_arguments(settings),
+        versions=_list_versions(settings),
+    )
+
+
+def _list_figures(settings: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    steps = [entry for entry in log_history if entry.get("reward") is not None]
+    if not steps:
+        return []
+    first, last = average_quarters([entry["reward"] for entry in steps])
+    limit = settings.get("max_steps") or 0
+    tokens = {
+        kind: int(sum(entry.get(f"polar/{kind}_tokens") or 0 for entry in steps)) for kind in ("sampled", "trained")
+    }
+    figures = [
+        ("Steps", f"{steps[-1].get('step', len(steps))}{f' of {limit}' if limit > 0 else ''}"),
+        ("Reward of the first and last quarter of the steps", f"{first:.3g}, {last:.3g}"),
+    ]
+    evaluated = [entry for entry in log_history if entry.get("eval_reward") is not None]
+    if evaluated:
+        names = ("First evaluation", "Last evaluation") if len(evaluated) > 1 else ("Evaluation",)
+        figures += [
+            (name, _describe_evaluation(evaluated[place])) for name, place in zip(names, (0, -1), strict=False)
+        ]
+    figures.append(("Tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} of them trained"))
+    return figures
+
+
+def _describe_evaluation(entry: Mapping[str, Any]) -> str:
+    said = f"reward {entry['eval_reward']:.3g} at step {entry.get('step', '?')}"
+    if entry.get("eval_graded") and entry.get("eval_pass_rate") is not None:
+        rate, low, high = (100 * entry[f"eval_pass_rate{end}"] for end in ("", "_low", "_high"))
+        said += f", {entry['eval_solved']:.0f} of {entry['eval_graded']:.0f} sessions solved their task"
+        said += f" ({rate:.0f} %, 95 % interval {low:.0f} to {high:.0f} %)"
+    return said
+
+
+def _describe_tasks(settings: Mapping[str, Any]) -> str:
+    name = Path(str(settings.get("arguments", {}).get("tasks") or "")).name
+    counts = [
+        f"{settings[key]:,} for {use}"
+        for key, use in (("num_tasks", "training"), ("num_eval_tasks", "evaluation"))
+        if settings.get(key)
+    ]
+    return f"{name}{' (' if name else ''}{', '.join(counts)}{')' if name else ''}" if counts else name
+
+
+def _describe_time(settings: Mapping[str, Any], seconds: float) -> list[tuple[str, str]]:
+    starts = settings.get("starts") or [{}]
+    hardware = starts[-1].get("hardware") or {}
+    gpus = hardware.get("gpus") or []
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware.get('cpus', '?')} CPU cores"
+    time = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
+    return [("Training", f"{time} on {where}")]
+
+
+def _list_arguments(settings: Mapping[str, Any]) -> str:
+    arguments = settings.get("arguments") or {}
+    names = _ARGUMENTS if arguments.get("use_peft") else [name for name in _ARGUMENTS if not name.startswith("lora_")]
+    named = [f"`{name}: {arguments[name]}`" for name in names if arguments.get(name) is not None]
+    return (", ".join(named) + ".") if named else "Not known."
+
+
+def _list_versions(settings: Mapping[str, Any]) -> str:
+    versions = (settings.get("starts") or [{}])[-1].get("versions") or {}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if name != "system")
+
+
+def _escape(text: str) -> str:
+    """Keep a text in its cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")

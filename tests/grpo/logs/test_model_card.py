@@ -1,0 +1,68 @@
+"""The card of a saved model: the hub reads its head, people its figures, and nobody a path of the machine."""
+
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from polar_trl.grpo.logs.model_card import build_card
+
+SETTINGS: dict[str, Any] = {
+    "model": "Qwen/Qwen3-4B",
+    "agent": "pi",
+    "agent_version": "1.6.0",
+    "num_tasks": 293,
+    "num_eval_tasks": 40,
+    "max_steps": 8,
+    "arguments": {"tasks": "/home/me/work/tasks|1.jsonl", "learning_rate": 1e-6, "use_peft": True, "lora_r": 16},
+    "starts": [{"versions": {"trl": "1.16.0"}, "hardware": {"cpus": 16, "gpus": ["H200, 139 GiB"] * 2}}],
+}
+TOKENS = {"polar/sampled_tokens": 1000, "polar/trained_tokens": 900}
+RATES = {"eval_pass_rate": 0.5, "eval_pass_rate_low": 0.36, "eval_pass_rate_high": 0.64}
+LOG = [
+    *({"step": step, "reward": step / 10} | TOKENS for step in range(1, 9)),
+    {"step": 0, "eval_reward": 0.25},
+    {"step": 8, "eval_reward": 0.5, "eval_graded": 48.0, "eval_solved": 24.0, **RATES},
+]
+
+
+def read(settings: dict[str, Any] = SETTINGS, log: Any = LOG, **fields: Any) -> ModelCard:
+    values: dict[str, Any] = {"name": "policy", "seconds": 7200.0, "tags": ["trl"]} | fields
+    return ModelCard(build_card(settings, log, **values))
+
+
+def test_the_head_is_what_the_hub_reads() -> None:
+    data = read(is_adapter=True).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == ("Qwen/Qwen3-4B", "peft", "text-generation")
+    assert set(data.tags) == {"trl", "polar-trl", "agent"} and data.license is None
+    assert read().data.library_name == "transformers"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| Agent | pi 1.6.0 |",
+        "| Tasks | tasks\\|1.jsonl (293 for training, 40 for evaluation) |",
+        "| Steps | 8 of 8 |",
+        "| Reward of the first and last quarter of the steps | 0.15, 0.75 |",
+        "| First evaluation | reward 0.25 at step 0 |",
+        "| Last evaluation | reward 0.5 at step 8, 24 of 48 sessions solved their task (50 %, 95 % interval 36 to 64",
+        "| Tokens | 8,000 sampled, 7,200 of them trained |",
+        "| Training | 2.0 hours on 2 x H200, 139 GiB |",
+        "`learning_rate: 1e-06`, `lora_r: 16`.",
+        "trl 1.16.0",
+        "inside the coding agent pi 1.6.0",
+    ],
+)
+def test_the_figures(line: str) -> None:
+    assert line in read().content
+
+
+def test_no_path_of_this_machine_is_in_it() -> None:
+    card = read(SETTINGS | {"model": "/home/me/models/base"})
+    assert "/home" not in card.content and "| Base model | base |" in card.content and card.data.base_model is None
+
+
+def test_before_a_step_there_is_a_card_without_figures() -> None:
+    card = read({"model": "base", "agent": "shell"}, [])
+    assert "Reward" not in card.content and "inside a coding agent" in card.content
