@@ -65,7 +65,7 @@ class Proxy:
         host: Address to listen on.
         port: 0 lets the system choose.
         ping_interval_s: How often an open stream hears a ping while the engine works.
-        live: Streams tell text while it is sampled. In training nobody reads it, and they tell whole answers.
+        live: Streams tell text while it is sampled. In training nobody reads it, so streams carry whole answers.
         begin_session: Called on the event loop with each key that is not known: the session that begins with it, or
             None where it is to stay unknown.
     """

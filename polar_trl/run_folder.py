@@ -42,19 +42,27 @@ _OWNED: dict[Path, "FolderLock"] = {}
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Read a run's log: the last line per (step, kind), in the order of steps. Empty where there is no log.
 
-    The kinds are lines of training, of evaluation, and of the run's end.
+    The kinds are lines of training, of each evaluation set, and of the run's end.
     """
     path = folder / LOG_FILE
-    latest: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+    latest: dict[tuple[int, bool, str], dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
             step = int(line["step"])
-            is_evaluation = any(name.startswith("eval_") for name in line)  # else the line of the end would replace it
-            latest[step, "reward" in line, is_evaluation] = line | {"step": step}
+            # by set, else the line of the end would replace it
+            latest[step, "reward" in line, str(find_evaluation(line))] = line | {"step": step}
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # {"step": Infinity} overflows
             continue
     return [latest[key] for key in sorted(latest)]
+
+
+def find_evaluation(metrics: Mapping[str, Any]) -> str | None:
+    """Return the evaluation set that a line of the log is about, "" for the only one; None for training."""
+    if not any(name.startswith("eval_") for name in metrics):
+        return None
+    timed = (name for name in metrics if name.startswith("eval_") and name.endswith("_runtime"))
+    return next(timed, "").removeprefix("eval_").removesuffix("runtime").removesuffix("_")
 
 
 def make_output_dir(folder: Path) -> None:

@@ -46,7 +46,8 @@ fi
 export MALLOC_MMAP_THRESHOLD_=4294967295 MALLOC_TRIM_THRESHOLD_=17179869184
 # One process needs no launcher; that of accelerate would answer Ctrl-C with a traceback and not wait for the run.
 export ACCELERATE_USE_CPU=true OMP_NUM_THREADS="$(nproc)"
-echo "quickstart: $steps steps into $run; a step takes about 12 seconds on two cores" >&2
+echo "quickstart: $steps steps into $run; a step takes about 12 seconds on two cores, an evaluation 20" >&2
 "$bin/polar-trl" train quickstart --seed "$seed" --max_steps "$steps" \
   --output_dir "$run" ${rest[@]+"${rest[@]}"}
+echo "try it:     $bin/polar-trl serve $run --config quickstart, and put an agent in front of it: docs/serve.md"
 echo "next: bash scripts/quickstart.sh --seed $((seed + 1)) --temperature 1.0, or your own agent: docs/own-agent.md"

@@ -26,9 +26,11 @@ from typing import Any
 
 from polar_trl.cli.eval import format_rate
 from polar_trl.cli.process import sigterm_interrupts
+from polar_trl.configs import find_config
 from polar_trl.errors import PolarError
-from polar_trl.eval.pass_at_k import TaskCount, estimate_gain
-from polar_trl.eval.sample_tasks import PASSING_REWARD, read_results
+from polar_trl.eval.sample_tasks import read_results
+from polar_trl.grade.base import PASSING_REWARD
+from polar_trl.grade.pass_at_k import TaskCount, estimate_gain
 from polar_trl.run_folder import SETTINGS_FILE
 
 PAPER: Mapping[str, tuple[float, float]] = {
@@ -109,7 +111,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--config",
         default=CONFIG,
         metavar="FILE",
-        help="run file; {agent} in its name is filled in (default: %(default)s)",
+        help="run file, or the name of one of the package; {agent} in its name is filled in (default: %(default)s)",
     )
     parser.add_argument("--tasks", default=TASKS, help="(default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
@@ -129,8 +131,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown := [agent for agent, _ in args.trained if agent not in args.agents]:
         parser.error(f"--trained names {unknown[0]!r}, which is not among --agents {' '.join(args.agents)}")
     for agent in args.agents:
-        if not (path := find_config(args.config, agent)).is_file():
-            parser.error(f"no run file at {path} for {agent!r}")
+        try:
+            find_config(name_config(args.config, agent))
+        except PolarError as error:
+            parser.error(f"--config for {agent!r}: {error}")
     return args
 
 
@@ -151,8 +155,8 @@ def parse_trained(text: str) -> tuple[str, str]:
     return agent, model
 
 
-def find_config(template: str, agent: str) -> Path:
-    return Path(template.replace("{agent}", agent))
+def name_config(template: str, agent: str) -> str:
+    return template.replace("{agent}", agent)
 
 
 def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, str], *, transfer: bool) -> list[Cell]:
@@ -165,7 +169,7 @@ def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, st
 
 
 def build_command(cell: Cell, config: str, tasks: str, out: Path, extra: Sequence[str]) -> list[str]:
-    keys = ["--config", str(find_config(config, cell.agent)), "--agent", cell.agent, "--tasks", tasks]
+    keys = ["--config", name_config(config, cell.agent), "--agent", cell.agent, "--tasks", tasks]
     keys += ["--model_name_or_path", cell.path, "--output_dir", str(out / cell.name)]
     return [sys.executable, "-m", "polar_trl.cli", "eval", *keys, *extra]
 

@@ -13,8 +13,8 @@ from polar_trl import __version__
 from polar_trl.errors import ConfigError, PolarError
 
 SUBCOMMANDS = (
-    *("train", "configs", "doctor", "inspect", "replay", "eval", "serve", "collect", "check_tasks", "plan"),
-    *("lint_template", "clean"),
+    *("train", "configs", "doctor", "inspect", "replay", "eval", "serve", "collect", "merge", "check_tasks"),
+    *("plan", "lint_template", "clean"),
 )
 
 

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,9 @@ examples:
   polar-trl check-tasks swe-bench-verified --sandbox docker     rows of the hub; files of rows work as well
 
 SOURCE is what `tasks` of a run may be. Each task's solution is graded three times and an empty change once, by the
-graders of a run: 1 and 0 is good, and rewards that differ among the three are flaky. Good results are kept until the
-task, its image or a grader changes. Exits with 1 if a task is not good.
+graders of a run: 1 and 0 is good, and rewards that differ among the three are flaky. Without a solution to try, a task
+whose empty change gets 0 is not proven. Good results are kept until the task, its image or a grader changes. Exits
+with 1 if a task is bad, or none is good.
 """
 
 
@@ -80,19 +83,43 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"tasks": [asdict(checked) for checked in results]}))
     else:
         _print_checks(results)
-    return 1 if any(checked.problem for checked in results) else 0
+    verdicts = {checked.verdict for checked in results}
+    return 1 if "bad" in verdicts or "good" not in verdicts else 0
+
+
+def _name_problem(problem: str) -> str:
+    """Name a problem without what is of one task: its words up to a colon, a bracket or a semicolon."""
+    return re.split(r"[:;(]", problem)[0].strip()
+
+
+_OTHERS = {"bad": "bad", "not proven": "not proven (no solution to try)"}
 
 
 def _print_checks(results: Sequence["Checked"]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("task", "gold", "empty", "seconds", "flaky", "problem")
+    table = Table("task", "verdict", "gold", "empty", "seconds", "flaky", "problem")
     for checked in results:
         gold, empty = ("-" if value is None else f"{value:g}" for value in (checked.gold, checked.empty))
         flaky = "yes" if checked.flaky else "no"
-        table.add_row(checked.id, gold, empty, f"{checked.seconds:g}", flaky, checked.problem)
+        problem = checked.problem
+        if checked.verdict == "not proven":
+            problem = "no solution to try"
+            if checked.missing_tests:
+                problem += f"; not found without a change: {', '.join(checked.missing_tests[:3])}"
+        table.add_row(checked.id, checked.verdict, gold, empty, f"{checked.seconds:g}", flaky, Text(problem))
     console = Console()
     console.print(table)
-    good = sum(not checked.problem for checked in results)
-    console.print(f"{good} of {len(results)} tasks are good")
+    bad = [checked for checked in results if checked.problem]
+    if len(bad) > 1:
+        why = Table("why tasks are bad", "tasks", "example")
+        names = Counter(_name_problem(checked.problem) for checked in bad)
+        latest = {_name_problem(checked.problem): checked for checked in bad}
+        for name, count in names.most_common():
+            why.add_row(Text(name), str(count), Text(f"{latest[name].id}: {latest[name].problem}"))
+        console.print(why)
+    counts = Counter[str](checked.verdict for checked in results)
+    others = "".join(f", {counts[name]} {text}" for name, text in _OTHERS.items() if counts[name])
+    console.print(f"{counts['good']} of {len(results)} tasks are good{others}")

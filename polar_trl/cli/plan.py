@@ -22,7 +22,7 @@ if the run does not fit; see docs/scaling.md for what is counted and what is est
 """
 
 _DELTA_NETS = {
-    True: "counted with flash-linear-attention, which is installed here or expected (pip install -e '.[kernels]')",
+    True: "counted with flash-linear-attention, installed here or expected (pip install 'polar-trl[kernels]')",
     False: "counted in torch, since flash-linear-attention is not installed here",
 }
 

@@ -9,13 +9,14 @@ The run file is a path, or the name of one that `polar-trl configs` lists; so is
 for two CPU processes too: without --multi_gpu, accelerate starts one process on a CPU.
 
 The keys are those of `RunArguments` (polar_trl/setup/run_setup.py), of `PolarGRPOConfig` (which holds all of TRL's
-`GRPOConfig`) and of TRL's `ModelConfig` (model_name_or_path, use_peft, lora_r, ...). Unknown keys are refused.
+`GRPOConfig`), of TRL's `ModelConfig` (model_name_or_path, use_peft, lora_r, ...) and those of `trl grpo`
+(dataset_name, reward_funcs, ...). Unknown keys are refused.
 """
 
 import argparse
 import os
+import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,6 +28,7 @@ from polar_trl.run_folder import disk_errors
 
 if TYPE_CHECKING:
     from trl import ModelConfig
+    from trl.scripts.grpo import GRPOScriptArguments
 
     from polar_trl.grpo.config import PolarGRPOConfig
     from polar_trl.setup.run_setup import RunArguments
@@ -78,47 +80,38 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def launch(config_file: Path, flags: Sequence[str]) -> NoReturn:
     """Become `accelerate launch`, which starts the run's processes."""
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(config_file), "-m", "polar_trl.cli.train")
-    os.execv(sys.executable, [sys.executable, *launcher, *flags])
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config_file)]
+    settings = config_file.read_text(encoding="utf-8")
+    if "main_process_port" not in settings and "main_process_ip" not in settings:
+        # accelerate's own default is one port for all runs of a machine
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            launcher += ["--main_process_port", str(free.getsockname()[1])]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "polar_trl.cli.train", *flags])
 
 
 def train(words: Sequence[str]) -> None:
     """Train by the settings of these flags."""
-    from polar_trl.grpo.arguments import RunParser, parse_run
-    from polar_trl.grpo.logs.summary import build_summary, print_summary, write_summary
+    from polar_trl.grpo.arguments import RunParser, parse_groups
     from polar_trl.grpo.preflight import own_output_dir
     from polar_trl.grpo.resume.checkpoint import choose_start
+    from polar_trl.grpo.run.finish import explain_resume
 
     parser = RunParser(prog="polar-trl train", description=__doc__)
-    settings, args, model_config = parse_run(parser, words)
-    started, folder = time.monotonic(), Path(args.output_dir)
+    settings, args, model_config, script = parse_groups(parser, words)
+    folder = Path(args.output_dir)
     own_output_dir(args)
     checkpoint = choose_start(folder, args.resume_from_checkpoint)
     if checkpoint is not None and is_over(args, checkpoint):
         print(f"the run in {folder} made all of its {args.max_steps} steps; set max_steps higher to go on")
         return
-    with disk_errors(folder):
-        trainer = build_trainer(settings, args, model_config)
-        trainer.settings_log.add(settings, model_config, run_file=parser.run_file)
-    try:
-        with disk_errors(folder):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            if args.save_strategy != "no":
-                trainer.save_model()
-    except DiskError as error:
-        sys.exit(f"train: {error}; make room, and {explain_resume(folder)}")
-    except KeyboardInterrupt:
-        sys.exit(f"train: stopped at step {trainer.state.global_step}; {explain_resume(folder)}")
-    finally:
-        trainer.close()
-    if trainer.accelerator.is_main_process:
-        seconds = trainer.resume.seconds_before + time.monotonic() - started
-        summary = build_summary(trainer.state.log_history, seconds=seconds)
-        with disk_errors(folder):
-            write_summary(folder, summary)
-        print_summary(summary)
-        print(f"run folder: {folder}\npicture:    {folder / 'rewards.png'}")
-        print(f"look at it: polar-trl inspect {folder}\ncheck it:   polar-trl replay {folder}")
+    with disk_errors(folder), build_trainer(settings, args, model_config, script) as trainer:
+        trainer.settings_log.add(settings, model_config, script, run_file=parser.run_file)
+        try:
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        except DiskError as error:
+            sys.exit(f"train: {error}; make room, and {explain_resume(folder)}")
+        except KeyboardInterrupt:
+            sys.exit(f"train: stopped at step {trainer.state.global_step}; {explain_resume(folder)}")
 
 
 def is_over(args: "PolarGRPOConfig", checkpoint: Path) -> bool:
@@ -128,28 +121,21 @@ def is_over(args: "PolarGRPOConfig", checkpoint: Path) -> bool:
     return 0 < args.max_steps <= read_step(checkpoint) and (Path(args.output_dir) / "summary.json").exists()
 
 
-def explain_resume(folder: Path) -> str:
-    """Say how to go on with a run that was stopped."""
-    from polar_trl.grpo.resume.checkpoint import find_checkpoint
-
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        return f"no checkpoint was written yet (save_strategy, save_steps); sessions are recorded in {folder}"
-    return f"--resume_from_checkpoint auto goes on from {checkpoint}"
-
-
-def build_trainer(settings: "RunArguments", args: "PolarGRPOConfig", model_config: "ModelConfig") -> Any:
+def build_trainer(
+    settings: "RunArguments", args: "PolarGRPOConfig", model_config: "ModelConfig", script: "GRPOScriptArguments"
+) -> Any:
     """Everything that a run needs, from its settings."""
     from trl import get_peft_config  # before polar_trl it would let bitsandbytes print
 
-    from polar_trl.grpo.arguments import refuse_unread
     from polar_trl.grpo.resume.model_folder import require_name
+    from polar_trl.grpo.resume.resume import require_same_order
     from polar_trl.grpo.trainer import PolarGRPOTrainer
+    from polar_trl.grpo.trl_arguments.script import list_script_rewards, load_script_sets
     from polar_trl.setup.run_setup import build_parts, load_run_tasks
 
-    refuse_unread(model_config)
     model = require_name(model_config.model_name_or_path)
-    train, evals = load_run_tasks(settings)
+    train, evals = load_run_tasks(settings, *load_script_sets(script, settings, args))
+    require_same_order(Path(args.output_dir), args, [task.id for task in train])
     parts = build_parts(
         settings,
         [*train, *evals],
@@ -162,6 +148,7 @@ def build_trainer(settings: "RunArguments", args: "PolarGRPOConfig", model_confi
         return PolarGRPOTrainer(
             model=model,
             args=args,
+            reward_funcs=list_script_rewards(script),
             train_dataset=train,
             eval_dataset=evals or None,
             harness=parts.harness,

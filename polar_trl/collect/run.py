@@ -14,10 +14,12 @@ from tqdm import tqdm
 from polar_trl.collect.data_set import Report, Selection, build_data_set, refuse_foreign
 from polar_trl.errors import ConfigError
 from polar_trl.eval.evaluate import run_evaluation
-from polar_trl.eval.sample_tasks import PASSING_REWARD, SampleResult, read_settings
+from polar_trl.eval.sample_tasks import SampleResult, read_settings
 from polar_trl.eval.setup import EvalSetup, parse_eval
+from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.recording.log import read_record
 from polar_trl.run_folder import FolderLock, disk_errors
+from polar_trl.setup.run_setup import require_tasks
 
 DATA_SET_FOLDER = "dataset"
 
@@ -41,7 +43,7 @@ def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path
     The tasks are those to train on, whether or not the run file has others to evaluate on.
     """
     setup = parse_eval(config, overrides, folder)
-    tasks = setup.run.tasks
+    tasks = require_tasks(setup.run)
     # several engines are processes of `polar-trl eval`, which takes eval_tasks where there are any
     return Collection(
         setup=replace(setup, tasks=tasks, command=(*setup.command, "--tasks", tasks, "--eval_tasks", tasks)),

@@ -60,7 +60,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
     except ImportError as error:
-        raise ConfigError("the small model is read by the package gguf: pip install 'polar-trl[cpu]'") from error
+        raise ConfigError("the small model is read by the package gguf: pip install gguf") from error
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

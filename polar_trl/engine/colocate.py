@@ -4,9 +4,13 @@
 (`ConfigError`): all ranks of a tensor-parallel engine must see the same requests, and agents talk to one rank.
 """
 
+import atexit
+import gc
 import importlib.util
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +27,25 @@ from polar_trl.errors import ConfigError, EngineError
 
 _SLEEPING_PARTS = frozenset({"weights", "kv_cache"})
 """What vLLM gives back when it sleeps, by the tags of `LLM.wake_up`."""
+_RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of the environment by which ranks find each other."""
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+_LONGEST_FOLDER = 107 - len("/") - 36
+"""Of a Unix socket that is named by a UUID."""
 
 
 def set_environment(*, cpu: bool) -> None:
     """Set what vLLM reads at import. Call before anything imports vLLM.
 
-    The engine core has to live in this process, where its weights are, and not in a child of it.
+    The engine core has to live in this process, where its weights are, and not in a child of it. vLLM leaves its
+    sockets behind, so they get a folder that is removed when the process ends.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if _SOCKETS not in os.environ:
+        folder = tempfile.mkdtemp(prefix="vllm-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        if len(folder) <= _LONGEST_FOLDER:
+            os.environ[_SOCKETS] = folder
     if cpu:
         from polar_trl.engine import vllm_cpu
 
@@ -85,12 +100,13 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         }
         self.engine_dtype: torch.dtype = getattr(torch, self._llm_kwargs["dtype"])
         self.compute_dtype = choose_compute_dtype(pass_dtype, self.engine_dtype)
-        if self.accelerator.num_processes == 1:
-            # TRL would take the first of four ports that is free, and two runs that start together the same one
-            os.environ.setdefault("MASTER_PORT", str(_find_free_port()))
         make_llm = vllm_generation.LLM
-        with _replaced(vllm_generation, "LLM", lambda **kwargs: make_llm(**{**kwargs, **self._llm_kwargs})):
+        with (
+            _rendezvous_variables(self.accelerator.num_processes),
+            _replaced(vllm_generation, "LLM", lambda **kwargs: make_llm(**{**kwargs, **self._llm_kwargs})),
+        ):
             super()._init_vllm()
+        gc.unfreeze()  # vLLM has frozen what there is, the trainer among it, which then would never be garbage
         self.cudagraph_mode = require_safe_graphs(self.llm.llm_engine.vllm_config)
         self._asleep = set(_SLEEPING_PARTS) if self.enable_sleep_mode else set()
 
@@ -128,6 +144,11 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
             self.llm.wake_up(tags=sorted(self._asleep))
         self._asleep.clear()
 
+    def close(self) -> None:
+        """End the engine for good, and let go of vLLM's memory."""
+        self.engine.close()
+        self.llm: Any = None
+
     def sleep(self) -> None:
         """Give the engine's memory to training. The next use has to push the weights again."""
         if not self.enable_sleep_mode:
@@ -150,6 +171,7 @@ def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
         return build_model_kwargs(config)
     from polar_trl.engine import vllm_cpu
 
+    vllm_cpu.inspect_models_here()
     vllm_cpu.keep_weights_loadable()
     defaults = vllm_cpu.LLM_KWARGS
     if _is_qwen35(config):
@@ -183,6 +205,25 @@ def _is_adapted(model: Any) -> bool:
 
 def _is_qwen35(config: Any) -> bool:
     return str(config.model_type).startswith("qwen3_5")
+
+
+@contextmanager
+def _rendezvous_variables(num_processes: int) -> Iterator[None]:
+    """Have a single process keep to itself what TRL puts into the environment for vLLM: by its rank there, accelerate
+    would take the next trainer of the process for one of several ranks, and wrap its model."""
+    if num_processes > 1:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in _RENDEZVOUS}
+    # TRL would take the first of four ports that is free, and two runs that start together the same one
+    os.environ.setdefault("MASTER_PORT", str(_find_free_port()))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _find_free_port() -> int:

@@ -58,7 +58,7 @@ def find_served_model(server: OpenAIServer, name: str | None = None) -> ServedMo
 
 
 class RemoteEngine(TokenEngine):
-    """An engine on a server. Its weights are the server's own affair: the version stays 0.
+    """An engine on a server. The server's weights may change unseen, so the version stays 0.
 
     Args:
         server: Closed by whoever made it.

@@ -165,6 +165,7 @@ class VllmEngine(TokenEngine):
         """Fail what is in flight, end the thread, and release the engine. Safe to call twice."""
         self._inbox.put(None)
         self._thread.join()
+        self._llm = self._core = None
 
     # Everything below runs on the engine thread.
 

@@ -52,6 +52,13 @@ def keep_weights_loadable() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
+def inspect_models_here() -> None:
+    """Have vLLM look at a model's class in this process: its child process finds what `polar_trl` hides."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()  # a child keeps CUDA uninitialized, and there is none
+
+
 def _pack_at_every_load(layer: Any, pack: Callable[[], None]) -> None:
     """Pack a layer's weight in place, now and after each later load, which needs the shape that it has unpacked."""
     weight, shape = layer.weight, layer.weight.shape

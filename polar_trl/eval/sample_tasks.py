@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polar_trl.errors import ConfigError, PolarError, RecordError
+from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.rollout.reasons import find_reason, find_shortfall
 from polar_trl.rollout.runner import Job, RolloutResult, RolloutRunner
 from polar_trl.run_folder import (
@@ -43,7 +44,6 @@ from polar_trl.run_folder import (
 from polar_trl.types import ErrorKind, Task
 
 RESULTS_FILE = "results.jsonl"
-PASSING_REWARD = 1.0
 _FOREIGN = (TRAINED_FILE, LOG_FILE, ROWS_FOLDER, "config.json", "adapter_config.json")
 """Names that a folder of something else has: a run or a model."""
 _FEWEST_FAILURES = 8

@@ -22,17 +22,24 @@ from polar_trl.eval.arguments import EvalArguments
 from polar_trl.eval.sample_tasks import find_repo, read_settings
 from polar_trl.eval.served_model import API_KEY_VARIABLE
 from polar_trl.grade.by_task import GraderByTask, check_gradable
-from polar_trl.grpo.arguments import RunParser, parse_groups, refuse_unread
+from polar_trl.grpo.arguments import RunParser, parse_groups
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
 from polar_trl.harness.base import Harness
-from polar_trl.setup.run_setup import RunArguments, RunParts, build_parts, find_sandbox_kind, read_agent_files
+from polar_trl.harness.shell import read_file
+from polar_trl.setup.run_setup import (
+    RunArguments,
+    RunParts,
+    build_parts,
+    find_agent_files,
+    find_sandbox_kind,
+    limit_times,
+    require_tasks,
+)
 from polar_trl.tasks.environment import provide_python
 from polar_trl.tasks.load import load_task_set
 from polar_trl.types import Task
 
-MAX_COMPLETION_LENGTH = 8192
-"""Of one model call where no setting says otherwise: TRL's own default is made for answers and not for agents."""
 _OF_TRAINING: Mapping[str, Any] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2,
     "generation_batch_size": None, "steps_per_generation": None, "max_policy_lag": 0, "resample_zero_variance": 0,
@@ -78,7 +85,6 @@ class _EvalParser(RunParser):
     def __init__(self) -> None:
         usage = "polar-trl eval [--config FILE] --output_dir OUT [--KEY VALUE ...]; see polar-trl eval --help"
         super().__init__(EvalArguments, prog="polar-trl eval", usage=usage)
-        self.set_defaults(max_completion_length=MAX_COMPLETION_LENGTH)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does. Training gets no device here: it would take memory of a GPU that is an engine's."""
@@ -97,8 +103,7 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> E
     """
     parser = _EvalParser()
     arguments = [*(["--config", str(config)] if config else []), *overrides]
-    run, args, model, evaluation = parse_groups(parser, arguments)
-    refuse_unread(model)
+    run, args, model, evaluation, _ = parse_groups(parser, arguments)
     given = {argument.split("=")[0] for argument in overrides}
     names_tasks = "--tasks" in given and "--eval_tasks" not in given  # a flag comes before what the file says
     return EvalSetup(
@@ -106,7 +111,7 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> E
         args=args,
         evaluation=evaluation,
         model=model.model_name_or_path,
-        tasks=run.tasks if names_tasks else run.eval_tasks or run.tasks,
+        tasks=require_tasks(run) if names_tasks else run.eval_tasks or require_tasks(run),
         folder=folder,
         on_cpu=parser.on_cpu,
         command=("--output_dir", str(folder), *arguments),
@@ -125,7 +130,7 @@ def find_checkpoint(setup: EvalSetup) -> Checkpoint:
 def load_eval_tasks(setup: EvalSetup) -> list[Task]:
     """Load the chosen tasks, with a Python for their tests where they need one. Raises `ConfigError`."""
     chosen = setup.evaluation.task_ids
-    tasks = load_task_set(setup.tasks, limit=setup.evaluation.limit)
+    tasks = limit_times(setup.run, load_task_set(setup.tasks, limit=setup.evaluation.limit))
     if unknown := sorted(set(chosen) - {task.id for task in tasks}):
         raise ConfigError(f"task_ids: {setup.tasks} has no task {unknown[0]!r}")
     if chosen:
@@ -184,7 +189,9 @@ def build_settings(
         **{name: getattr(run, name) for name in names},
         "sandbox": find_sandbox_kind(run, tasks),
         "agent_version": None if find_version is None else find_version(),
-        "agent_files": {name: _digest(text.encode()) for name, text in read_agent_files(run.agent_files).items()},
+        "agent_files": {
+            name: _digest(read_file(path).encode()) for name, path in find_agent_files(run.agent_files).items()
+        },
         "tasks": f"{len(tasks)} tasks {_digest(content.encode('utf-8', 'surrogatepass'))}",
         **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
         **{name: getattr(args, name) for name in of_sessions},

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from polar_trl.eval.pass_at_k import TaskCount, estimate_pass_rate
-from polar_trl.eval.sample_tasks import PASSING_REWARD, SampleResult
+from polar_trl.eval.sample_tasks import SampleResult
+from polar_trl.grade.base import PASSING_REWARD
+from polar_trl.grade.pass_at_k import TaskCount, estimate_pass_rate
 
 
 def build_summary(

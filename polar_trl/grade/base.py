@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from polar_trl.sandbox.base import Sandbox
 from polar_trl.types import GradeReport, Task
 
+PASSING_REWARD = 1.0
+"""From which on a session has solved its task."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:
@@ -57,6 +60,23 @@ def report_output(output: str) -> GradeReport:
     """Report what a grader printed, with the failed tests that a summary of pytest's names in it."""
     failed = tuple(dict.fromkeys(_FAILED_LINE.findall(output)))[:MAX_NAMES]
     return GradeReport(output_tail=output[-MAX_OUTPUT:], failed_tests=failed, num_failed=len(failed))
+
+
+def describe_tests(report: GradeReport | None) -> str:
+    """Describe the tests of a report that did not pass, such as "2 of 5 tests failed: a, b"; "" where all did."""
+    if report is None:
+        return ""
+    of_all = f" of {report.num_tests}" if report.num_tests else ""
+    parts = []
+    if report.num_failed:
+        parts.append(f"{report.num_failed}{of_all} tests failed: {_join(report.failed_tests)}")
+    if report.num_missing:
+        parts.append(f"{report.num_missing}{of_all} tests were not found: {_join(report.missing_tests)}")
+    return "; ".join(parts)
+
+
+def _join(names: tuple[str, ...], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 _LARGEST = 3.4028234663852886e38

@@ -84,7 +84,7 @@ def find_kind(task: Task, *, has_command: bool = False) -> Kind | None:
 
 
 def check_gradable(tasks: Sequence[Task], backend: SandboxBackend, *, has_command: bool = False) -> None:
-    """Raise `TaskError` naming the first task that nobody can grade, and why; `ConfigError` if a package is missing.
+    """Raise `TaskError` naming the first task that cannot be graded, and why; `ConfigError` if a package is missing.
 
     Args:
         backend: Of the sandboxes that the tasks run in.

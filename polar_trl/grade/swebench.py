@@ -284,6 +284,6 @@ def _import_harness() -> Any:
         import swebench.harness.test_spec.python
     except ImportError as error:
         raise ConfigError(
-            f"SWE-bench rows are graded by the package swebench 4.1: pip install -e '.[swe]' ({error})"
+            f"SWE-bench rows are graded by the package swebench 4.1: pip install 'polar-trl[swe]' ({error})"
         ) from error
     return swebench.harness

@@ -1,10 +1,9 @@
 """Parse a run's settings from a YAML file and flags: one file is a whole run, and every key of it can be a flag.
 
-A key that nobody reads raises `ConfigError` with the nearest known name, as does a value of another type.
+An unknown key raises `ConfigError` with the nearest known name, as does a value of another type.
 """
 
 import argparse
-import dataclasses
 import difflib
 import json
 import os
@@ -15,26 +14,32 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml  # type: ignore[import-untyped]
 from trl import ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
 
 from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.trl_arguments.refused import refuse_keys, refuse_model_kwargs
 from polar_trl.setup.run_setup import RunArguments
+from polar_trl.setup.settings import format_short_help
 
 _WANTED = {"int": "a whole number", "float": "a number", "str": "text", "string_to_bool": "true or false"}
 
 
 class RunParser(TrlParser):  # type: ignore[misc]
-    """TRL's parser of the three groups of settings of a run, and of what another command adds to them.
+    """TRL's parser of the groups of settings of a run, and of what another command adds to them.
 
-    What is wrong is a `ConfigError`; argparse would print its usage, which is some hundred lines, and exit.
+    What is wrong is a `ConfigError`; argparse would print its usage, which is some hundred lines, and exit. `--help`
+    is a line for each of our settings, `--help-all` is argparse's, of more than a thousand lines.
 
     Args:
         more: Dataclasses of settings.
     """
 
     def __init__(self, *more: type, **kwargs: Any) -> None:
-        super().__init__((RunArguments, PolarGRPOConfig, ModelConfig, *more), allow_abbrev=False, **kwargs)
+        groups = (RunArguments, PolarGRPOConfig, ModelConfig, *more, GRPOScriptArguments)
+        super().__init__(groups, allow_abbrev=False, **kwargs)
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="list TRL's as well")
         self.run_file: tuple[str, str] | None = None
         """Path and text of the run file that was read."""
 
@@ -61,6 +66,11 @@ class RunParser(TrlParser):  # type: ignore[misc]
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         self.set_defaults_with_config(**values)
+
+    def format_help(self) -> str:
+        """Return the short help."""
+        about = f"{self.description.strip()}\n\n" if self.description else ""
+        return about + format_short_help(self.prog, *self.dataclass_types)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but raise `ConfigError` for an unknown flag."""
@@ -108,23 +118,29 @@ class RunParser(TrlParser):  # type: ignore[misc]
     def _refuse_unknown(self, source: str, names: Sequence[str]) -> None:
         if not names:
             return
-        known = [action.dest for action in self._actions if action.dest != "help"]
+        known = [action.dest for action in self._actions if not action.dest.startswith("help")]
         words = (name.lstrip("-").replace("-", "_") for name in names)
         near = [repr(match) for word in words for match in difflib.get_close_matches(word, known, 1)]
         advice = f". Did you mean {', '.join(near)}?" if near else "; leave it out"
         raise ConfigError(f"{source}: nothing reads {', '.join(names)}{advice}")
 
 
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(argparse.ArgumentParser.format_help(parser))
+        parser.exit()
+
+
 def parse_run(
     parser: RunParser, arguments: Sequence[str] | None = None
 ) -> tuple[RunArguments, PolarGRPOConfig, ModelConfig]:
     """Parse settings from `--config FILE` and flags, which win; None: the command line. Raises as `parse_groups`."""
-    run, args, model = parse_groups(parser, arguments)
+    run, args, model, *_ = parse_groups(parser, arguments)
     return run, args, model
 
 
 def parse_groups(parser: RunParser, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Parse the same, with what the parser reads `more`: one object of each dataclass.
+    """Parse the same, with what the parser reads `more`, and TRL's keys of scripts: one object of each dataclass.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value cannot work.
@@ -133,23 +149,26 @@ def parse_groups(parser: RunParser, arguments: Sequence[str] | None = None) -> t
     if path is not None:
         parser.read_file(path)
     try:
-        return tuple(parser.parse_args_into_dataclasses(flags))
+        groups = tuple(parser.parse_args_into_dataclasses(flags))
     except OSError as error:
         raise ConfigError(f"{error.filename}, which a setting names, cannot be read ({error.strerror})") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"a setting is {error.doc!r}, and that is no JSON: {error}") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    _pass_on(groups[1], groups[2])
+    refuse_keys(groups[-1])
+    return groups
 
 
-def refuse_unread(model_config: ModelConfig) -> None:
-    """Raise `ConfigError` for keys of TRL's `ModelConfig` that a run does not pass on."""
-    for item in dataclasses.fields(ModelConfig):
-        name, value = item.name, getattr(model_config, item.name)
-        if name == "model_name_or_path" or name == "use_peft" or name.startswith(("lora_", "use_rslora", "use_dora")):
-            continue
-        if value != getattr(ModelConfig(), name):
-            raise ConfigError(f"{name} is not read here; give it through model_init_kwargs instead")
+def _pass_on(args: PolarGRPOConfig, model: ModelConfig) -> None:
+    """Give what TRL's `ModelConfig` says of loading the model to `model_init_kwargs`, as `trl grpo` does."""
+    refuse_keys(model)
+    given = {name: getattr(model, name) for name in ("dtype", "attn_implementation")}
+    given = {name: value for name, value in given.items() if value != getattr(ModelConfig(), name)}
+    if given:
+        args.model_init_kwargs = {**given, **(args.model_init_kwargs or {})}
+        refuse_model_kwargs(args)
 
 
 def _take_config(words: Iterable[str]) -> tuple[str | None, list[str]]:

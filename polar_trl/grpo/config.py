@@ -11,6 +11,7 @@ from trl import GRPOConfig
 
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.trl_arguments.refused import refuse_model_kwargs, refuse_settings
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import RolloutConfig
 
@@ -77,6 +78,11 @@ class PackedGRPOConfig(GRPOConfig):
         self._require_one_of("importance_sampling_level", IMPORTANCE_LEVELS)
         self._require_one_of("vllm_importance_sampling_mode", CORRECTION_MODES)
         super().__post_init__()
+        if self.n_gpu > 1:  # transformers would spread each batch over them by itself
+            raise ConfigError(
+                f"this process sees {self.n_gpu} GPUs, and trains on one: start a process for each (polar-trl train "
+                "RUN --accelerate ddp_8gpu, or accelerate launch), or set CUDA_VISIBLE_DEVICES=0"
+            )
         self._require(self.max_tokens_per_device >= 1, "max_tokens_per_device", "must be at least 1")
         self._require(
             self.sequence_layout in (None, "tree", "packed", "single"),
@@ -88,9 +94,6 @@ class PackedGRPOConfig(GRPOConfig):
             not any(kind in str(self.optim).lower() for kind in ("schedule_free", "layerwise", "lomo")),
             "optim",
             "must change weights in its step and nowhere else: those that compute are rounded after it",
-        )
-        self._require(
-            not self.neftune_noise_alpha, "neftune_noise_alpha", "must be unset: the trained pass is the policy's own"
         )
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -125,6 +128,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
     `gradient_accumulation_steps` count rollouts; a rollout may become several rows.
     """
 
+    logging_steps: float = field(
+        default=1, metadata={"help": "Steps from one line of the log to the next; a step takes minutes here."}
+    )
+    max_completion_length: int = field(
+        default=4096,
+        metadata={"help": "Tokens of one answer of the model, of which a session has many; a file is written in one."},
+    )
     use_vllm: bool = field(
         default=True,
         metadata={"help": "TRL's key; always on, since agents are served by the engine, which shares this process."},
@@ -213,24 +223,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
     show_rollout_progress: bool = field(default=True, metadata={"help": "Draw a bar of sessions by stage."})
 
     def __post_init__(self) -> None:
+        refuse_settings(self)
         super().__post_init__()
-        self._require(self.use_vllm, "use_vllm", "must be true: agents are served by the engine")
-        self._require(self.vllm_mode == "colocate", "vllm_mode", "must be 'colocate'")
-        exact = "must stay {}: the trainer's log-probabilities do not apply it, so the loss would be biased"
-        self._require(self.top_p == 1.0, "top_p", exact.format("1.0"))
-        self._require(self.top_k == 0, "top_k", exact.format("0"))
-        self._require(not self.min_p, "min_p", exact.format("unset"))
-        self._require(self.repetition_penalty == 1.0, "repetition_penalty", exact.format("1.0"))
-        self._require(not self.generation_kwargs, "generation_kwargs", exact.format("unset"))
+        refuse_model_kwargs(self)
         self._require(
             self.temperature > 0,
             "temperature",
             "must be above 0: a group of equal greedy samples teaches nothing",
-        )
-        self._require(
-            not self.mask_truncated_completions,
-            "mask_truncated_completions",
-            "is not supported: a session is not one completion. Bound it with max_session_calls instead",
         )
         check_cuda_graphs(self.engine_cuda_graphs)
         self._require(
@@ -242,6 +241,11 @@ class PolarGRPOConfig(PackedGRPOConfig):
         for name in ("max_policy_lag", "resample_zero_variance"):
             value = getattr(self, name)
             self._require(isinstance(value, int) and value >= 0, name, "must be 0 or more")
+        self._require(
+            self.max_completion_length is not None and self.max_completion_length >= 1,
+            "max_completion_length",
+            "must be at least 1",
+        )
         for name in ("engine_max_num_seqs", "max_session_tokens", "vllm_max_model_length"):
             value = getattr(self, name)
             self._require(value is None or value >= 1, name, "must be at least 1, or left out")

@@ -1,11 +1,13 @@
 """Check what a trainer is given before anything is loaded: the model, the number of tasks, and how they are graded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from accelerate.utils import broadcast_object_list
+from trl.trainer.utils import get_config_model_id
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
@@ -21,6 +23,42 @@ from polar_trl.tasks.environment import list_environments
 from polar_trl.types import Task
 
 DEFAULT_WARM = 4
+
+
+def require_harness(harness: Harness | None) -> Harness:
+    """Return the agent. Raises `ConfigError` where there is none."""
+    if harness is None:
+        raise ConfigError(
+            "harness= is needed, the agent to train in: harness=polar_trl.build_agent('pi') for a known one, or "
+            "harness=polar_trl.ShellHarness('my-agent {instruction}') for any command"
+        )
+    if not callable(getattr(harness, "build_launch", None)):
+        raise ConfigError(f"harness= is {harness!r:.100}: give an agent, such as harness=polar_trl.build_agent('pi')")
+    return harness
+
+
+def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:
+    """Return the settings; None: the defaults, in a folder named by the model, as TRL's. Raises `ConfigError`.
+
+    Without a GPU the defaults are float32 on the CPU, where TRL's would end in an error.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        on_cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
+        return PolarGRPOConfig(f"{Path(name).name}-GRPO", **on_cpu)
+    if not isinstance(args, PolarGRPOConfig):
+        raise ConfigError(
+            f"args is a {type(args).__name__}: give a polar_trl.PolarGRPOConfig, which takes the same arguments"
+        )
+    return args
+
+
+def require_tasks(tasks: Mapping[str, Mapping[str, Task]]) -> list[Task]:
+    """Return the tasks of all modes. Raises `ConfigError` where there is nothing to train or to evaluate on."""
+    found = [task for by_id in tasks.values() for task in by_id.values()]
+    if not found:
+        raise ConfigError("train_dataset= is needed: a list of polar_trl.Task, or a data set with a column 'prompt'")
+    return found
 
 
 def own_output_dir(args: PolarGRPOConfig) -> None:
@@ -58,6 +96,21 @@ def require_a_step(num_tasks: int, args: PolarGRPOConfig) -> None:
             f"{args.generation_batch_size} rollouts, num_generations={args.num_generations}): give more tasks, or "
             "make per_device_train_batch_size or gradient_accumulation_steps smaller"
         )
+
+
+def find_parts(
+    harness: Harness, tasks: Sequence[Task], *, sandbox: SandboxBackend | None, grader: Grader | None
+) -> tuple[SandboxBackend, Grader | None]:
+    """Return the sandboxes and the grader that were given, or the defaults for these tasks.
+
+    Raises:
+        ConfigError: one is not of its kind, or only some tasks say how they are graded.
+        SandboxError: the default sandboxes do not work on this machine.
+    """
+    backend = sandbox or build_default_backend(harness, tasks)
+    grader = grader or build_default_grader(backend, tasks)
+    require_bases(backend, grader)
+    return backend, grader
 
 
 def require_bases(backend: Any, grader: Any) -> None:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from polar_trl.errors import ConfigError
-from polar_trl.grade.base import Grader
-from polar_trl.grpo.dataset import build_prompt
+from polar_trl.grpo.dataset import build_prompt, list_columns
 from polar_trl.grpo.logs.completions_table import CompletionsTable
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.rollout.session_run import RolloutResult
@@ -33,7 +31,7 @@ class Rewards:
     are in the rollouts, so TRL is not asked for them.
 
     Args:
-        trainer: Initialized by TRL with the functions of `list_reward_functions`.
+        trainer: Initialized by TRL with the functions of `reward_funcs.list_reward_functions`.
         has_grader: Whether the first of them is the grader's.
         tasks: By mode and id.
         table: Keeps prompts and conversations of rollouts, if there is one.
@@ -68,8 +66,9 @@ class Rewards:
         A rollout for which one function gave a number that is not finite has no reward of any.
         """
         rollouts = [result.rollout for result in results]
-        prompts = [build_prompt(self._tasks[mode][rollout.task_id]) for rollout in rollouts]
-        completions = [conversation_after_instruction(rollout) for rollout in rollouts]
+        tasks = [self._tasks[mode][rollout.task_id] for rollout in rollouts]
+        prompts = [build_prompt(task) for task in tasks]
+        conversations = [conversation_after_instruction(rollout) for rollout in rollouts]
         columns = []
         if self._has_grader:
             grades = [[math.nan if rollout.reward is None else rollout.reward] for rollout in rollouts]
@@ -77,7 +76,16 @@ class Rewards:
             columns.append(self._accelerator.gather(grades_R1))
         if self._asks_trl:
             ids = [[i for call in rollout.calls for i in call.completion.token_ids] for rollout in rollouts]
-            rows = [{"task": self._tasks[mode][rollout.task_id], "rollouts": rollout} for rollout in rollouts]
+            names = list_columns(self._tasks[mode])
+            rows = [
+                {**{name: task.metadata.get(name) for name in names}, "task": task, "rollouts": rollout}
+                for task, rollout in zip(tasks, rollouts, strict=True)
+            ]
+            # as TRL has it: text after text, messages after messages
+            completions = [
+                conversation[-1]["content"] if isinstance(prompt, str) else conversation
+                for prompt, conversation in zip(prompts, conversations, strict=True)
+            ]
             with without_trl_warning():
                 columns.append(self._trl.calculate_rewards(rows, prompts, completions, ids))
         rewards_RF = torch.cat(columns, dim=1)
@@ -94,32 +102,8 @@ class Rewards:
         rewards_RF[failed_R | not_finite_RF.any(dim=1)] = torch.nan
         extra = self._trl.take_extra_columns()
         if self._table is not None:
-            self._table.note(prompts, results, completions, extra)
+            self._table.note(prompts, results, conversations, extra)
         return rewards_RF
-
-
-def list_reward_functions(
-    grader: Grader | None, reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]]
-) -> list[Callable[..., Any]]:
-    """Return what TRL is given: a column for the grader first, if there is one, then the reward functions.
-
-    Raises:
-        ConfigError: nothing gives a reward.
-    """
-    functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-    if grader is None and not functions:
-        raise ConfigError(
-            "nothing gives a reward: pass grader=, reward_funcs=, or tasks with a 'grader' command or tests"
-        )
-    functions = [mark_not_finite(function) for function in functions]
-    return functions if grader is None else [_grader_column, *functions]
-
-
-def _grader_column(**_: Any) -> list[float | None]:
-    raise AssertionError("the grader's rewards are in the rollouts")
-
-
-_grader_column.__name__ = "grader"  # the metric's name
 
 
 def conversation_after_instruction(rollout: Rollout) -> list[dict[str, Any]]:

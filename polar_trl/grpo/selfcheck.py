@@ -7,6 +7,7 @@ that were pushed under other names. What it samples then reads like text and wou
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -45,8 +46,11 @@ def check_engine(
         completions = await asyncio.gather(*(engine.generate(tuple(prompt), params) for prompt in prompts))
         return [(list(c.token_ids), list(c.logprobs)) for c in completions]
 
+    # on a thread of its own: the caller's may have an event loop that runs, as in a notebook
+    with ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(lambda: asyncio.run(sample())).result()
     gaps = []
-    for prompt, (token_ids, logprobs) in zip(prompts, asyncio.run(sample()), strict=True):
+    for prompt, (token_ids, logprobs) in zip(prompts, answers, strict=True):
         gaps.append((score(prompt, token_ids).cpu().float() - torch.tensor(logprobs)).abs())
     gap = torch.cat(gaps)
     tolerance, dtype = find_tolerance(dtypes)

@@ -9,39 +9,56 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from polar_trl.engine import cuda_graphs
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
+from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.dataset import build_dataset, read_tasks
+from polar_trl.grpo.dataset import (
+    TaskSource,
+    build_dataset,
+    build_eval_dataset,
+    is_built,
+    merge_sets,
+    read_eval_sets,
+    read_tasks,
+)
 from polar_trl.grpo.logs.completions_table import CompletionsTable
+from polar_trl.grpo.logs.evaluations import list_evaluations
+from polar_trl.grpo.logs.library_log import LibraryLog
 from polar_trl.grpo.logs.metrics_log import MetricsLog
 from polar_trl.grpo.logs.rollout_log import RolloutLog
 from polar_trl.grpo.logs.settings_log import SettingsLog
+from polar_trl.grpo.logs.terminal import REPLACED, StepLines, describe_run
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
-    build_default_backend,
-    build_default_grader,
+    find_parts,
     own_output_dir,
     read_model_config,
     require_a_step,
-    require_bases,
+    require_config,
+    require_harness,
+    require_tasks,
 )
+from polar_trl.grpo.resume.checkpoint import list_run_files
 from polar_trl.grpo.resume.hub import WithModelCard, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
-from polar_trl.grpo.rewards import Rewards, list_reward_functions
+from polar_trl.grpo.reward_funcs import RewardFunction, list_reward_functions, match_processing_classes
+from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
+from polar_trl.grpo.run.finish import explain_resume, finish_run
+from polar_trl.grpo.run.open_parts import take_over
 from polar_trl.grpo.step import SessionRows
+from polar_trl.grpo.trl_arguments.refused import refuse_arguments
 from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.harness.base import Harness, require_launch
 from polar_trl.proxy import Proxy
@@ -55,24 +72,26 @@ from polar_trl.types import Task
 class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     """GRPO on the sessions of an unmodified coding agent.
 
+    Arguments before `harness` are `GRPOTrainer`'s, in its order; docs/trl-arguments.md says which of them differ.
+
     Args:
         model: Path or hub id, or a model loaded from one (`name_or_path` must lead the engine to the same weights).
-        args: Settings of the run.
-        train_dataset: Tasks, or a `Dataset` whose columns are `Task`'s fields.
-        eval_dataset: The same, for evaluation.
+        reward_funcs: TRL reward functions: callables (async, too), "module.function", names of TRL's own, reward
+            models. They come after the grader in `args.reward_weights`, and are called with lists of one entry per
+            rollout: `prompts`, `completions` (the conversation after the instruction; of a prompt that is text, the
+            last answer's), `completion_ids` (all sampled tokens), every column of the data set, `task` (each
+            rollout's `Task`) and `rollouts`.
+        args: Settings of the run. None: the defaults, in a folder named by the model.
+        train_dataset: Tasks; or a `Dataset` whose columns are `Task`'s fields, or TRL's, with a `prompt`.
+        eval_dataset: The same, or several by name, whose metrics are then `eval_NAME_...`.
         harness: The agent.
         sandbox: Where agents run; by default in bubblewrap, or containers where a task names an image. Sandboxes of a
             `WarmPool` are made while the model trains.
         grader: Gives a session its reward. By default each task's own (a command, hidden tests, a verifier); if no
             task has one, `reward_funcs` decide alone.
-        reward_funcs: TRL reward functions, called as TRL calls them, with lists of one entry per rollout (not per
-            row): `prompts`, `completions` (the conversation after the instruction), `completion_ids` (all sampled
-            tokens), `task` (each rollout's `Task`) and `rollouts`. They come after the grader in
-            `args.reward_weights`.
-        peft_config, processing_class, callbacks, optimizers: As in TRL.
 
     Raises:
-        ConfigError: settings or tasks that cannot work, before anything is loaded where possible.
+        ConfigError: arguments, settings or tasks that cannot work, before anything is loaded where possible.
         SandboxError: the default sandboxes do not work on this machine; says what to do.
         EngineError: the engine does not compute what the trainer computes.
         LawError: a law of the design is broken.
@@ -82,63 +101,89 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     args: PolarGRPOConfig
     data_collator: Callable[..., Any]
     vllm_generation: ColocatedVllm
+    _eval_set = ""
+    """Name of the evaluation set that runs, if there are several."""
 
     def __init__(
         self,
         model: str | PreTrainedModel,
-        args: PolarGRPOConfig,
-        train_dataset: Sequence[Task] | Dataset | None = None,
-        eval_dataset: Sequence[Task] | Dataset | None = None,
-        *,
-        harness: Harness,
-        sandbox: SandboxBackend | None = None,
-        grader: Grader | None = None,
-        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+        args: PolarGRPOConfig | None = None,
+        train_dataset: TaskSource | None = None,
+        eval_dataset: TaskSource | Mapping[str, TaskSource] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        peft_config: Any = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        harness: Harness | None = None,
+        sandbox: SandboxBackend | None = None,
+        grader: Grader | None = None,
     ) -> None:
+        refuse_arguments(quantization_config, tools, rollout_func, environment_factory)
+        harness = require_harness(harness)
+        args = require_config(model, args)
         config = _read_config(model, args)
-        tasks = {"train": read_tasks(train_dataset), "eval": read_tasks(eval_dataset)}
-        all_tasks = [*tasks["train"].values(), *tasks["eval"].values()]
+        eval_sets = read_eval_sets(eval_dataset)
+        tasks = {"train": read_tasks(train_dataset), "eval": merge_sets(eval_sets)}
+        all_tasks = require_tasks(tasks)
         require_launch(harness, all_tasks, **args.endpoint_limits)
-        backend = sandbox or build_default_backend(harness, all_tasks)
-        grader = grader or build_default_grader(backend, all_tasks)
-        require_bases(backend, grader)
-        functions = list_reward_functions(grader, reward_funcs)
+        backend, grader = find_parts(harness, all_tasks, sandbox=sandbox, grader=grader)
+        functions = list_reward_functions(grader, reward_funcs, args.reward_weights)
+        reward_processing_classes = match_processing_classes(reward_processing_classes, functions, grader)
         require_a_step(len(tasks["train"]), args)
         refuse_uploads(args)
         own_output_dir(args)
         harness.install()
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
-        with _colocated(args):
+        train_dataset = build_dataset(tasks["train"] or tasks["eval"])  # TRL wants one for an evaluation, too
+        self._began = time.monotonic()
+        self._open, self._libraries = take_over(self, but=backend), LibraryLog(Path(args.output_dir))
+        with self._libraries.everything(), _colocated(args):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
                 args=args,
-                train_dataset=build_dataset(tasks["train"]),
-                eval_dataset=build_dataset(tasks["eval"]),
+                train_dataset=train_dataset,
+                eval_dataset=build_eval_dataset(eval_sets),
                 processing_class=processing_class,
-                peft_config=peft_config,
+                reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
+                peft_config=peft_config,
             )
-        freeze_unreached(self.model)
-        self.vllm_generation.on_merged = self.policy_weights.note_merged
-        self.proxy = self._build_proxy()
-        self.proxy.start()
+        if not tasks["train"]:
+            self.train_dataset = None
+        self._start(backend, harness, grader, tasks)
+
+    def _start(
+        self, backend: SandboxBackend, harness: Harness, grader: Grader | None, tasks: Mapping[str, dict[str, Task]]
+    ) -> None:
+        """Start the proxy on TRL's engine, and build what runs sessions and trains on them."""
+        self._open.add(self.vllm_generation, self.vllm_generation.close)
+        self._open.add(backend, backend.close)
+        config = self.args.build_rollout_config()
         try:
-            runner = RolloutRunner(
-                proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=args.build_rollout_config()
-            )
+            freeze_unreached(self.model)
+            self.vllm_generation.on_merged = self.policy_weights.note_merged
+            with self._libraries.everything():
+                self.proxy = self._build_proxy()
+            self.proxy.start()
+            self._open.add(self.proxy, self.proxy.stop)
+            runner = RolloutRunner(proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config)
+            self._open.add(runner, runner.close)
             self._build_parts(runner, tasks, harness=harness, has_grader=grader is not None)
         except BaseException:
-            self.proxy.stop()
+            self.close()
             raise
 
     def _build_parts(
-        self, runner: RolloutRunner, tasks: Mapping[str, Mapping[str, Task]], *, harness: Harness, has_grader: bool
+        self, runner: RolloutRunner, tasks: Mapping[str, dict[str, Task]], *, harness: Harness, has_grader: bool
     ) -> None:
         """Build what a step is made of, in the order of `step.py`."""
         args, run = self.args, Path(self.args.output_dir)
@@ -186,10 +231,14 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             rollouts=self.rollouts,
             engine=self.vllm_generation.engine,
             policy_weights=self.policy_weights,
+            is_used=bool(list_run_files(run)),
         )
+        for replaced in REPLACED:
+            self.remove_callback(replaced)
+        lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
         self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
-        lessons = self.session_rows.log.lessons
-        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table, lessons):
+        log, lessons = MetricsLog(run), self.session_rows.log.lessons
+        for callback in (self.step.trained_log, self.settings_log, log, table, lines, lessons):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -238,26 +287,84 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         return self.args.max_trajectory_tokens or positions or self.vllm_generation.engine.max_model_len
 
     def close(self) -> None:
-        """Stop the proxy and the engine. The model, and what was saved, stay."""
-        self.rollouts.runner.close()
-        self.proxy.stop()
-        self.rollouts.runner.backend.close()
-        self.vllm_generation.engine.close()
+        """Stop sessions, proxy, sandboxes and engine; the model stays. The same happens at the end of a `with`, of
+        the process, and before another trainer is built. May be called twice."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, from the beginning or from a checkpoint.
+        """Train, from the beginning or from a checkpoint; save the model unless `save_strategy` is "no".
+
+        With `eval_on_start` and evaluation tasks, an evaluation comes at the end, too, and the two are compared.
 
         Args:
             resume_from_checkpoint: "auto" or True goes on from the newest complete checkpoint of `output_dir`, or
                 begins if there is none; a path goes on from that one; None begins.
 
         Raises:
-            ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
+            ConfigError: the checkpoint is not whole, the settings would change the order of tasks, or a run would
+                begin in the folder of another.
             DiskError: a disk is full. What was written stays readable, and "auto" goes on once there is room.
+            KeyboardInterrupt: what runs is closed, and another trainer goes on from the newest checkpoint.
         """
-        with disk_errors(Path(self.args.output_dir)):
+        run = Path(self.args.output_dir)
+        if not self._open:
+            raise ConfigError("this trainer is closed; build another one")
+        with disk_errors(run), self._libraries.logged():
             folder = self.resume.begin(resume_from_checkpoint)
-            return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+            try:
+                output = super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+                self._finish(run)
+            except KeyboardInterrupt as stop:
+                stop.add_note(f"stopped at step {self.state.global_step}; {explain_resume(run)}")
+                self.close()
+                raise
+        return output
+
+    def _finish(self, run: Path) -> None:
+        """Save, evaluate and summarize a run that made all of its steps."""
+        is_saved = self.args.save_strategy != "no"
+        if is_saved:
+            self.save_model()
+        evaluated = [entry["step"] for entry in list_evaluations(self.state.log_history)]
+        if self.args.eval_on_start and self.eval_dataset and self.state.global_step not in evaluated:
+            self.evaluate()
+        if self.accelerator.is_main_process:
+            tasks = self.rollouts.tasks
+            finish_run(
+                run,
+                self.state.log_history,
+                seconds=self.resume.seconds_before + time.monotonic() - self._began,
+                is_saved=is_saved,
+                is_held_out=not tasks["eval"].keys() & tasks["train"].keys(),
+            )
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as transformers does, on the trainer's sets or on others of the same forms.
+
+        Raises `ConfigError` for a data set that cannot be read.
+        """
+        if not (eval_dataset is None or isinstance(eval_dataset, str) or is_built(eval_dataset)):
+            sets = read_eval_sets(eval_dataset)
+            merge_sets({None: self.rollouts.tasks["eval"], **sets})
+            self.rollouts.tasks["eval"].update(merge_sets(sets))
+            eval_dataset = build_eval_dataset(sets)
+        self._eval_set = metric_key_prefix.removeprefix("eval").removeprefix("_")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, with how many tasks an evaluation solved; metrics of one of several sets are `eval_NAME_...`."""
+        logs.update(self.session_rows.log.evaluations.take_figures(logs))
+        if self._eval_set and not self.model.training:
+            self.trl.name_metrics("eval", f"{self._eval_set}_")
+        super().log(logs, start_time)
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         return self.session_rows.collect(inputs, mode)
@@ -287,6 +394,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.resume.take_best()
 
 
 def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:

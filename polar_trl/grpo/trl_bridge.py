@@ -74,6 +74,12 @@ class TrlBridge:
         for name, value in figures.items():
             self.trainer._metrics[mode][name].append(value)
 
+    def name_metrics(self, mode: str, prefix: str) -> None:
+        """Put a prefix before the names of the metrics that wait for the next line of the log."""
+        values = {f"{prefix}{name}": given for name, given in self.trainer._metrics[mode].items()}
+        self.trainer._metrics[mode].clear()
+        self.trainer._metrics[mode].update(values)
+
     def take_logged_metrics(self) -> dict[str, list[float]]:
         """Return what reward functions logged through TRL's `log_metric`, and forget it."""
         values = {name: list(given) for name, given in self.trainer._pending_metrics.items()}

@@ -1,6 +1,6 @@
 """Harnesses: how a coding agent is installed and launched. They know command lines, and no model or tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +34,8 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     """Path relative to HOME -> text: the agent's own settings."""
+    executables: Collection[str] = ()
+    """Those of `files` that can be run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ be an argument where the command names no file (`ConfigError`).
 """
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,8 @@ class ShellHarness(Harness):
             `{max_tokens}` (of one answer) likewise. Other braces are the shell's own: `${VAR}`, `awk '{print}'`.
         name: Of this agent in records and metrics.
         env: Extra variables.
-        files: Path relative to HOME -> text, laid before the command starts.
+        files: Path relative to HOME -> text, or a file of this machine with its executable bit; laid before the
+            command starts.
         folders: Of this machine, which the command needs and sandboxes show at the same path.
         auxiliary_without_tools: A request that declares no tools is a title, a summary or the like, and is not
             trained; as the agents that are known by name have it. For an agent whose own requests declare some.
@@ -57,7 +59,7 @@ class ShellHarness(Harness):
         *,
         name: str = "shell",
         env: Mapping[str, str] | None = None,
-        files: Mapping[str, str] | None = None,
+        files: Mapping[str, str | Path] | None = None,
         folders: Sequence[Path | str] = (),
         auxiliary_without_tools: bool = False,
     ) -> None:
@@ -69,7 +71,10 @@ class ShellHarness(Harness):
         self.name = name
         self._command = command
         self._env = dict(env or {})
-        self._files = dict(files or {})
+        given = dict(files or {})
+        paths = {name: file for name, file in given.items() if isinstance(file, Path)}
+        self._files = {name: read_file(file) if isinstance(file, Path) else file for name, file in given.items()}
+        self._executables = frozenset(name for name, path in paths.items() if os.access(path, os.X_OK))
         self._folders = tuple(map(Path, folders))
         self._auxiliary_without_tools = auxiliary_without_tools
 
@@ -100,6 +105,7 @@ class ShellHarness(Harness):
             command=f'export POLAR_INSTRUCTION_FILE="$HOME/{INSTRUCTION_FILE}"\n{command}',
             env=env,
             files=self._files | {INSTRUCTION_FILE: task.instruction},
+            executables=self._executables,
         )
 
     def classify(self, request: ChatRequest) -> Purpose:
@@ -123,6 +129,16 @@ class ShellHarness(Harness):
                 "agent_command where {instruction} is or would be, such as 'my-agent < {instruction_file}'"
             )
         return False
+
+
+def read_file(path: Path) -> str:
+    """Read a file that an agent gets. Raises `ConfigError` where it cannot be read, or is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"agent_files: {path} is not a text file") from error
+    except OSError as error:
+        raise ConfigError(f"agent_files: {path} cannot be read ({error.strerror})") from error
 
 
 def build_provider_env(endpoint: Endpoint) -> dict[str, str]:

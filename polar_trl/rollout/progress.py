@@ -23,8 +23,8 @@ class StageProgress:
 
     @contextmanager
     def showing(self, num_sessions: int) -> Iterator[None]:
-        """Show a bar inside the block, which is full when so many sessions more have finished."""
-        self._bar = tqdm(total=num_sessions, desc="rollouts", unit="session", leave=False)
+        """Show a bar inside the block, which is full when so many sessions more have finished; on a terminal alone."""
+        self._bar = tqdm(total=num_sessions, desc="rollouts", unit="session", leave=False, disable=None)
         try:
             yield
         finally:

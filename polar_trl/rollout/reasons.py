@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from polar_trl.grade.base import describe_tests
 from polar_trl.rollout.ending import name_exit
-from polar_trl.types import Call, ErrorKind, GradeReport, Rollout, StopReason
+from polar_trl.types import Call, ErrorKind, Rollout, StopReason
 
 MAX_DETAIL = 300
 _ERRORS: dict[ErrorKind, str] = {
@@ -68,19 +69,6 @@ def find_reason(rollout: Rollout) -> Reason | None:
     return Reason(name=fault or f"the session ended as {rollout.stop_reason}", detail=_last_line(tail))
 
 
-def describe_tests(report: GradeReport | None) -> str:
-    """Describe the tests of a report that did not pass, such as "2 of 5 tests failed: a, b"; "" where all did."""
-    if report is None:
-        return ""
-    of_all = f" of {report.num_tests}" if report.num_tests else ""
-    parts = []
-    if report.num_failed:
-        parts.append(f"{report.num_failed}{of_all} tests failed: {_join(report.failed_tests)}")
-    if report.num_missing:
-        parts.append(f"{report.num_missing}{of_all} tests were not found: {_join(report.missing_tests)}")
-    return "; ".join(parts)
-
-
 def find_shortfall(rollout: Rollout) -> Reason:
     """Find why a session that ended as it should was not worth more: its tests, or the end of what the grader said."""
     report = rollout.grading
@@ -138,7 +126,3 @@ def _one_line(text: str) -> str:
     """Return a text of the agent's as one line that a terminal may be given."""
     words = " ".join(_ESCAPES.sub("", text).split())
     return "".join(letter if letter.isprintable() else "?" for letter in words)[:MAX_DETAIL]
-
-
-def _join(names: tuple[str, ...], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -206,7 +206,7 @@ class SessionRun:
                 env = {**task.env, **launch.env}
                 self._redaction = Redaction(env, [endpoint.api_key])
                 for path, text in launch.files.items():
-                    sandbox.put(f"~/{path}", text.encode())
+                    sandbox.put(f"~/{path}", text.encode(), executable=path in launch.executables)
                 with _Clock(sandbox, self._log, self.gate_stats, task.agent_timeout_s, self._cut) as clock:
                     result = sandbox.run(launch.command, env=env, timeout_s=MAX_AGENT_WALL_S)
                 self._agent_exit = self._redaction.build_exit(result)
@@ -283,9 +283,12 @@ class SessionRun:
                 self._raise_if_cancelled()
                 if isinstance(error, NotFiniteRewardError):
                     self._log.count("rewards_not_finite")
-                said = error.output if isinstance(error, GradeError) else format_trace(error)
+                if isinstance(error, GradeError):
+                    why, said = str(error), error.output
+                else:
+                    why, said = describe_error(error), format_trace(error)
                 self._grading = self._redaction.clean_report(GradeReport(output_tail=said))
-                return None, _Failure("grader_failed", f"the grader failed: {describe_error(error)}")
+                return None, _Failure("grader_failed", f"the grader failed: {why}")
 
     def _withdraw_grading(self) -> None:
         if self._grading_is_ordered and self._context.grader is not None:

@@ -76,7 +76,7 @@ class Sandbox(Protocol):
         """
         ...
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
         """Write a file, making its folders: `path` is relative to the work folder, or to HOME where it starts "~/".
 
         Raises `SandboxError` for a path that leads outside.

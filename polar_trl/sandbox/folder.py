@@ -62,7 +62,7 @@ class SessionFolder:
             state |= {self.base / name: _identify(self.base / name) for name in SUBFOLDERS}
         return state
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
         """Write a file, replacing whatever had its name: a link or a FIFO of the agent's is not written through.
 
         Raises `SandboxError` for a path that leads outside, by itself or through a linked folder.
@@ -71,7 +71,8 @@ class SessionFolder:
         temporary = f".polar-{os.urandom(8).hex()}"
         try:
             with _open_folder(self.base, folders, create=True) as folder:
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+                mode = 0o755 if executable else 0o644
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
                 try:
                     with open(fd, "wb") as file:
                         file.write(content)
@@ -137,9 +138,9 @@ class HostFolders:
         """HOME on this machine."""
         return self._files.base / "home"
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
         """See `SessionFolder.put`."""
-        self._files.put(path, content)
+        self._files.put(path, content, executable=executable)
 
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """See `SessionFolder.get`."""

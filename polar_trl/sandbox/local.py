@@ -158,10 +158,10 @@ class LocalSandbox(HostFolders):
             return ExecResult(exit_code=None, stdout="", stderr="", timed_out=False, seconds=seconds)
         return _parse_report(stdout, stderr, time.monotonic() - started)
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
         """See `SessionFolder.put`."""
         self._require_alive()
-        super().put(path, content)
+        super().put(path, content, executable=executable)
 
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """See `SessionFolder.get`."""

@@ -2,8 +2,8 @@
 
 For each task the solution is laid into fresh sandboxes, and nothing into another one, and the graders of a run say
 what that is worth: 1 and 0, or the task teaches nothing. Several runs of the solution show whether its tests are
-flaky. Good results are kept in the cache until something changes that they depend on. A task that could not be graded
-because the infrastructure failed has no verdict, and a `problem` instead.
+flaky. Good results are kept in the cache until something changes that they depend on. A task without a known solution
+is not proven, whatever else; one that could not be graded is bad, and its `problem` says why.
 """
 
 import fcntl
@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from polar_trl import grade
 from polar_trl.cache import find_cache
 from polar_trl.errors import PolarError, SandboxError, TaskError
-from polar_trl.grade.base import Grade
+from polar_trl.grade.base import Grade, describe_tests
 from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.sandbox.base import Sandbox, SandboxBackend
 from polar_trl.sandbox.inside.run_tests import SCRIPTS
@@ -52,7 +52,11 @@ class Checked:
     flaky: bool = False
     """Runs of the solution got different rewards."""
     problem: str = ""
-    """Why the task cannot be used; "" where it can."""
+    """Why the task cannot be used; "" where nothing speaks against it."""
+    verdict: Literal["good", "bad", "not proven"] = "bad"
+    """"good": the solution gets 1 and no change 0. "not proven": no change gets 0, and there is no solution to try."""
+    missing_tests: tuple[str, ...] = ()
+    """Tests that were not found with the solution; without one, with no change."""
 
 
 def has_tests(task: Task) -> bool:
@@ -140,12 +144,16 @@ class TaskChecker:
         runs = self._gold_runs if has_solution(task) else 0
         solved = [self._grade(task, is_solved=True) for _ in range(runs)]
         golds = [graded.reward for graded in solved]
-        empty = self._grade(task, is_solved=False).reward
+        untouched = self._grade(task, is_solved=False)
+        empty = untouched.reward
         problem = ""
         if any(reward != 1.0 for reward in golds):
             counts = sum((Counter(graded.counters) for graded in solved), Counter[str]())
             said = ", ".join(f"{name}: {count}" for name, count in counts.items())
             problem = f"the solution gets {', '.join(f'{reward:g}' for reward in golds)}" + (said and f" ({said})")
+            report = min(solved, key=lambda graded: graded.reward).report
+            if why := describe_tests(report) or report.output_tail[-300:].strip():
+                problem += f"; {why}"
         if empty != 0.0:
             problem = f"no change at all gets {empty:g}"
         return Checked(
@@ -155,6 +163,8 @@ class TaskChecker:
             seconds=round(monotonic() - started, 1),
             flaky=len(set(golds)) > 1,
             problem=problem,
+            verdict="bad" if problem else "good" if golds else "not proven",
+            missing_tests=(solved or [untouched])[0].report.missing_tests,
         )
 
     def _grade(self, task: Task, *, is_solved: bool) -> Grade:
@@ -269,7 +279,7 @@ def _find_image_id(name: str) -> str:
 def _recall(path: Path, task: Task, gold_runs: int) -> Checked | None:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-        kept = Checked(**read["checked"])
+        kept = Checked(**read["checked"] | {"missing_tests": tuple(read["checked"]["missing_tests"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or of another version of this package
     return kept if kept.id == task.id and read["gold_runs"] >= gold_runs else None

@@ -8,7 +8,8 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,28 @@ from polar_trl.tasks.rules import check_limits
 from polar_trl.types import Task
 from polar_trl.user_code import is_object_name, load_object
 
+_PLAIN = Task(id="", instruction="")
+_SECONDS = {name: getattr(_PLAIN, name) for name in ("prepare_timeout_s", "agent_timeout_s", "grade_timeout_s")}
+"""Time limits of a task that does not say."""
+
 
 @dataclass
 class RunArguments:
     """The settings of tasks, agent, sandboxes and grader."""
 
-    tasks: str = field(
+    tasks: str | None = field(
+        default=None,
         metadata={
-            "help": "What to train on: a JSONL file of tasks, a folder of Harbor tasks, rows of SWE-bench "
-            "(.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. See docs/tasks.md."
-        }
+            "help": "The tasks to train on: a file, a folder, or a data set. A JSONL file of tasks, a folder of "
+            "Harbor tasks, rows of SWE-bench (.parquet, .json, .jsonl), or a data set of the hub, such as 'swe-gym'. "
+            "See docs/tasks.md."
+        },
     )
     agent: str = field(
         default="shell",
         metadata={
-            "help": f"The agent: one of {', '.join(AGENTS)}, 'package.module:Class' for a class of your own, or "
-            "'shell' for whatever agent_command runs. See polar-trl doctor."
+            "help": "The agent: a known name, a class of your own, or 'shell' for agent_command. The known ones are "
+            f"{', '.join(AGENTS)}; a class is 'package.module:Class'. See polar-trl doctor."
         },
     )
     agent_options: dict[str, Any] | str | None = field(
@@ -68,43 +75,54 @@ class RunArguments:
     sandbox: str = field(
         default="auto",
         metadata={
-            "help": "Where agents run: 'bwrap' (bubblewrap: no network but the proxy; limits as root), 'docker' (the "
-            "same in containers), 'auto' (docker if sandbox_image or a task names an image, else bwrap) or 'local' "
-            "(folders of this user, no boundary)."
+            "help": "Where agents run: auto, bwrap, docker or local. 'bwrap' is bubblewrap: no network but the proxy, "
+            "limits as root. 'docker' is the same in containers, 'auto' docker if sandbox_image or a task names an "
+            "image and bwrap else, 'local' a folder of this user without any boundary."
         },
     )
     sandbox_image: str | None = field(
         default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
     )
-    sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox."})
+    sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox, in MiB."})
     sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})
     sandbox_pids: int = field(default=512, metadata={"help": "Processes and threads of one sandbox."})
-    sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox."})
+    sandbox_disk_mb: int = field(default=4096, metadata={"help": "Work folder, HOME and /tmp of one sandbox, in MiB."})
     sandbox_warm: int = field(
         default=4,
         metadata={"help": "Sandboxes made ready before they are needed, while the model trains ('local' needs none)."},
     )
     eval_tasks: str | None = field(default=None, metadata={"help": "What to evaluate on, in the forms of tasks."})
+    prepare_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds to prepare a sandbox, for tasks that do not say; None: 120."}
+    )
+    agent_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds for the agent, for tasks that do not say; None: 600."}
+    )
+    grade_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds for grading, for tasks that do not say; None: 120."}
+    )
     check_tasks: bool = field(
         default=True,
         metadata={
-            "help": "Refuse to start unless the graders give 1 to the known solution of each task with tests and 0 to "
-            "no change. Good results are kept; `polar-trl check-tasks` does the same."
+            "help": "Check the known solutions before the run. It does not start unless the graders give 1 to the "
+            "solution of each task with tests and 0 to no change. Good results are kept; `polar-trl check-tasks` does "
+            "the same."
         },
     )
     partial_credit: bool = field(
         default=False,
-        metadata={"help": "Reward the share of the failing tests that pass, where none of the others broke."},
+        metadata={"help": "Reward the share of the failing tests that pass; 0 where others broke."},
     )
     zero_suspected_cheats: bool = field(
         default=False,
         metadata={
-            "help": "Reward 0 where the code of a change has a sign of reward hacking, such as a test framework, "
-            "frames of callers or always-equal objects (counter cheats_suspected). Off: they are counted."
+            "help": "Reward 0 where a change has a sign of reward hacking. Such as a test framework, frames of "
+            "callers or always-equal objects (counter cheats_suspected). Off: they are counted."
         },
     )
     agent_files: list[str] = field(
-        default_factory=list, metadata={"help": "Files copied into the agent's HOME before it starts."}
+        default_factory=list,
+        metadata={"help": "Files copied into the agent's HOME before it starts, with their executable bits."},
     )
     agent_folders: list[str] = field(
         default_factory=list,
@@ -113,8 +131,8 @@ class RunArguments:
     grader: str | None = field(
         default=None,
         metadata={
-            "help": "What a session is worth: 'package.module:function' taking (task, sandbox), or a shell command "
-            "(exit code 0 is reward 1, 1 is 0). Default: what each task names: its tests, its verifier or its command."
+            "help": "The reward: 'package.module:function', or a shell command. The function takes (task, sandbox); "
+            "the command's exit code 0 is reward 1, and 1 is 0. Default: each task's own tests, verifier or command."
         },
     )
 
@@ -179,7 +197,7 @@ def build_harness(run: RunArguments) -> Harness:
             raise ConfigError(f"agent_options has {names}; those of agent_command are: auxiliary_without_tools")
         return ShellHarness(
             run.agent_command,
-            files=read_agent_files(run.agent_files),
+            files=find_agent_files(run.agent_files),
             folders=find_agent_folders(run.agent_folders),
             **options,
         )
@@ -231,12 +249,39 @@ def build_sandbox(run: RunArguments, tasks: Sequence[Task], mounts: Sequence[Pat
     return backend if kind == "local" else WarmPool(backend, depth=run.sandbox_warm)
 
 
-def load_run_tasks(run: RunArguments) -> tuple[list[Task], list[Task]]:
-    """Load the tasks to train on and to evaluate on, with a Python for their tests where they need one."""
-    train, evals = (load_task_set(source) if source else [] for source in (run.tasks, run.eval_tasks))
+def load_run_tasks(
+    run: RunArguments, train: Sequence[Task] = (), evals: Sequence[Task] = ()
+) -> tuple[list[Task], list[Task]]:
+    """Load the tasks to train on and to evaluate on, with a Python for their tests where they need one.
+
+    Args:
+        train, evals: Tasks of another source, in the place of `run.tasks` and `run.eval_tasks`.
+    """
+    train = train or load_task_set(require_tasks(run))
+    evals = evals if run.eval_tasks is None else load_task_set(run.eval_tasks)
+    train, evals = limit_times(run, train), limit_times(run, evals)
     kind = find_sandbox_kind(run, [*train, *evals])
     train, evals = (provide_python(tasks, sandbox=kind, image=run.sandbox_image) for tasks in (train, evals))
     return train, evals
+
+
+def require_tasks(run: RunArguments) -> str:
+    """Return the source of tasks. Raises `ConfigError` where none is named."""
+    if run.tasks is None:
+        raise ConfigError("tasks is needed, in the run file (--config) or as a flag (or dataset_name, to train on)")
+    return run.tasks
+
+
+def limit_times(run: RunArguments, tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks with the run's time limits where they have a task's default. Raises `ConfigError`."""
+    given = {name: value for name in _SECONDS if (value := getattr(run, name)) is not None}
+    for name, value in given.items():
+        if not (isfinite(value) and value > 0):
+            raise ConfigError(f"{name} must be above 0 (it is {value!r})")
+    return [
+        replace(task, **{name: value for name, value in given.items() if getattr(task, name) == _SECONDS[name]})
+        for task in tasks
+    ]
 
 
 def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBackend) -> Grader | None:
@@ -271,8 +316,8 @@ def require_good_tasks(
         lines = [f"{checked.id}: {checked.problem}" for checked in bad[:20]]
         lines += [f"and {len(bad) - 20} more"] * (len(bad) > 20)
         raise ConfigError(
-            f"{len(bad)} of {len(wanted)} tasks are of no use; take them out, or set check_tasks: false\n  "
-            + "\n  ".join(lines)
+            f"{len(bad)} of {len(wanted)} tasks fail the check of their solutions; take them out, or set "
+            "check_tasks: false\n  " + "\n  ".join(lines)
         )
 
 
@@ -288,20 +333,15 @@ def load_grader(spec: str | None, backend: SandboxBackend | None = None) -> Grad
     return CommandGrader(spec, backend=backend)
 
 
-def read_agent_files(names: list[str]) -> dict[str, str]:
-    """Read the texts of files, by the names that they get in HOME."""
+def find_agent_files(names: list[str]) -> dict[str, Path]:
+    """Find files, by the names that they get in HOME."""
     if isinstance(names, str):
         raise ConfigError(f"agent_files must be a list, such as [{names}]")
-    files: dict[str, str] = {}
+    files: dict[str, Path] = {}
     for path in (Path(find_packaged(name)) for name in names):
         if path.name in files:
             raise ConfigError(f"agent_files has two files named {path.name!r}; they would overwrite each other")
-        try:
-            files[path.name] = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"agent_files: {path} is not a text file") from error
-        except OSError as error:
-            raise ConfigError(f"agent_files: {path} cannot be read ({error.strerror})") from error
+        files[path.name] = path
     return files
 
 

@@ -1,5 +1,6 @@
 """Load tasks from a JSONL file, one object with `Task`'s fields per line, and save them.
 
+Folders and files that a line names are relative to the task file, so that it can be moved along with them.
 Refuses unknown fields and values of another type (`TaskError`, naming the file, the line, the task and the field).
 """
 
@@ -26,7 +27,8 @@ def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"cannot read {path}: {error}") from error
     numbered = ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
-    tasks = collect_tasks(((where, _parse_line(line, where)) for where, line in numbered), limit)
+    folder = path.absolute().parent
+    tasks = collect_tasks(((where, _parse_line(line, where, folder)) for where, line in numbered), limit)
     if not tasks:
         raise TaskError(f"{path} holds no task; write one JSON object per line")
     return tasks
@@ -57,7 +59,7 @@ def read_test_spec(value: Any, where: str) -> TestSpec:
     return spec
 
 
-def _parse_line(line: str, where: str) -> Task:
+def _parse_line(line: str, where: str, folder: Path) -> Task:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -66,6 +68,25 @@ def _parse_line(line: str, where: str) -> Task:
         raise TaskError(f"{where}: a task is a JSON object, not {type(row).__name__}")
     if isinstance(row.get("id"), str):
         where = f"{where} (task {row['id']!r})"
-    task = read_task(row, where)
+    task = _resolve_paths(read_task(row, where), folder)
     check_task(task, where)
     return task
+
+
+def _resolve_paths(task: Task, folder: Path) -> Task:
+    """Make the paths of this machine that a task names absolute. "" stays, for the check that refuses it."""
+
+    def resolve(path: str | None) -> str | None:
+        return str(folder / path) if path else path
+
+    tests = task.tests
+    if tests is not None:
+        tests = dataclasses.replace(
+            tests,
+            folder=resolve(tests.folder) or "",
+            requirements=resolve(tests.requirements),
+            gold_patch=resolve(tests.gold_patch),
+        )
+    return dataclasses.replace(
+        task, workspace=resolve(task.workspace), build_context=resolve(task.build_context), tests=tests
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from polar_trl.errors import ConfigError, FileTooLargeError
 from polar_trl.sandbox.base import Sandbox
-from polar_trl.tasks.jsonl import save_tasks
+from polar_trl.tasks.jsonl import load_tasks, save_tasks
 from polar_trl.types import Task
 
 WORDS = (
@@ -24,6 +24,8 @@ WORDS = (
 )
 
 
+MAX_DRAWS = 1000
+"""Of a task, until one is found that is not used already."""
 TOO_LONG = "\ufffd"
 """Stands for a file longer than any answer. Not "", which is what an empty file should hold."""
 
@@ -83,19 +85,25 @@ KINDS: Mapping[str, tuple[int, Callable[[random.Random], dict[str, Any]]]] = {
 """Kinds with their levels, easiest first, and their generators."""
 
 
-def build_tasks(kinds: Sequence[str], num_tasks: int, seed: int) -> list[Task]:
-    """Generate tasks, the kinds in turn. `metadata` holds kind, level, the expected files and a solving command."""
+def build_tasks(kinds: Sequence[str], num_tasks: int, seed: int, without: Sequence[Task] = ()) -> list[Task]:
+    """Generate tasks, the kinds in turn. `metadata` holds kind, level, the expected files and a solving command.
+
+    Args:
+        without: Tasks whose instructions are not used again, such as those that a model is trained on.
+    """
     if not kinds:
         raise ConfigError(f"no task kinds given; there are {', '.join(KINDS)}")
     for kind in kinds:
         if kind not in KINDS:
             raise ConfigError(f"no task kind {kind!r}; there are {', '.join(KINDS)}")
-    rng = random.Random(seed)
+    rng, used = random.Random(seed), {task.instruction for task in without}
     tasks = []
     for index in range(num_tasks):
         kind = kinds[index % len(kinds)]
         level, make = KINDS[kind]
-        made = make(rng)
+        made = next((made for made in (make(rng) for _ in range(MAX_DRAWS)) if made["instruction"] not in used), None)
+        if made is None:
+            raise ConfigError(f"nearly every task of kind {kind!r} is used already; ask for another kind")
         tasks.append(
             Task(
                 id=f"{kind}-{seed}-{index:04d}",
@@ -139,10 +147,12 @@ def main() -> None:
     parser.add_argument("--kinds", default="copy_command,copy_file", help="of " + ", ".join(KINDS))
     parser.add_argument("--num", type=int, default=96, help="how many tasks (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without", type=Path, metavar="FILE", help="JSONL file of tasks that are not to come again")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     args = parser.parse_args()
     try:
-        tasks = build_tasks(args.kinds.split(","), args.num, args.seed)
+        without = [] if args.without is None else load_tasks(args.without)
+        tasks = build_tasks(args.kinds.split(","), args.num, args.seed, without)
     except ConfigError as error:
         parser.error(str(error))
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,18 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, 
 def test_a_good_task_is_kept_as_good(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, (found,) = check(capsys, task)
     seconds = found.pop("seconds")
-    assert (code, found) == (0, {"id": "calc", "gold": 1.0, "empty": 0.0, "flaky": False, "problem": ""})
+    assert (code, found) == (
+        0,
+        {
+            "id": "calc",
+            "gold": 1.0,
+            "empty": 0.0,
+            "flaky": False,
+            "problem": "",
+            "verdict": "good",
+            "missing_tests": [],
+        },
+    )
     (kept,) = find_cache("checks").glob("*.json")
     kept.write_text(kept.read_text().replace(f'"seconds": {seconds}', '"seconds": 1234.5'))
     assert check(capsys, task.parent)[1][0]["seconds"] == 1234.5
@@ -82,6 +93,30 @@ def test_a_spoiled_task(
         assert expected[2] in found["problem"]
 
 
+def test_a_test_that_is_not_found_is_named(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (task / HIDDEN).write_text((task / HIDDEN).read_text().replace("def test_clamp(", "def test_other("))
+    code, (found,) = check(capsys, task)
+    assert (code, found["verdict"], found["missing_tests"]) == (1, "bad", ["tests/test_calc.py::test_clamp"])
+    assert "tests were not found: tests/test_calc.py::test_clamp" in found["problem"]
+
+
+def test_a_task_without_a_solution_is_not_proven(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(task, task.parent / "proven")
+    shutil.rmtree(task / "solution")
+    code, (found,) = check(capsys, task)
+    assert (code, found["verdict"], found["gold"], found["empty"], found["problem"]) == (
+        1,
+        "not proven",
+        None,
+        0.0,
+        "",
+    )
+    assert check(capsys, task)[1] == [found]  # kept
+    assert main(["check-tasks", str(task.parent)]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 2 tasks are good, 1 not proven (no solution to try)" in said
+
+
 def test_a_task_that_needs_no_change(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tests = (task / HIDDEN).read_text()
     (task / HIDDEN).write_text(tests.replace("assert total(values) == sum(values)", "assert True"))
@@ -101,7 +136,16 @@ def test_a_flaky_task_is_listed(
     (task / HIDDEN).write_text(tests.replace("def test_clamp():\n", f"def test_clamp():\n{count}"))
     code, (found,) = check(capsys, task, "--sandbox", "local")
     assert (code, found["gold"], found["flaky"]) == (1, 0.0, True)
-    assert found["problem"] == "the solution gets 1, 0, 1"
+    assert found["problem"] == "the solution gets 1, 0, 1; 1 of 5 tests failed: tests/test_calc.py::test_clamp"
+
+
+def test_why_tasks_are_bad_is_counted(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (task / HIDDEN).write_text("def test_total():\n    assert 1 == 2\n")
+    shutil.copytree(task, task.parent / "other")
+    assert main(["check-tasks", str(task.parent)]) == 1
+    said = capsys.readouterr().out
+    assert "why tasks are bad" in said and "the solution gets 0, 0, 0" in " ".join(said.split())
+    assert "0 of 2 tasks are good, 2 bad" in said
 
 
 def test_a_table(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +205,10 @@ def test_a_run_refuses_bad_tasks(task: Path, tmp_path: Path) -> None:
         )
         assert done.returncode == 1
         said.append(done.stderr)
-    assert "train: 1 of 1 tasks are of no use" in said[0] and "\n  calc: the solution gets 0" in said[0]
+    assert (
+        "train: 1 of 1 tasks fail the check of their solutions" in said[0]
+        and "\n  calc: the solution gets 0" in said[0]
+    )
     assert "no model at 'no/such/model'" in said[1]
 
 

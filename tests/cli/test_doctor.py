@@ -133,7 +133,7 @@ def test_an_own_agent_is_described(capsys: pytest.CaptureFixture[str], smollm2: 
         command,
         "no-such-agent {instruction}",
         "--agent_folders",
-        str(ROOT / "examples"),
+        str(ROOT / "polar_trl" / "configs" / "agents"),
         "--model",
         str(smollm2),
     ]
@@ -145,7 +145,7 @@ def test_an_own_agent_is_described(capsys: pytest.CaptureFixture[str], smollm2: 
     assert re.fullmatch(
         r"  works: no: the agent got no answer .*exit code 127.*no-such-agent: command not found'\)\n", bad
     )
-    assert main(["doctor", *words[:1], "--agent_folders", str(ROOT / "examples")]) == 0
+    assert main(["doctor", *words[:1], "--agent_folders", str(ROOT / "polar_trl" / "configs" / "agents")]) == 0
     assert "(bytes; --model counts tokens)" in capsys.readouterr().out
 
 

@@ -276,8 +276,8 @@ def find_workers(out: Path) -> list[int]:
         (["--model_name_or_path", "no/such"], "no model at 'no/such'"),
         (["--model_name_or_path", "docs"], "'docs' holds no model: neither config.json nor adapter_config.json"),
         (["--model_name_or_path", "README.md"], "'README.md' is a file; name the folder"),
-        (["--attn_implementation", "odd"], "attn_implementation is not read here"),
-        (["--grader", "nope.nope:nope"], "cannot be imported"),
+        (["--model_revision", "v2"], "model_revision is not read: the engine loads"),
+        (["--grader", "nope.nope:nope"], "there is no module 'nope'"),
         (["--config", "ladder_pi", "--vllm_max_model_length", "4096"], "window of 4096 tokens is too"),
         (["--config", "nope"], "--config: no file at 'nope', and no run file of that name; there are ladder_commands"),
         (["--base_url", "http://127.0.0.1:9/v1", "--num_engines", "2"], "num_engines must be 1 with base_url"),
@@ -313,7 +313,7 @@ def test_which_tasks_and_how_sampled(tmp_path: Path) -> None:
     # without a run file; an answer may then be as long as an agent's turns are
     bare = ["--tasks", "t.jsonl", "--agent", "pi", "--sandbox", "bwrap", "--model_name_or_path", "m"]
     setup = parse_eval(None, bare, tmp_path)
-    assert (setup.tasks, setup.model, setup.run.agent, setup.params.max_tokens) == ("t.jsonl", "m", "pi", 8192)
+    assert (setup.tasks, setup.model, setup.run.agent, setup.params.max_tokens) == ("t.jsonl", "m", "pi", 4096)
     # a run of eight processes is evaluated by one
     config.write_text(text + "generation_batch_size: 64\n")
     with pytest.raises(ConfigError, match="no_such_key"):

@@ -144,7 +144,11 @@ def test_full_fine_tuning_over_eight_gpus(capsys: pytest.CaptureFixture[str], qw
         ),
         (["--gpu", "80GB", "--accelerate", RUN], "is no accelerate file: it names no distributed_type"),
         (["--gpu", "80GB", "--use_cpu", "true"], "use_cpu is true: this run uses no GPU"),
-        (["--gpu", "80GB", "--attn_implementation", "odd"], "attn_implementation is not read here"),
+        (
+            ["--gpu", "80GB", "--attn_implementation", "sdpa"],
+            "'sdpa' would not be used: packed rows",
+        ),
+        (["--gpu", "80GB", "--model_revision", "v2"], "model_revision is not read: the engine loads"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -85,7 +85,7 @@ def test_every_file_parses_and_says_how_it_is_started(name: str) -> None:
     assert args.num_generations >= 8 and args.logging_steps == 1
     for key in ("tasks", "eval_tasks"):
         source = getattr(run, key)
-        if source and source.endswith(".jsonl"):
+        if source and source.startswith("polar_trl:"):
             assert load_task_set(source)
     assert model.model_name_or_path
 

@@ -10,27 +10,20 @@ from pathlib import Path
 import pytest
 import yaml
 from doc_commands import COMMANDS, QUICKSTART, Run
-from doc_workspace import ROOT, Workspace, build_workspace
+from doc_pages import PAGES, ROOT, find_blocks, list_lines
+from doc_workspace import Workspace, build_workspace
 from records import read_session
 
 from polar_trl.cli import _build_parser as build_parser
 from polar_trl.configs import list_configs
-
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-
-
-def find_blocks(page: Path, language: str) -> list[str]:
-    """Find the fenced blocks of a language."""
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def list_commands() -> dict[str, str]:
     """List every command of the bash blocks, with the page that shows it first: lines joined, comments gone."""
     found: dict[str, str] = {}
     for page in PAGES:
-        for line in "\n".join(find_blocks(page, "bash")).replace("\\\n", " ").splitlines():
-            if command := " ".join(re.sub(r"(^|\s)#.*", "", line).split()):
-                found.setdefault(command, page.name)
+        for command in list_lines("\n".join(find_blocks(page, "bash"))):
+            found.setdefault(command, page.name)
     return found
 
 
@@ -124,33 +117,14 @@ def test_python_blocks_compile_and_what_they_import_is_there() -> None:
                 importlib.import_module(name.name)
 
 
-README_CONFIG = 'PolarGRPOConfig(output_dir="runs/mine", num_generations=8)'
-README_REST = """
-def my_grader(task, sandbox):
-    return float(len(task.instruction) % 2)
-
-
-{program}
-trainer.close()
-"""
-
-
-def test_the_program_of_the_readme_trains(workspace: Workspace) -> None:
+def test_the_program_of_the_readme_trains_as_it_stands(workspace: Workspace) -> None:
     (block,) = find_blocks(ROOT / "README.md", "python")
-    assert README_CONFIG in block
-    # what makes it small, and fit for two cores
-    more = (
-        "max_steps=1, per_device_train_batch_size=8, use_cpu=True, bf16=False, gradient_checkpointing=False, "
-        'vllm_enable_sleep_mode=False, max_completion_length=32, vllm_max_model_length=1024, save_strategy="no", '
-        'report_to="none", drop_zero_variance=False, entropy_coef=0.01'
-    )
-    program = block.replace(README_CONFIG, README_CONFIG.replace("runs/mine", "runs/api")[:-1] + f", {more})")
-    program = program.replace('"/opt/my-agent', f'"{workspace.folder}/my-agent')
-    (workspace.folder / "readme.py").write_text(README_REST.format(program=program))
-    done = workspace.run("python readme.py")
+    (workspace.folder / "readme.py").write_text(block)
+    done = workspace.run("mkdir -p of-readme && cd of-readme && python ../readme.py")
     assert done.returncode == 0, done.stderr[-4000:]
-    sessions = [read_session(path) for path in (workspace.folder / "runs" / "api").glob("sessions/**/*.jsonl")]
-    assert [len(rollout.calls) > 0 for rollout in sessions] == [True] * 8
+    run = workspace.folder / "of-readme" / "runs" / "first"
+    sessions = [read_session(path) for path in run.glob("sessions/**/*.jsonl")]
+    assert [len(rollout.calls) > 0 and rollout.reward is not None for rollout in sessions] == [True] * 16
 
 
 def read_prose(page: Path) -> str:

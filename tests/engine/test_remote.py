@@ -6,12 +6,8 @@ The real one is vLLM's CPU build with SmolLM2: about 20 s until it answers, once
 import asyncio
 import json
 import math
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from serving import CHAT, http, new_log, serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from transformers import AutoTokenizer
+from vllm_server import serve_vllm
 
 from polar_trl.engine import openai_server
 from polar_trl.engine.base import GenerationParams
@@ -39,30 +36,10 @@ GREEDY = GenerationParams(max_tokens=16, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def vllm_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of `vllm serve` with processed logprobs; the CPU build has it as a module only."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smol", "--max-model-len", "1024"]
-    command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
-    command += ["--logprobs-mode", "processed_logprobs"]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    with log.open("wb") as file:
-        server = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 240
-        while not _answers(f"{url}/health"):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
+    """Address of `vllm serve` with processed logprobs."""
+    options = ("--served-model-name", "smol", "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
+    with serve_vllm(smollm2, tmp_path_factory.mktemp("server") / "log.txt", *options) as url:
         yield f"{url}/v1"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
 
 
 @pytest.fixture()
@@ -76,13 +53,6 @@ def connection(vllm_server: str) -> Iterator[OpenAIServer]:
 def prompts(smollm2: Path) -> list[TokenIds]:
     renderer = load_renderer(AutoTokenizer.from_pretrained(smollm2), str(smollm2))
     return [renderer.render([Message(role="user", text=question)], ()) for question in QUESTIONS]
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def generate(engine: RemoteEngine, prompt: TokenIds, params: GenerationParams = GREEDY) -> Completion:

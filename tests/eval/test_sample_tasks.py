@@ -145,7 +145,7 @@ def test_failures_of_the_infrastructure_are_tried_again_and_counted_apart(tmp_pa
     summary = build_summary([task.id for task in tasks], results, num_samples=1, ks=[1])
     assert summary["sessions"] == {"wanted": 3, "graded": 2, "passed": 2, "failed": 1, "missing": 0}
     assert summary["failures"].keys() == {"grader_failed"} and summary["failures"]["grader_failed"]["sessions"] == 3
-    assert "GradeError: RuntimeError: the judge is ill (" in summary["failures"]["grader_failed"]["latest"]
+    assert "the grader failed: RuntimeError: the judge is ill (" in summary["failures"]["grader_failed"]["latest"]
     assert ' in grade, `raise RuntimeError("the judge is ill")`)' in summary["failures"]["grader_failed"]["latest"]
     # the task that could not be graded is in no rate: two of two, and not two of three
     assert (summary["tasks"], summary["tasks_graded"]) == (3, 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from polar_trl.cli.eval import print_summary
 from polar_trl.eval.sample_tasks import SampleResult, read_results
 from polar_trl.eval.summary import build_summary
 from polar_trl.types import ErrorKind
@@ -40,6 +41,36 @@ def test_the_numbers_of_a_summary_by_hand() -> None:
     assert list(summary["by"]) == ["x/y", "z"]
     assert summary["by"]["z"]["pass_at"]["1"]["rate"] is None and summary["by"]["z"]["sessions"]["failed"] == 1
     assert summary["by"]["x/y"]["sessions"]["graded"] == 4
+
+
+def test_why_graded_sessions_did_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = {"reason": "agent exit code 127", "stop_reason": "agent_failed"}
+    results = [
+        build_result("a", 0, 0.0, **lost, detail="old"),
+        build_result("a", 1, 0.0, **lost, detail="my-agent: [red]not found", record="sessions/s/a.jsonl"),
+        build_result("b", 0, 0.0, reason="tests failed", detail="1 of 2 tests failed: t::x"),
+        build_result("b", 1, 1.0, **lost),  # it failed, and its work is good all the same
+        build_result("c", 0, None, reason="the grader failed", error="x", error_kind="grader_failed"),
+    ]
+    lines = [asdict(result) for result in results]
+    for name in ("reason", "detail"):
+        del lines[3][name]  # as earlier versions wrote it
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = build_summary(["a", "b", "c"], read_results(tmp_path), num_samples=2, ks=[1])
+    assert summary["reasons"] == [
+        {
+            "reason": "agent exit code 127",
+            "sessions": 2,
+            "example": "my-agent: [red]not found",
+            "record": "sessions/s/a.jsonl",
+        },
+        {"reason": "tests failed", "sessions": 1, "example": "1 of 2 tests failed: t::x", "record": "r"},
+    ]
+    about = {"model": "m", "agent": "a", "task_set": "t", "output_dir": "out", "grouped_by": "repo"}
+    print_summary({**about, **summary})
+    said = capsys.readouterr().out
+    assert "why graded sessions did not pass" in said and "agent exit code 127" in said
+    assert "my-agent: [red]not found" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from polar_trl.errors import ConfigError
 from polar_trl.eval.arguments import EvalArguments
-from polar_trl.grpo.arguments import RunParser, parse_run
+from polar_trl.grpo.arguments import RunParser, parse_groups, parse_run
+from polar_trl.grpo.trl_arguments.script import load_script_sets
+from polar_trl.setup.run_setup import RunArguments, limit_times, require_tasks
+from polar_trl.types import Task
 
 BASE = "use_cpu: true\nbf16: false\n"
 
@@ -63,7 +67,7 @@ def test_a_wrong_key_or_value_of_the_file(tmp_path: Path, text: str, message: st
         (["--model_init_kwargs", "{bad"], "a setting is '{bad', and that is no JSON: Expecting property name"),
         (["--accelerator_config", "no.json"], "no.json, which a setting names, cannot be read (No such file or"),
         (["--config"], "--config names no file; give a run file"),
-        (["--config", "no.yaml"], "--config no.yaml cannot be read (No such file or directory); give a run file"),
+        (["--config", "no.yaml"], "--config: no file at 'no.yaml', and no run file of that"),
     ],
 )
 def test_a_wrong_flag(tmp_path: Path, flags: list[str], message: str) -> None:
@@ -72,9 +76,76 @@ def test_a_wrong_flag(tmp_path: Path, flags: list[str], message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_a_missing_key() -> None:
-    with pytest.raises(ConfigError, match=r"^tasks is needed, in the run file \(--config\) or as a flag$"):
-        parse_run(RunParser(), ["--use_cpu", "--bf16", "false"])
+def test_tasks_are_needed_where_no_data_set_is_named() -> None:
+    run, _, _ = parse_run(RunParser(), ["--use_cpu", "--bf16", "false"])
+    with pytest.raises(ConfigError, match=r"^tasks is needed, in the run file \(--config\) or as a flag"):
+        require_tasks(run)
+
+
+def test_keys_of_trls_script(tmp_path: Path) -> None:
+    flags = ["--dataset_name", "d", "--reward_funcs", "a.b", "accuracy_reward", "--dtype", "bfloat16"]
+    _, args, _, script = parse_groups(RunParser(), ["--use_cpu", "--bf16", "false", *flags])
+    assert (script.dataset_name, script.dataset_train_split) == ("d", "train")
+    assert script.reward_funcs == ["a.b", "accuracy_reward"] and args.model_init_kwargs == {"dtype": "bfloat16"}
+    for flag, message in (
+        (["--dataset_streaming"], "dataset_streaming must be false: a run must know its tasks before it starts"),
+        (["--load_in_4bit"], "load_in_4bit must be false: quantized weights cannot be trained here"),
+        (["--attn_implementation", "sdpa"], "attn_implementation 'sdpa' would not be used"),
+        (["--datasets_name", "d"], "nothing reads --datasets_name. Did you mean 'dataset_name'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_groups(RunParser(), ["--use_cpu", "--bf16", "false", *flag])
+
+
+def test_time_limits_are_for_tasks_that_do_not_say() -> None:
+    run = RunArguments(agent_timeout_s=30.0, grade_timeout_s=5.0)
+    plain, own = limit_times(run, [Task(id="a", instruction="x"), Task(id="b", instruction="x", agent_timeout_s=9.0)])
+    assert (plain.agent_timeout_s, plain.grade_timeout_s, plain.prepare_timeout_s) == (30.0, 5.0, 120.0)
+    assert (own.agent_timeout_s, own.grade_timeout_s) == (9.0, 5.0)
+    with pytest.raises(ConfigError, match=r"prepare_timeout_s must be above 0 \(it is 0\.0\)"):
+        limit_times(RunArguments(prepare_timeout_s=0.0), [plain])
+
+
+def load_sets(*flags: str) -> tuple[list[Task], list[Task]]:
+    run, args, _, script = parse_groups(RunParser(), ["--use_cpu", "--bf16", "false", *flags])
+    return load_script_sets(script, run, args)
+
+
+def test_a_data_set_by_name_is_a_folder_a_file_or_one_that_was_saved(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        rows = "".join(f'{{"prompt": "{split} {i}", "n": {i}}}\n' for i in range(2))
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / f"{split}.jsonl").write_text(rows)
+    train, evals = load_sets("--dataset_name", str(tmp_path / "folder"))
+    assert [task.instruction for task in train] == ["train 0", "train 1"] and evals == []
+    more = ("--dataset_train_split", "test", "--dataset_test_split", "train", "--eval_strategy", "steps")
+    train, evals = load_sets("--dataset_name", str(tmp_path / "folder"), *more)
+    assert [task.metadata["n"] for task in train] == [0, 1] and evals[0].instruction == "train 0"
+    assert len(load_sets("--dataset_name", str(tmp_path / "folder" / "train.jsonl"))[0]) == 2
+    Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved")
+    assert load_sets("--dataset_name", str(tmp_path / "saved"))[0][0].instruction == "x"
+    assert load_sets() == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--dataset_name", "nobody/nothing"],
+            "dataset_name 'nobody/nothing' cannot be loaded: give a folder or file",
+        ),
+        (
+            ["--dataset_name", "FILE", "--dataset_train_split", "dev"],
+            "dataset_train_split is 'dev', and .* splits",
+        ),
+        (["--dataset_name", "FILE", "--tasks", "x"], "tasks is 'x' and dataset_name is .*: give one of them"),
+    ],
+)
+def test_a_data_set_that_cannot_be_loaded(tmp_path: Path, flags: list[str], message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_sets(*[str(tmp_path / "rows.jsonl") if flag == "FILE" else flag for flag in flags])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

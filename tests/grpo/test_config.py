@@ -9,12 +9,18 @@ from loss_table import CASES, build_case_settings
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grpo.config import PolarGRPOConfig
-from polar_trl.grpo.dataset import build_dataset, read_tasks
+from polar_trl.grpo.dataset import build_dataset, build_prompt, read_tasks
 from polar_trl.types import Task, TestSpec
 
 
 def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
     return PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+
+
+def test_one_process_does_not_train_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PolarGRPOConfig, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ConfigError, match=r"this process sees 2 GPUs, and trains on one: .* CUDA_VISIBLE_DEVICES=0"):
+        config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,9 @@ def config(tmp_path: Path, **settings: Any) -> PolarGRPOConfig:
         ({"engine_dtype": "fp8"}, "engine_dtype must be 'bfloat16', 'float16', 'float32', or left out"),
         ({"optim": "schedule_free_adamw"}, "optim must change weights in its step and nowhere else"),
         ({"max_agents": 0}, "max_agents must be at least 1"),
+        ({"max_completion_length": None}, "max_completion_length must be at least 1"),
+        ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, "'sdpa' would not be used: packed rows have an att"),
+        ({"model_init_kwargs": '{"quantization_config": {}}'}, "model_init_kwargs has quantization_config: quantized"),
     ],
 )
 def test_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -89,7 +98,7 @@ def test_rows_name_their_tasks() -> None:
     by_id = read_tasks(tasks)
     rows = build_dataset(by_id)
     assert rows is not None and [by_id[row["task_id"]] for row in rows] == tasks
-    assert rows[1]["prompt"] == [{"role": "user", "content": 'say "hi"'}]
+    assert build_prompt(by_id["b"]) == [{"role": "user", "content": 'say "hi"'}]
 
 
 def test_a_plain_dataset_is_read_by_its_columns() -> None:

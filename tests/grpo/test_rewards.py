@@ -22,7 +22,8 @@ from trl.trainer.utils import is_async_callable
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
 from polar_trl.grade.command import CommandGrader
-from polar_trl.grpo.rewards import Rewards, find_not_finite, list_reward_functions, mark_not_finite
+from polar_trl.grpo.reward_funcs import list_reward_functions
+from polar_trl.grpo.rewards import Rewards, find_not_finite, mark_not_finite
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.types import Rollout, Task
 

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import MAX_ARGUMENT_BYTES, require_launch
 from polar_trl.harness.shell import ShellHarness
+from polar_trl.proxy import Proxy
+from polar_trl.rollout.runner import Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.setup.run_setup import RunArguments, build_harness
+from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import ChatRequest, Endpoint, Task, Tool
 
 ENDPOINT = Endpoint(origin="http://127.0.0.1:4711", api_key="sk-1", model="policy")
@@ -37,6 +43,36 @@ def test_the_instruction_arrives_as_it_is(tmp_path: Path, instruction: str) -> N
     arguments, env = launch(tmp_path, harness, Task(id="t", instruction=instruction))
     assert arguments == [instruction]
     assert env["POLAR_INSTRUCTION"] == instruction
+
+
+def test_a_file_of_this_machine_keeps_its_executable_bit(tmp_path: Path) -> None:
+    script, settings = tmp_path / "run", tmp_path / "settings"
+    script.write_text("#!/bin/sh\ntest ! -x ~/settings && test ! -x ~/text && cat ~/settings\n")
+    script.chmod(0o755)
+    settings.write_text("kept")
+    harness = ShellHarness("~/bin/run > out", files={"bin/run": script, "settings": settings, "text": "x"})
+    plan = harness.build_launch(Task(id="t", instruction="x"), ENDPOINT)
+    assert (set(plan.executables), plan.files["settings"]) == ({"bin/run"}, "kept")
+    with Proxy(ScriptedEngine(lambda prompt: ()), ByteRenderer(), params=GenerationParams(max_tokens=5)) as proxy:
+        runner = RolloutRunner(
+            proxy=proxy,
+            backend=LocalSandboxBackend(tmp_path / "boxes"),
+            harness=harness,
+            grader=None,
+            config=RolloutConfig(),
+        )
+        [result] = runner.run([Job(rollout_id="r", group_id="g", task=Task(id="t", instruction="x"))])
+    assert result.rollout.agent_exit is not None and result.rollout.agent_exit.exit_code == 0
+    assert "+kept" in (result.rollout.changes or "")
+
+
+def test_files_of_a_run_keep_theirs(tmp_path: Path) -> None:
+    for name, mode in (("run", 0o755), ("settings", 0o644)):
+        (tmp_path / name).write_text("x")
+        (tmp_path / name).chmod(mode)
+    files = [str(tmp_path / name) for name in ("run", "settings")]
+    run = RunArguments(tasks="t", agent_command="~/run", agent_files=files)
+    assert set(build_harness(run).build_launch(Task(id="t", instruction="x"), ENDPOINT).executables) == {"run"}
 
 
 def test_every_provider_points_at_the_policy(tmp_path: Path) -> None:

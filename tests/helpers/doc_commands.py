@@ -43,12 +43,14 @@ TRIED = "tests/scripts/dev/test_try_agents.py::test_an_agent_of_the_examples_wor
 SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds"
 SERVED = "tests/cli/test_serve.py::test_ctrl_c_ends_it_and_what_it_recorded_is_read"
 TWO_RUNS = "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side"
+OWN_REPOSITORY = "tests/examples/test_own_repository.py"
+AFTER = "tests/examples/test_after_training.py"
 GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | str] = {
     # the way from nothing to a run
     QUICKSTART: Run(rf"check it: +polar-trl replay {FIRST}", f"--steps 1 {ONE_STEP} --output_dir {FIRST}"),
-    f"{QUICKSTART} --seed 1 --save_strategy steps .*": QUICKSTARTED,
+    f"{QUICKSTART} --seed 1 --output_dir .*": QUICKSTARTED,
     "bash scripts/test.sh": ".ci/run",
     "source .venv/bin/activate": QUICKSTARTED,
     "polar-trl inspect RUN": "tests/tools/inspector/test_app.py",
@@ -56,7 +58,23 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl replay RUN": Run(r"digest mismatches +│ +0"),
     "polar-trl replay RUN/sessions/.*": Run(r"sessions +│ +1 "),
     "tail -n 1 RUN/log.jsonl": Run('"step": 1'),
+    "polar-trl train quickstart": QUICKSTARTED,
     "polar-trl train ladder_commands": TRAINED,
+    # an own repository, and what comes after: their tests run the pages' commands in order
+    "cd examples/own_repository": OWN_REPOSITORY,
+    "polar-trl check-tasks tasks.jsonl --sandbox (docker|bwrap)": OWN_REPOSITORY,
+    "docker build --tag own-agent image": OWN_REPOSITORY,
+    "polar-trl doctor 'python3 .*/agent.py {instruction}' .*": OWN_REPOSITORY,
+    "polar-trl eval --config (run|cpu).yaml .*": OWN_REPOSITORY,
+    "polar-trl train --config (run|cpu).yaml": OWN_REPOSITORY,
+    "polar-trl inspect runs/(own_repository|cpu)": "tests/tools/inspector/test_app.py",
+    "polar-trl merge runs/own_repository runs/merged": AFTER,
+    "polar-trl serve runs/merged --config run.yaml": "tests/cli/test_serve.py",
+    "vllm serve .* --enable-auto-tool-choice .*": AFTER,
+    "hf (auth login|upload USER/NAME runs/merged)": AFTER,
+    "polar-trl collect --config run.yaml .*": AFTER,
+    "python sft.py": AFTER,
+    "polar-trl train --config run.yaml --model_name_or_path runs/sft .*": AFTER,
     # agents
     "polar-trl doctor pi --install": Run("pi"),
     "polar-trl doctor( --install| codex pi)?": DOCTOR,
@@ -77,7 +95,7 @@ COMMANDS: dict[str, Run | str] = {
         "tests/cli/test_doctor.py::test_security_in_containers"
     ),
     "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True),
-    r"polar-trl configs pi_1gpu \| grep -vE .* > my_run.yaml": Run("max_session_calls", "&& cat my_run.yaml"),
+    "polar-trl configs own_agent > my_run.yaml": Run("max_session_calls: 50", "&& cat my_run.yaml"),
     "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": "tests/cli/test_eval.py",
     "polar-trl train my_run.yaml --tasks my_tasks.jsonl --agent_command .*": Run(
         "check it: +polar-trl replay runs/mine", OWN_AGENT_STEP

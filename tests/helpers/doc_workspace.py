@@ -70,8 +70,9 @@ def build_workspace(folder: Path, smollm2: Path) -> Workspace:
     _build_models(folder, smollm2)
     _build_tasks(folder, env)
     _build_agent(folder)
-    run = (ROOT / "polar_trl" / "configs" / "pi_1gpu.yaml").read_text().splitlines(keepends=True)
-    (folder / "my_run.yaml").write_text("".join(line for line in run if not line.startswith(("agent:", "sandbox:"))))
+    shutil.copy(ROOT / "polar_trl" / "configs" / "own_agent.yaml", folder / "my_run.yaml")
+    for name in ("run.yaml", "cpu.yaml"):
+        (folder / name).symlink_to(ROOT / "examples" / "own_repository" / name)
     page = (ROOT / "docs" / "own-agent.md").read_text()
     block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert block is not None

@@ -11,11 +11,18 @@ IMAGE = "polar-trl-test:latest"
 
 
 def install_pytest(requirements: Path) -> None:
-    """An environment with this one's pytest, as pip would make it: containers see the cache, not this one."""
+    """Make the environment of a requirements file, as pip would, with this one's pytest: containers see the cache."""
     folder = find_environment(requirements)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python3*/site-packages")
+    copy_pytest(site)
+    (folder / ".installed").touch()
+
+
+def copy_pytest(site: Path) -> None:
+    """Copy this environment's pytest, and what it needs, into a folder of packages."""
+    site.mkdir(parents=True, exist_ok=True)
     for name in ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
@@ -24,4 +31,3 @@ def install_pytest(requirements: Path) -> None:
             shutil.copytree(origin.parent, site / name)
         else:
             shutil.copy2(origin, site)
-    (folder / ".installed").touch()

@@ -82,7 +82,7 @@ def broken_grade(task: object, sandbox: object) -> float:
 
 def test_a_graders_exception_names_the_line_of_the_user(tmp_path: Path) -> None:
     rollout = run_one(tmp_path, CALL, broken_grade)
-    assert rollout.error is not None and rollout.error.startswith("the grader failed: GradeError: KeyError: 'score' (")
+    assert rollout.error is not None and rollout.error.startswith("the grader failed: KeyError: 'score' (")
     assert 'in broken_grade, `return values["score"]`)' in rollout.error
     line = broken_grade.__code__.co_firstlineno + 2
     assert f"test_ending.py:{line} in" in rollout.error

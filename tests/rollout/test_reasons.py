@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from records import build_call, build_rollout
 
+from polar_trl.grade.base import describe_tests
 from polar_trl.rollout.reasons import (
     CUT,
     OUT_OF_BUDGET,
     Reason,
     Repeats,
     count_reasons,
-    describe_tests,
     find_reason,
     find_shortfall,
     mask_numbers,

@@ -189,7 +189,7 @@ if sys.argv[1] == "ignored":
 import reproduce_table as script
 _, _, code, out = sys.argv
 script.build_command = lambda *_: [sys.executable, "-c", code]
-sys.argv[1:] = ["--out", out, "--base", "m", "--agents", "pi", "codex", "--config", "../" + script.CONFIG]
+sys.argv[1:] = ["--out", out, "--base", "m", "--agents", "pi", "codex", "--config", script.CONFIG]
 script.main()
 """
 
@@ -253,7 +253,10 @@ def test_the_documented_commands() -> None:
         (["--out", "o", "--trained", "goose=m"], "--trained names 'goose'"),
         (["--out", "o", "--trained", "pi=a", "--trained", "pi=b"], "--trained names 'pi' twice"),
         (["--out", "o", "--base", "m", "--agents", "pi", "pi"], "--agents names 'pi' twice"),
-        (["--out", "o", "--base", "m", "--config", "no/{agent}.yaml"], "no run file at no/codex.yaml for 'codex'"),
+        (
+            ["--out", "o", "--base", "m", "--config", "no/{agent}.yaml"],
+            "--config for 'codex': no file at 'no/codex.yaml'",
+        ),
         (["--render-only", "docs"], "docs is no folder of cells"),
     ],
 )

@@ -37,11 +37,12 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
         (
             ["quickstart", "--grader", "polar_trl.tasks.shell_ladder:nope"],
-            "cannot be imported",
+            "has no 'nope'",
         ),
+        (["quickstart", "--resume_from_checkpoint", "nope"], "resume_from_checkpoint: nope is no folder"),
         (
-            ["quickstart", "--attn_implementation", "odd"],
-            "attn_implementation is not read here",
+            ["quickstart", "--model_revision", "v2"],
+            "model_revision is not read: the engine loads the default one",
         ),
     ],
 )

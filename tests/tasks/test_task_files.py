@@ -1,6 +1,8 @@
 """Task files: bad rows are named, and every ladder task is solvable and not solved by doing nothing."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,36 @@ def test_separators_of_unicode_and_windows_files_keep_their_rows(tmp_path: Path)
     assert load_tasks(tmp_path / "t.jsonl") == tasks
     (tmp_path / "w.jsonl").write_bytes(b'\xef\xbb\xbf{"id": "a", "instruction": "x"}\r\n\r\n')
     assert load_tasks(tmp_path / "w.jsonl") == [Task(id="a", instruction="x")]
+
+
+def test_paths_are_relative_to_the_task_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("set/tree", "set/hidden"):
+        Path(name).mkdir(parents=True)
+    Path("set/hidden/test_a.py").write_text("")
+    Path("set/gold.patch").write_text("")
+    row: dict[str, Any] = {
+        "id": "a",
+        "instruction": "x",
+        "workspace": "tree",
+        "build_context": str(tmp_path / "set"),
+        "tests": {
+            "fail_to_pass": ["test_a.py::a"],
+            "folder": "hidden",
+            "files": ["test_a.py"],
+            "paths": ["test_a.py"],
+        },
+    }
+    row["tests"]["gold_patch"] = "gold.patch"
+    Path("set/t.jsonl").write_text(json.dumps(row))
+    for path in (Path("set/t.jsonl"), tmp_path / "set" / "t.jsonl"):
+        (task,) = load_tasks(path)
+        assert task.tests is not None
+        named = (task.workspace, task.build_context, task.tests.folder, task.tests.gold_patch, task.tests.requirements)
+        assert named == (*(str(tmp_path / "set" / name) for name in ("tree", ".", "hidden", "gold.patch")), None)
+    Path("set/t.jsonl").write_text(json.dumps(row | {"workspace": "set/tree"}))
+    with pytest.raises(TaskError, match=r"'workspace': there is no folder '.*/set/set/tree' on this machine"):
+        load_tasks(Path("set/t.jsonl"))
 
 
 def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:

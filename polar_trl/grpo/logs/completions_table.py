@@ -7,6 +7,7 @@ the middle, with a mark that says where the session's record is.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -19,6 +20,7 @@ from transformers import TrainerCallback
 from trl.trainer.utils import print_prompt_completions_sample
 
 from polar_trl.rollout.session_run import RolloutResult
+from polar_trl.run_folder import find_evaluation
 
 FOLDER = "completions"
 MAX_PROMPT_CHARS = 2_000
@@ -27,6 +29,7 @@ MAX_PRINTED_CHARS = 1_500
 """Of a cell on the terminal."""
 NUM_TEXTS = 4
 """TensorBoard has no tables: it gets this many rollouts of a step as text, from the worst reward to the best."""
+_NO_FILE_NAME = re.compile(r"[^\w.-]+")
 
 TableRow = dict[str, Any]
 
@@ -128,19 +131,20 @@ class CompletionsTable(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the rollouts that were added since the last time."""
-        mode = "eval" if any(name.startswith("eval_") for name in logs or {}) else "train"
+        name = find_evaluation(logs or {})
+        mode = "train" if name is None else "eval"
         rows, self._pending[mode] = self._pending[mode], []
         if not rows or not state.is_world_process_zero:
             return
         rows = _level(rows)
         step = state.global_step
         self._folder.mkdir(parents=True, exist_ok=True)
-        prefix = "completions" if mode == "train" else "eval"
+        prefix = "completions" if name is None else f"eval_{_NO_FILE_NAME.sub('_', name)}".rstrip("_")
         pq.write_table(pa.Table.from_pylist(rows), self._folder / f"{prefix}_{step:05d}.parquet")
         if self._num_printed:
             _print(_spread(rows, self._num_printed), step)
         shown = list({row["prompt"]: row for row in reversed(rows)}.values()) if self._unique_prompts else rows
-        key = "completions" if mode == "train" else "eval/completions"
+        key = "completions" if name is None else f"eval/{name}/completions" if name else "eval/completions"
         for callback in self._callbacks():
             send = _SENDERS.get(type(callback).__name__)
             if send is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polar_trl.grpo.advantage import Advantages, RolloutAdvantage
 from polar_trl.grpo.logs.completions_table import CompletionsTable
+from polar_trl.grpo.logs.evaluations import Evaluations
 from polar_trl.grpo.logs.lessons import Batch, Lessons
 from polar_trl.grpo.logs.metrics import append_metrics, build_rollout_metrics, count_rollout, nan_std
 from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout
@@ -38,6 +39,7 @@ class RolloutLog:
     rewards: Rewards
     trained_rows: TrainedRows
     table: CompletionsTable | None
+    evaluations: Evaluations = field(default_factory=Evaluations)
     lessons: Lessons = field(init=False)
     """Says why sessions failed and steps taught nothing."""
     _described: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -105,6 +107,15 @@ class RolloutLog:
         )
         if mode == "train":
             self.trl.state.num_input_tokens_seen += sum(lengths)
+        else:
+            outcomes = advantages.list_rollouts(self.rank, len(results))
+            # where there is a grader, whether a task is solved is its to say
+            rewards = [
+                (result.rollout.task_id, outcome.reward if result.rollout.reward is None else result.rollout.reward)
+                for result, outcome in zip(results, outcomes, strict=True)
+                if outcome.scored
+            ]
+            self.evaluations.note(rewards)
         self.trl.metrics(mode)["num_tokens"] = [self.trl.state.num_input_tokens_seen]
         self._note_lesson(results, advantages, len(lengths), figures, mode, step)
         if self.table is not None:

@@ -1,4 +1,4 @@
-"""Summarize a finished run: summary.json, a plot of the reward per step, and a table on the terminal."""
+"""Summarize a finished run: summary.json, and a plot of the reward per step."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.logs.evaluations import list_evaluations
 from polar_trl.grpo.logs.lessons import summarize_reasons
 from polar_trl.run_folder import write_whole
 
@@ -52,6 +53,7 @@ def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -
             for name in ("rollouts", "training", "optimizer", "weight_sync", "wake", "sleep", "planning")
         },
         "overhead_share": mean("polar/phase/overhead_share"),
+        "evaluations": list_evaluations(log_history),
     }
 
 
@@ -80,19 +82,6 @@ def plot_rewards(curves: Mapping[str, Sequence[float]], path: Path, *, title: st
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def print_summary(summary: Mapping[str, Any]) -> None:
-    """Print the summary as a table; the rewards of single steps are left to the picture."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="run", show_header=False)
-    for key, value in summary.items():
-        if key != "rewards":
-            text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-            table.add_row(key, text)
-    Console().print(table)
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

@@ -73,12 +73,13 @@ def _load() -> FlaKernels | None:
             *(fla.__version__, ".".join(map(str, OLDEST))),
         )
         return None
+    logger.warning("flash-linear-attention tunes its kernels during the first step, which takes minutes for it")
     return FlaKernels(rule=rule.chunk_gated_delta_rule, convolve=convolution.causal_conv1d, norm=norm.rms_norm_gated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Sizes of a gated delta net. Kernels are tuned for them, so that a check of others would be tuned for nothing."""
+    """Sizes of a gated delta net. Kernels are tuned for them, and a check of other sizes would tune others."""
 
     groups: int
     """Of queries and keys."""

@@ -94,7 +94,7 @@ def _cast_input(layer: Any, x: Any, dtype: torch.dtype) -> Any:
 
 
 class _ScoredOnly:
-    """Hand the LM head only the hidden states that are scored: all others would become logits for nothing."""
+    """Hand the LM head only the hidden states that are scored: logits of the others would not be used."""
 
     def __init__(self) -> None:
         self._positions: Tensor | None = None

@@ -359,6 +359,12 @@ def read_step(folder: Path) -> int:
     return int(_read_state(folder)["step"])
 
 
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """Read the settings of a complete checkpoint that the order of tasks hangs on."""
+    settings: Mapping[str, Any] = _read_state(folder)["settings"]
+    return settings
+
+
 def require_same_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise `ConfigError` where a setting that the order of tasks hangs on has changed."""
     for name, value in now.items():

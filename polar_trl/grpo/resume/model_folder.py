@@ -109,7 +109,7 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path, *, trust_remote_code: bo
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ConfigError("an adapter needs the package peft: pip install -e '.[peft]'") from error
+        raise ConfigError("an adapter needs the package peft: pip install 'polar-trl[peft]'") from error
     from trl.trainer.utils import create_model_from_path
 
     adapter = Path(checkpoint.name)
@@ -146,7 +146,7 @@ def _find_adapter(folder: Path, *, trust_remote_code: bool) -> Checkpoint:
     try:
         found = find_model(base, trust_remote_code=trust_remote_code)
     except ConfigError as error:
-        raise ConfigError(f"{folder} is an adapter of {base!r}, and that is not to be had: {error}") from error
+        raise ConfigError(f"{folder} is an adapter of {base!r}, which cannot be found: {error}") from error
     if found.base is not None:
         raise ConfigError(f"{folder} is an adapter of {base!r}, which is an adapter itself; merge that one first")
     return Checkpoint(

@@ -54,6 +54,7 @@ class Resume:
         rollouts: Has the number of the next batch, and the sessions that are open.
         engine: Has the policy version.
         policy_weights: Has the lower halves of the masters.
+        is_used: Whether `output_dir` held a run before this trainer.
     """
 
     args: Any
@@ -64,6 +65,7 @@ class Resume:
     rollouts: RolloutSource
     engine: VllmEngine
     policy_weights: PolicyWeights
+    is_used: bool
     _epochs_done: int = field(default=0, init=False)
     _started: float = field(default_factory=time.monotonic, init=False)
     seconds_before: float = field(default=0.0, init=False)
@@ -76,11 +78,13 @@ class Resume:
             resume_from_checkpoint: As `PolarGRPOTrainer.train` takes it.
 
         Raises:
-            ConfigError: the checkpoint is not whole, or the settings would change the order of tasks.
+            ConfigError: the checkpoint is not whole, the settings would change the order of tasks, or a run would
+                begin in the folder of another.
         """
         output_dir, rank = Path(self.args.output_dir), self.accelerator.process_index
         self.trl.loaded_step = -1  # the engine has the weights of an evaluation, or of an earlier training
-        folder = checkpoint.choose_checkpoint(output_dir, resume_from_checkpoint)
+        choose = checkpoint.choose_start if self.is_used else checkpoint.choose_checkpoint
+        folder, self.is_used = choose(output_dir, resume_from_checkpoint), False
         step, open_task_ids = 0, list[str]()
         if folder is not None:
             checkpoint.know_cpu_devices()
@@ -142,6 +146,14 @@ class Resume:
             checkpoint.finish_checkpoint(folder, self._get_run_state(), is_resumable=not self.args.save_only_model)
             checkpoint.rotate_checkpoints(output_dir, limit=limit, best=state.best_model_checkpoint)
 
+    def take_best(self) -> None:
+        """Take what belongs to the weights of the best checkpoint, which transformers has just loaded."""
+        self.trl.loaded_step = -1  # the engine has those of the last step
+        best = Path(self.trl.state.best_model_checkpoint)
+        masters = checkpoint.load_masters(best, self.accelerator.process_index)
+        if self.policy_weights.rounded is not None and masters is not None:
+            self.policy_weights.rounded.load_state_dict(masters)
+
     def _restore(self, state: RunState, rank_state: RankState) -> None:
         self.trl.micro_step = state.micro_step
         self._epochs_done = state.epochs
@@ -166,12 +178,7 @@ class Resume:
         return is_first and num_used > 0
 
     def _describe_settings(self) -> dict[str, Any]:
-        return {
-            "num_processes": self.accelerator.num_processes,
-            **{name: getattr(self.args, name) for name in _SETTINGS},
-            "sequence_layout": self.layout_kind,
-            "tasks": _digest_ids(self.rollouts.tasks["train"]),
-        }
+        return describe_order(self.args, self.rollouts.tasks["train"]) | {"sequence_layout": self.layout_kind}
 
     def _get_rank_state(self) -> RankState:
         is_used_up = self.trl.micro_step % (self.args.steps_per_generation * self.args.num_iterations) == 0
@@ -192,6 +199,19 @@ class Resume:
             seconds=self.seconds,
             settings=self._describe_settings(),
         )
+
+
+def require_same_order(output_dir: Path, args: Any, task_ids: Iterable[str]) -> None:
+    """Raise `ConfigError` where the checkpoint of `args` was written with another order of tasks; loads nothing."""
+    folder = checkpoint.choose_checkpoint(output_dir, args.resume_from_checkpoint)
+    if folder is not None:
+        checkpoint.require_same_settings(checkpoint.read_settings(folder), describe_order(args, task_ids))
+
+
+def describe_order(args: Any, task_ids: Iterable[str]) -> dict[str, Any]:
+    """Describe what the order of tasks hangs on."""
+    settings = {name: getattr(args, name) for name in _SETTINGS}
+    return {"num_processes": args.world_size, **settings, "tasks": _digest_ids(task_ids)}
 
 
 def _digest_ids(task_ids: Iterable[str]) -> str:

@@ -34,7 +34,7 @@ class RolloutSource:
         trl: TrlBridge,
         *,
         runner: RolloutRunner,
-        tasks: Mapping[str, Mapping[str, Task]],
+        tasks: Mapping[str, dict[str, Task]],
         num_generations: Mapping[str, int],
         folder: Path,
     ) -> None:

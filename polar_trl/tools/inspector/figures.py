@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from polar_trl.eval.pass_at_k import TaskCount, estimate_pass_rate, wilson_interval
-from polar_trl.eval.sample_tasks import PASSING_REWARD, read_results
+from polar_trl.eval.sample_tasks import read_results
+from polar_trl.grade.base import PASSING_REWARD
+from polar_trl.grade.pass_at_k import TaskCount, estimate_pass_rate, wilson_interval
 from polar_trl.grpo.logs.summary import average_quarters
 
 

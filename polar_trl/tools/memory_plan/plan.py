@@ -18,7 +18,7 @@ from trl import ModelConfig, get_peft_config
 
 from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.arguments import RunParser, parse_run, refuse_unread
+from polar_trl.grpo.arguments import RunParser, parse_run
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.tools.memory_plan.kernel_shapes import Kernels
@@ -81,7 +81,6 @@ def read_setup(
     _, args, model = parse_run(parser, ["--config", str(config), *overrides])
     if parser.uses_cpu:
         raise ConfigError("use_cpu is true: this run uses no GPU; add --use_cpu false to plan it for one")
-    refuse_unread(model)
     model_config = load_config(model.model_name_or_path, trust_remote_code=args.trust_remote_code)
     dtype = read_dtype(args, model_config)
     in_half = bool(args.bf16 or args.fp16) or precision in ("bf16", "fp16")
@@ -221,7 +220,7 @@ def _list_variants(setup: Setup, found: MemoryPlan) -> Iterator[tuple[str, Setup
     if not setup.kernels.liger:
         yield "use_liger_kernel: true", replace(setup, kernels=replace(setup.kernels, liger=True))
     if found.is_hybrid and not setup.kernels.fla:
-        yield "pip install -e '.[kernels]'", replace(setup, kernels=replace(setup.kernels, fla=True))
+        yield "pip install 'polar-trl[kernels]'", replace(setup, kernels=replace(setup.kernels, fla=True))
     if setup.peft_config is None:
         lora = get_peft_config(ModelConfig(use_peft=True, lora_r=32, lora_target_modules="all-linear"))
         yield "use_peft: true, lora_r: 32, lora_target_modules: all-linear", replace(setup, peft_config=lora)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.logs.trained_log import rewind_trained
 from polar_trl.grpo.packing.forward import pack_rows
 from polar_trl.grpo.resume.checkpoint import (
@@ -30,6 +31,7 @@ from polar_trl.grpo.resume.checkpoint import (
     rotate_checkpoints,
     save_rank_state,
 )
+from polar_trl.grpo.resume.resume import describe_order, require_same_order
 
 CPU = torch.device("cpu")
 
@@ -186,6 +188,18 @@ def test_a_setting_that_the_order_hangs_on_must_stay() -> None:
     require_same_settings({"seed": 42, "num_generations": 8}, {"seed": 42, "num_generations": 8})
     with pytest.raises(ConfigError, match="num_generations is 4 and was 8 when the checkpoint was written"):
         require_same_settings({"seed": 42, "num_generations": 8}, {"seed": 42, "num_generations": 4})
+
+
+def test_another_order_of_tasks_is_noticed_before_anything_is_loaded(tmp_path: Path) -> None:
+    args = PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, resume_from_checkpoint="auto")
+    require_same_order(tmp_path, args, ["a", "b"])  # no checkpoint: the run begins
+    folder = tmp_path / "checkpoint-2"
+    begin_checkpoint(folder)
+    save_rank_state(folder, 0, RankState())
+    finish_checkpoint(folder, build_state(2, **describe_order(args, ["a", "b"])))
+    require_same_order(tmp_path, args, ["a", "b"])
+    with pytest.raises(ConfigError, match=r"tasks is '.*' and was '.*' when the checkpoint was written"):
+        require_same_order(tmp_path, args, ["b", "a"])
 
 
 @pytest.mark.parametrize("name", ["checkpoint-2", "trained.jsonl", "summary.json"])

@@ -65,7 +65,7 @@ def test_a_model_that_is_not_whole_is_refused(
         ("{}", None, "names no base_model_name_or_path"),
         ('{"base_model_name_or_path": "/no/base"}', None, r"is an adapter without adapter_model\.safetensors"),
         ('{"base_model_name_or_path": "/no/base"}', "empty", r"adapter_model\.safetensors is not whole"),
-        ('{"base_model_name_or_path": "/no/base"}', "whole", "is an adapter of '/no/base', and that is not to be had"),
+        ('{"base_model_name_or_path": "/no/base"}', "whole", "is an adapter of '/no/base', which cannot be found"),
     ],
 )
 def test_an_adapter_that_is_not_whole_is_refused(

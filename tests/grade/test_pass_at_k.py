@@ -5,7 +5,7 @@ import random
 import pytest
 
 from polar_trl.errors import ConfigError
-from polar_trl.eval.pass_at_k import TaskCount, estimate_gain, estimate_pass_rate, pass_at_k, wilson_interval
+from polar_trl.grade.pass_at_k import TaskCount, estimate_gain, estimate_pass_rate, pass_at_k, wilson_interval
 
 
 def counts(*pairs: tuple[int, int]) -> list[TaskCount]:

@@ -1,0 +1,51 @@
+"""Finish a run: its summary and picture in its folder, and what it came to on the terminal."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.logs.evaluations import compare_evaluations
+from polar_trl.grpo.logs.summary import build_summary, write_summary
+from polar_trl.grpo.logs.terminal import format_duration, say
+from polar_trl.grpo.resume.checkpoint import find_checkpoint
+
+
+def finish_run(
+    folder: Path, log_history: Sequence[Mapping[str, Any]], *, seconds: float, is_saved: bool, is_held_out: bool
+) -> None:
+    """Write `summary.json` and `rewards.png`, and say what the run came to. One rank calls it.
+
+    Args:
+        log_history: `trainer.state.log_history`.
+        seconds: Wall time of the run (s).
+        is_saved: Whether the model is in the folder.
+        is_held_out: Whether no task of an evaluation was trained.
+    """
+    try:
+        summary = build_summary(log_history, seconds=seconds)
+    except ConfigError as error:  # nothing was logged, and the model is trained all the same
+        say(f"no summary: {error}")
+    else:
+        write_summary(folder, summary)
+        first, last = summary["reward_first_quarter"], summary["reward_last_quarter"]
+        say(
+            f"{summary['steps']} steps in {format_duration(seconds)}: mean reward {first:.3f} in the first quarter, "
+            f"{last:.3f} in the last"
+        )
+    for sentence in compare_evaluations(log_history, kind="held-out" if is_held_out else "evaluation"):
+        say(sentence)
+    say(f"model:      {folder if is_saved else 'not saved (save_strategy is no)'}")
+    say(f"picture:    {folder / 'rewards.png'}")
+    say(f"look at it: polar-trl inspect {folder}")
+    say(f"check it:   polar-trl replay {folder}")
+    if is_saved:
+        say(f"evaluate:   polar-trl eval --config RUN_FILE --model_name_or_path {folder} --output_dir {folder}-eval")
+
+
+def explain_resume(folder: Path) -> str:
+    """Say how to go on with a run that was stopped."""
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        return f"no checkpoint was written yet (save_strategy, save_steps); sessions are recorded in {folder}"
+    return f"--resume_from_checkpoint auto goes on from {checkpoint}"

@@ -1,0 +1,1 @@
+"""Arguments of TRL and transformers that cannot work with agents, and why."""

@@ -1,0 +1,41 @@
+"""Test a run in a notebook: a real kernel, whose event loop runs in each cell."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from launch import WORKERS
+from nbclient import NotebookClient
+
+CELLS = """
+import asyncio, sys
+sys.path.insert(0, {workers!r})
+import polar_trl
+from worker_common import build_trainer
+asyncio.get_running_loop()  # raises where none runs
+trainer = build_trainer({model!r}, {out!r}, ["ok", "ok"], max_steps=2, everything=True)
+###
+asyncio.get_running_loop()
+trainer.train().global_step
+###
+"eval_graded" in trainer.evaluate()
+###
+trainer.close()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_trains_and_evaluates_in_a_notebook(tiny_model: Path, tmp_path: Path) -> None:
+    text = CELLS.format(workers=str(WORKERS), model=str(tiny_model), out=str(tmp_path / "run"))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in text.split("###\n")])
+    NotebookClient(notebook, timeout=500, kernel_name="python3").execute()
+    built, trained, evaluated, _ = notebook.cells
+    assert "Traceback" not in str(notebook.cells)
+    printed = "".join(output["text"] for output in trained.outputs if output.output_type == "stream")
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
+    assert "%|" not in printed  # no bars, which a notebook would keep line by line
+    for cell, value in ((trained, "2"), (evaluated, "True")):
+        (result,) = (output["data"] for output in cell.outputs if output.output_type == "execute_result")
+        assert result["text/plain"] == value
+    assert not [output for output in built.outputs if "safetensors" in str(output)]
