@@ -105,6 +105,7 @@ def train(words: Sequence[str]) -> None:
         print(f"the run in {folder} made all of its {args.max_steps} steps; set max_steps higher to go on")
         return
     with disk_errors(folder), build_trainer(settings, args, model_config, script) as trainer:
+        trainer.settings_log.add(settings, model_config, script, run_file=parser.run_file)
         try:
             trainer.settings_log.add(settings, model_config, run_file=parser.run_file)
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
