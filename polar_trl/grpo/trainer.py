@@ -237,8 +237,8 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             self.remove_callback(replaced)
         lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
         self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
-        log, lessons = MetricsLog(run), self.session_rows.log.lessons
-        for callback in (self.step.trained_log, self.settings_log, log, table, lines, lessons):
+        lessons = self.session_rows.log.lessons
+        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table, lines, lessons):
             if callback is not None:
                 self.add_callback(callback)
 

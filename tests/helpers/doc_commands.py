@@ -42,9 +42,9 @@ DOCTOR = "tests/cli/test_doctor.py::test_it_says_of_each_agent_that_it_works"
 TRIED = "tests/scripts/dev/test_try_agents.py::test_an_agent_of_the_examples_works"
 SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds"
 SERVED = "tests/cli/test_serve.py::test_ctrl_c_ends_it_and_what_it_recorded_is_read"
-TWO_RUNS = "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side"
 OWN_REPOSITORY = "tests/examples/test_own_repository.py"
 AFTER = "tests/examples/test_after_training.py"
+TWO_RUNS = "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side"
 GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | str] = {
