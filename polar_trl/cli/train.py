@@ -107,7 +107,6 @@ def train(words: Sequence[str]) -> None:
     with disk_errors(folder), build_trainer(settings, args, model_config, script) as trainer:
         trainer.settings_log.add(settings, model_config, script, run_file=parser.run_file)
         try:
-            trainer.settings_log.add(settings, model_config, run_file=parser.run_file)
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         except DiskError as error:
             sys.exit(f"train: {error}; make room, and {explain_resume(folder)}")

@@ -25,7 +25,7 @@ def test_a_push_has_the_model_its_tokenizer_card_and_figures_and_nothing_else(
     assert len(commits) >= 4  # two checkpoints, the model that was saved, and the one that was pushed
     assert set(commits[-1]) == {*MODEL_FILES, "rewards.png"}
     for commit in commits[:-1]:
-        assert set(commit) <= MODEL_FILES and "model.safetensors" in commit
+        assert set(commit) <= {*MODEL_FILES, "rewards.png"} and "model.safetensors" in commit
     # all of this was there to be taken along
     there = {path.name for path in (tmp_path / "run").iterdir()}
     left = {"sessions", "rows", "completions", "trained.jsonl", "log.jsonl", "settings.json", "training_args.bin"}
