@@ -260,14 +260,14 @@ class SessionRun:
         ended = describe_exit(self._redaction.build_exit(result), is_stopped=is_stopped)
         why = f"{counts}; {ended}" if counts else ended
         last = f"; the last request was refused: {self._log.last_refusal}" if self._log.last_refusal else ""
-        return _Failure("no_calls", f"the agent got no answer of the model ({why}){last}")
+        return _Failure("no_calls", f"the agent got no answer from the model ({why}){last}")
 
     def _grade(self, sandbox: Sandbox) -> tuple[float | None, "_Failure | None"]:
         grader = self._context.grader
         if grader is None:
             return None, None
         with self._stage("grade"), Heartbeat().looking() as heartbeat:
-            self._grading_is_ordered = False  # from here on it is the grader's own affair
+            self._grading_is_ordered = False  # from here on the grader takes it back itself
             try:
                 grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
                 self._grading = self._redaction.clean_report(grade.report)

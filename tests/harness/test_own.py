@@ -183,7 +183,7 @@ def test_options_of_a_command() -> None:
 def test_doctor_tries_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "own_agents.good:Bare", "--json"]) == 1
     (trial,) = json.loads(capsys.readouterr().out)["agents"].values()
-    assert not trial["works"] and "got no answer of the model (exit code 0" in trial["why"]
+    assert not trial["works"] and "got no answer from the model (exit code 0" in trial["why"]
     assert main(["doctor", "own_agents.good:Nope"]) == 2
     assert "has no 'Nope'" in capsys.readouterr().err
 

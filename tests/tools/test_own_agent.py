@@ -144,7 +144,7 @@ def test_a_tool_that_ends_the_task_is_called(monkeypatch: pytest.MonkeyPatch) ->
     [
         ([BASH], {"exit": 3}, "it did not end as it should (exit code 3; it printed: ''), after 2 calls"),
         ([BASH], {"runs": False}, "its tool Bash was called, and the file that the command writes is not in the work"),
-        ([BASH], {"turns": 0}, "the agent got no answer of the model (exit code 0; it printed nothing)"),
+        ([BASH], {"turns": 0}, "the agent got no answer from the model (exit code 0; it printed nothing)"),
         ([BASH], {"body": {"messages": "x"}}, "refused, and it asked for nothing more: messages: must be an array"),
         ([], {"auxiliary_without_tools": True}, "each of its 1 calls is auxiliary, so that nothing would be trained"),
     ],
