@@ -26,6 +26,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from polar_trl.configs import FOLDER
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.tasks.build.folders import Tools, write_task
 from polar_trl.tasks.build.mutants import HINTS, build_mutants
@@ -33,7 +34,7 @@ from polar_trl.tasks.build.pypi import Spec, build_draft, load_specs
 from polar_trl.tasks.build.releases import Release
 from polar_trl.tasks.build.suite import install_environment
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
+TASKS = FOLDER / "tasks"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -119,9 +120,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="chooses the edits (default: %(default)s)")
     parser.add_argument("--hint", choices=HINTS, default="function", help="what an edit's instruction tells")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--specs", type=Path, default=CONFIGS / "pypi_tasks.json", help="specs of the fixes")
+    parser.add_argument("--specs", type=Path, default=TASKS / "pypi_tasks.json", help="specs of the fixes")
     parser.add_argument(
-        "--requirements", type=Path, default=CONFIGS / "pypi_requirements.txt", help="what the tests need, pinned"
+        "--requirements", type=Path, default=TASKS / "pypi_requirements.txt", help="what the tests need, pinned"
     )
     args = parser.parse_args()
     for name in ("limit", "count"):
@@ -133,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> list[Row]:
     tools = Tools(python=install_environment(args.requirements), requirements=args.requirements)
-    pip = install_environment(CONFIGS / "sdist_requirements.txt", "releases")
+    pip = install_environment(TASKS / "sdist_requirements.txt", "releases")
     rows = build_edits(args, tools, pip) if args.mutate else build_fixes(args, tools, pip)
     total = args.count if args.mutate else len(args.only or load_specs(args.specs))
     done = []
