@@ -28,7 +28,7 @@ LINKS = ("constraints", "examples", "polar_trl", "scripts", "tests", "docs", ".c
 PLACEHOLDERS = {
     r"\bIMAGE\b": IMAGE,
     r"\bpython:3\.11\b": IMAGE,
-    r"\bRUN/sessions/\.\.\./ID\.jsonl": f"{FIRST}/sessions/*/train_00000/train-00000-g000-r000.jsonl",
+    r"\bRUN/sessions/\.\.\./ID\.jsonl": f"{FIRST}/sessions/*/train_00002/train-00002-g000-r000.jsonl",
     r"\bRUN\b": FIRST,
 }
 """What commands name that is the reader's own, or has to be downloaded, and what is here instead."""
