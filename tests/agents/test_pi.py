@@ -235,7 +235,7 @@ def test_the_ladders_run_file_shows_each_kind_of_task_and_no_task_itself() -> No
     )
     launch = build_agent(run["agent"], run["agent_options"]).build_launch(Task(id="t", instruction="x"), endpoint)
     assert "--tools bash" in launch.command and len(launch.files[".polar/earlier.jsonl"].splitlines()) == 1 + 6 * 4
-    tasks = load_task_set(str(ROOT / run["tasks"]))
+    tasks = load_task_set(run["tasks"])
     shown = dict(run["agent_options"]["demonstrations"])
     assert {task.metadata["kind"] for task in tasks} == {"write_word", "copy_file", "count_lines"}
     assert {text.split()[0] for text in shown} == {task.instruction.split()[0] for task in tasks}
