@@ -15,13 +15,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from polar_trl.grpo.logs.reasons_file import REASONS_FILE
 from polar_trl.rollout.reasons import CUT, NOT_FOUND, OUT_OF_BUDGET, Reason, Repeats, count_reasons
 from polar_trl.run_folder import append_lines
 
 logger = logging.getLogger(__name__)
 
-REASONS_FILE = "reasons.jsonl"
-MOST_REASONS = 10
 _ADVICE = {
     NOT_FOUND: "let the agent's command be found in the sandbox (agent_command, agent_folders, sandbox_image)",
     CUT: "set max_completion_length higher",
@@ -154,30 +153,3 @@ class Lessons(TrainerCallback):
             line |= {"taught_nothing": nothing.why, "try": nothing.advice}
         self._folder.mkdir(parents=True, exist_ok=True)
         append_lines(self._folder / REASONS_FILE, json.dumps(line).encode() + b"\n")
-
-
-def summarize_reasons(folder: Path) -> dict[str, Any]:
-    """Summarize a run's `reasons.jsonl`: the training sessions by reason, and the steps that taught nothing.
-
-    Of a step that was made twice, after a resume, the later attempt counts.
-    """
-    latest: dict[int, list[dict[str, Any]]] = {}
-    path = folder / REASONS_FILE
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-            if line["mode"] == "train":
-                before = latest.get(line["step"], [])
-                latest[line["step"]] = [*(other for other in before if other["attempt"] == line["attempt"]), line]
-        except (ValueError, KeyError, TypeError):  # torn by a kill
-            continue
-    rows: dict[str, dict[str, Any]] = {}
-    for row in (row for lines in latest.values() for line in lines for row in line["reasons"]):
-        num_before = rows[row["reason"]]["sessions"] if row["reason"] in rows else 0
-        rows[row["reason"]] = {**row, "sessions": num_before + row["sessions"]}
-    nothing = [lines[-1] for lines in latest.values() if all("taught_nothing" in line for line in lines)]
-    return {
-        "reasons": sorted(rows.values(), key=lambda row: -row["sessions"])[:MOST_REASONS],
-        "steps_that_taught_nothing": len(nothing),
-        **({"taught_nothing": nothing[-1]["taught_nothing"], "try": nothing[-1]["try"]} if nothing else {}),
-    }

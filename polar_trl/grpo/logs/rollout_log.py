@@ -115,7 +115,7 @@ class RolloutLog:
                 for result, outcome in zip(results, outcomes, strict=True)
                 if outcome.scored
             ]
-            self.evaluations.note(rewards)
+            self.evaluations.note(gather_object(rewards))
         self.trl.metrics(mode)["num_tokens"] = [self.trl.state.num_input_tokens_seen]
         self._note_lesson(results, advantages, len(lengths), figures, mode, step)
         if self.table is not None:

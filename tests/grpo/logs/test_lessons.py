@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from polar_trl.grpo.logs.lessons import REASONS_FILE, Batch, Lessons, find_no_lesson, summarize_reasons
+from polar_trl.grpo.logs.lessons import Batch, Lessons, find_no_lesson
+from polar_trl.grpo.logs.reasons_file import REASONS_FILE, summarize_reasons
 from polar_trl.rollout.reasons import CUT, Reason
 
 LOST = Reason(name="agent exit code 127", detail="sh: my-agent: not found")
