@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from polar_trl.grade.base import describe_tests
-from polar_trl.rollout.ending import name_exit
+from polar_trl.rollout.ending import ended_before_first_call, find_last_line, name_exit, to_one_line
 from polar_trl.types import Call, ErrorKind, Rollout, StopReason
 
 MAX_DETAIL = 300
@@ -30,7 +30,8 @@ CUT = "the last answer was cut at max_completion_length"
 OUT_OF_BUDGET = "the session's budget of calls or tokens was used up"
 NOT_FOUND = "agent exit code 127"
 """A shell's exit code for a command that it does not find."""
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+BEFORE_FIRST_CALL = " before its first call"
+"""Ending of the names of agents that failed by themselves, whatever the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,8 @@ def find_reason(rollout: Rollout) -> Reason | None:
     if rollout.error is not None:
         name = _ERRORS.get(rollout.error_kind or "sandbox_failed", "the session failed")
         if rollout.error_kind == "no_calls" and ended is not None:
+            if ended_before_first_call(ended, rollout.counters):
+                return Reason(name=f"agent {name_exit(ended)}{BEFORE_FIRST_CALL}", detail=_last_line(tail))
             return Reason(
                 name=f"{name} (agent {name_exit(ended)})", detail=_last_line(tail) or _one_line(rollout.error)
             )
@@ -118,11 +121,8 @@ def _find_fault_of_reply(calls: tuple[Call, ...]) -> str | None:
 
 
 def _last_line(output: str) -> str:
-    lines = [line for line in _ESCAPES.sub("", output).splitlines() if line.strip()]
-    return _one_line(lines[-1]) if lines else ""
+    return find_last_line(output)[:MAX_DETAIL]
 
 
 def _one_line(text: str) -> str:
-    """Return a text of the agent's as one line that a terminal may be given."""
-    words = " ".join(_ESCAPES.sub("", text).split())
-    return "".join(letter if letter.isprintable() else "?" for letter in words)[:MAX_DETAIL]
+    return to_one_line(text)[:MAX_DETAIL]

@@ -39,6 +39,16 @@ TOOL_CALL = ToolCall(id="c", name="shell", arguments="{}")
             build_rollout(
                 stop_reason="no_calls", error="the agent got no answer", error_kind="no_calls", agent_exit=LOST
             ),
+            "agent exit code 127 before its first call: sh: my-agent: not found",
+        ),
+        (
+            build_rollout(
+                stop_reason="no_calls",
+                error="the agent got no answer",
+                error_kind="no_calls",
+                agent_exit=LOST,
+                counters={"calls_aborted": 1},
+            ),
             "the model answered no call of the agent (agent exit code 127): sh: my-agent: not found",
         ),
         (
