@@ -31,7 +31,7 @@ from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.ending import Redaction, describe_exit, ended_before_first_call, name_exit, to_one_line
 from polar_trl.rollout.heartbeat import Heartbeat
 from polar_trl.rollout.progress import StageProgress
-from polar_trl.rollout.reasons import Repeats, mask_numbers
+from polar_trl.rollout.reasons import Repeats, find_reason, mask_numbers
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.run_folder import require_room
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
@@ -322,6 +322,8 @@ class SessionRun:
             "train_auxiliary": context.train_auxiliary,
             "summary": count_calls(rollout, reconstruction),
         }
+        if (reason := find_reason(rollout)) is not None:
+            extra["reason"] = {"name": reason.name, "detail": reason.detail}
         self._log.close(rollout, extra)
         return reconstruction
 

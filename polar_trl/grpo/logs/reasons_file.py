@@ -15,10 +15,10 @@ def summarize_reasons(folder: Path) -> dict[str, Any]:
     """
     latest: dict[int, list[dict[str, Any]]] = {}
     path = folder / REASONS_FILE
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
-            if line["mode"] == "train":
+            if line["mode"] == "train" and _is_whole(line):
                 before = latest.get(line["step"], [])
                 latest[line["step"]] = [*(other for other in before if other["attempt"] == line["attempt"]), line]
         except (ValueError, KeyError, TypeError):  # torn by a kill
@@ -33,3 +33,9 @@ def summarize_reasons(folder: Path) -> dict[str, Any]:
         "steps_that_taught_nothing": len(nothing),
         **({"taught_nothing": nothing[-1]["taught_nothing"], "try": nothing[-1]["try"]} if nothing else {}),
     }
+
+
+def _is_whole(line: dict[str, Any]) -> bool:
+    """Tell whether a line has all that is read of it. Raises `KeyError` and `TypeError` too where it has not."""
+    rows = [isinstance(row["reason"], str) and isinstance(row["sessions"], int) for row in line["reasons"]]
+    return all(rows) and isinstance(line["attempt"], str) and ("taught_nothing" in line) == ("try" in line)
