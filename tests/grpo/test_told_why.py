@@ -72,20 +72,3 @@ def test_a_failed_first_batch_is_mended_and_run_again(tiny_model: Path, tmp_path
 
     again = train()
     assert again.returncode == 1 and "holds a run already (trained.jsonl)" in again.stderr
-
-
-@pytest.mark.timeout(600)
-def test_answers_that_were_cut_are_why_nothing_was_learned(tiny_model: Path, tmp_path: Path) -> None:
-    """An agent that ends well whatever it was answered: only the answers say what is wrong."""
-    (tmp_path / "tasks.jsonl").write_text('{"id": "t", "instruction": "task 1: ok", "grader": "false"}\n')
-    settings = {name: value for name, value in SETTINGS.items() if name != "grader"} | {"max_steps": 1}
-    settings |= {"agent_command": "python3 -I -S ~/counting_agent.py {instruction}; true", "tasks": "tasks.jsonl"}
-    settings |= {"model_name_or_path": str(tiny_model), "output_dir": "run"}
-    (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    command = [sys.executable, "-P", "-m", "polar_trl.cli", "train", "run.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "step 1 taught nothing" in line]
-    assert "all 4 rewards are 0; " in line and "cut at max_completion_length. Try: set max_completion_length" in line
-    assert line.endswith("Look at sessions: polar-trl inspect run")
