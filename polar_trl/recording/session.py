@@ -124,6 +124,8 @@ class _TurnSettings:
     dialect_name: str
     purpose: Purpose
     params: GenerationParams
+    limit: str
+    """What bounds the answer's length, as a counter names it; "" for the backend's own `max_tokens`."""
     num_new_bytes: int
 
 
@@ -197,10 +199,12 @@ class Session:
                 purpose = self._classify(parsed.request) if parsed.purpose == "policy" else parsed.purpose
                 if purpose not in get_args(Purpose):  # a class of the user's: its record could not be read back
                     raise TypeError(f"the agent's classify gives {purpose!r}, and not 'policy' or 'auxiliary'")
+                params, length_limit = self._build_params(prompt)
                 settings = _TurnSettings(
                     dialect_name=dialect.name,
                     purpose=purpose,
-                    params=self._build_params(prompt),
+                    params=params,
+                    limit=length_limit,
                     num_new_bytes=num_new_bytes,
                 )
                 live = None
@@ -313,18 +317,20 @@ class Session:
         except RenderError as error:
             raise WireError(str(error), reason="template") from error
 
-    def _build_params(self, prompt: Prompt) -> GenerationParams:
+    def _build_params(self, prompt: Prompt) -> tuple[GenerationParams, str]:
         params, limit = self._backend.params, self.limits.max_sampled_tokens
         asked = prompt.request.sampling
-        room = [params.max_tokens, self._backend.engine.max_model_len - len(prompt.ids)]
-        room += [] if asked.max_tokens is None else [asked.max_tokens]
-        room += [] if limit is None else [limit - self._num_sampled]
-        return replace(
+        room = {"": params.max_tokens, "window": self._backend.engine.max_model_len - len(prompt.ids)}
+        room |= {} if asked.max_tokens is None else {"asked_max_tokens": asked.max_tokens}
+        room |= {} if limit is None else {"max_session_tokens": limit - self._num_sampled}
+        name = min(room, key=lambda name: room[name])
+        changed = replace(
             params,
-            max_tokens=min(room),
+            max_tokens=room[name],
             stop=(*params.stop, *asked.stop),
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self._backend.renderer.stop_token_ids))),
         )
+        return changed, name
 
     async def _answer(self, prompt: Prompt, settings: "_TurnSettings", turn: Turn) -> Call:
         engine, gate_stats = self._backend.engine, self._gate_stats
@@ -371,6 +377,8 @@ class Session:
             text_only=isinstance(reply, TextReply),
         )
         self._continuations.add(call, prompt.ids)
+        if completion.finish_reason == "length" and settings.purpose == "policy" and settings.limit:
+            self._log.count(f"answers_cut_at_{settings.limit}")
         if num_malformed := sum(tool_call.parse_status == "malformed" for tool_call in message.tool_calls):
             self._log.count("tool_calls_malformed", num_malformed)
         self._num_sampled += num_sampled

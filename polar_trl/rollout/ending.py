@@ -12,6 +12,7 @@ _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _MIN_SECRET = 8
 """Characters; shorter values are words such as "none", which mean something elsewhere."""
 REDACTED = "[redacted]"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
 class Redaction:
@@ -62,8 +63,25 @@ def describe_exit(ended: AgentExit, *, is_stopped: bool = False) -> str:
     return f"{how}; it printed: {said!r}" if said else f"{how}; it printed nothing"
 
 
+def ended_before_first_call(ended: AgentExit, counters: Mapping[str, int]) -> bool:
+    """Tell whether an agent whose calls had no answer failed before it made any: nothing of it was counted."""
+    return bool(ended.exit_code) and not counters
+
+
 def name_exit(ended: AgentExit) -> str:
     """Name how an agent ended: "exit code 127", "exit code 137 (SIGKILL)", "killed"."""
     if ended.exit_code is None:
         return "killed"
     return f"exit code {ended.exit_code}" + (f" ({ended.signal})" if ended.signal else "")
+
+
+def to_one_line(text: str) -> str:
+    """Return a text of the agent's as one line that a terminal may be given."""
+    words = " ".join(_ESCAPES.sub("", text).split())
+    return "".join(letter if letter.isprintable() else "?" for letter in words)
+
+
+def find_last_line(output: str) -> str:
+    """Return the last line of what an agent printed, as `to_one_line`; "" where it printed nothing."""
+    lines = [line for line in _ESCAPES.sub("", output).splitlines() if line.strip()]
+    return to_one_line(lines[-1]) if lines else ""

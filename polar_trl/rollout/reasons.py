@@ -3,11 +3,11 @@
 import re
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from polar_trl.grade.base import describe_tests
-from polar_trl.rollout.ending import name_exit
+from polar_trl.grade.base import PASSING_REWARD, describe_tests
+from polar_trl.rollout.ending import ended_before_first_call, find_last_line, name_exit, to_one_line
 from polar_trl.types import Call, ErrorKind, Rollout, StopReason
 
 MAX_DETAIL = 300
@@ -26,11 +26,21 @@ _STOPS: dict[StopReason, str] = {
     "straggler": "the agent was cut as a straggler",
     "limit_exceeded": "the agent went past a limit of the proxy",
 }
-CUT = "the last answer was cut at max_completion_length"
+MAX_COMPLETION = "max_completion_length"
+WINDOW = "the context window"
+SESSION_TOKENS = "max_session_tokens"
+ASKED = "the max_tokens that the agent asks for"
+_LIMITS = {
+    "answers_cut_at_window": WINDOW,
+    "answers_cut_at_max_session_tokens": SESSION_TOKENS,
+    "answers_cut_at_asked_max_tokens": ASKED,
+}
+"""Counter of a session -> the limit that cut answers of the policy where it was lower than max_completion_length."""
 OUT_OF_BUDGET = "the session's budget of calls or tokens was used up"
 NOT_FOUND = "agent exit code 127"
 """A shell's exit code for a command that it does not find."""
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+BEFORE_FIRST_CALL = " before its first call"
+"""Ending of the names of agents that failed by themselves, whatever the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,24 +56,49 @@ class Reason:
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
 
+def name_cut(limit: str) -> str:
+    """Name the reason of sessions whose last answer a limit cut."""
+    return f"the last answer was cut at {limit}"
+
+
+def find_cut(rollout: Rollout) -> str | None:
+    """Find the limit at which an answer of the policy was cut; None where none was, or the session passed anyway."""
+    if has_passed(rollout) or not any(_is_cut(call) for call in rollout.calls if call.purpose == "policy"):
+        return None
+    return _name_limit(rollout.counters)
+
+
+def has_passed(rollout: Rollout) -> bool:
+    """Tell whether the grader gave the session a passing reward."""
+    return rollout.reward is not None and rollout.reward >= PASSING_REWARD
+
+
 def find_reason(rollout: Rollout) -> Reason | None:
-    """Find why a session has no reward, or did not end as it should; None where it did and has no error."""
+    """Find why a session has no reward, or did not end as it should; None where it did and has no error.
+
+    A session that did not pass and whose last answer was cut did not end as it should, whatever its agent made of it.
+    """
     ended, tail = rollout.agent_exit, rollout.agent_exit.output_tail if rollout.agent_exit else ""
     if rollout.error is not None:
         name = _ERRORS.get(rollout.error_kind or "sandbox_failed", "the session failed")
         if rollout.error_kind == "no_calls" and ended is not None:
+            if ended_before_first_call(ended, rollout.counters):
+                return Reason(name=f"agent {name_exit(ended)}{BEFORE_FIRST_CALL}", detail=_last_line(tail))
             return Reason(
                 name=f"{name} (agent {name_exit(ended)})", detail=_last_line(tail) or _one_line(rollout.error)
             )
         return Reason(name=name, detail=_one_line(rollout.error))
     if rollout.counters.get("budget_messages"):
         return Reason(name=OUT_OF_BUDGET)
+    answers = (call for call in reversed(rollout.calls) if call.purpose == "policy" and call.is_answered)
+    last = next(answers, None)
     if rollout.stop_reason == "completed":
-        return None
+        is_cut = last is not None and _is_cut(last) and not has_passed(rollout)
+        return Reason(name=name_cut(_name_limit(rollout.counters))) if is_cut else None
     if rollout.stop_reason in _STOPS:
         past = [name for name in rollout.counters if name.endswith("_exceeded")]
         return Reason(name=_STOPS[rollout.stop_reason], detail=", ".join(past) or _last_line(tail))
-    fault = _find_fault_of_reply(rollout.calls)
+    fault = _find_fault_of_reply(last, rollout.counters)
     if ended is not None and (ended.exit_code != 0 or fault is None):
         return Reason(name=f"agent {name_exit(ended)}", detail=_last_line(tail))
     return Reason(name=fault or f"the session ended as {rollout.stop_reason}", detail=_last_line(tail))
@@ -105,24 +140,28 @@ def mask_numbers(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+", "N", text)
 
 
-def _find_fault_of_reply(calls: tuple[Call, ...]) -> str | None:
+def _is_cut(call: Call) -> bool:
+    return call.is_answered and call.completion.finish_reason == "length"
+
+
+def _name_limit(counters: Mapping[str, int]) -> str:
+    return next((limit for name, limit in _LIMITS.items() if counters.get(name)), MAX_COMPLETION)
+
+
+def _find_fault_of_reply(last: Call | None, counters: Mapping[str, int]) -> str | None:
     """Find what was wrong with the policy's last reply, by which most agents are judged; None where nothing was."""
-    last = next((call for call in reversed(calls) if call.purpose == "policy" and call.is_answered), None)
     if last is None:
         return "the policy answered no call"
-    if last.completion.finish_reason == "length":
-        return CUT
+    if _is_cut(last):
+        return name_cut(_name_limit(counters))
     if last.message.tool_calls:
         return "the agent ended with a tool call that was not run"
     return None if last.message.text.strip() else "the last answer was empty"
 
 
 def _last_line(output: str) -> str:
-    lines = [line for line in _ESCAPES.sub("", output).splitlines() if line.strip()]
-    return _one_line(lines[-1]) if lines else ""
+    return find_last_line(output)[:MAX_DETAIL]
 
 
 def _one_line(text: str) -> str:
-    """Return a text of the agent's as one line that a terminal may be given."""
-    words = " ".join(_ESCAPES.sub("", text).split())
-    return "".join(letter if letter.isprintable() else "?" for letter in words)[:MAX_DETAIL]
+    return to_one_line(text)[:MAX_DETAIL]

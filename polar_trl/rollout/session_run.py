@@ -28,10 +28,10 @@ from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import Reconstruction, build_prefix_merged, count_as_policy, count_calls, digest
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
-from polar_trl.rollout.ending import Redaction, describe_exit
+from polar_trl.rollout.ending import Redaction, describe_exit, ended_before_first_call, name_exit, to_one_line
 from polar_trl.rollout.heartbeat import Heartbeat
 from polar_trl.rollout.progress import StageProgress
-from polar_trl.rollout.reasons import Repeats, mask_numbers
+from polar_trl.rollout.reasons import Repeats, find_reason, mask_numbers
 from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.run_folder import require_room
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
@@ -256,8 +256,13 @@ class SessionRun:
         return ("completed" if is_fine else "agent_failed"), None
 
     def _describe_no_calls(self, result: ExecResult, *, is_stopped: bool) -> "_Failure":
+        agent_exit = self._redaction.build_exit(result)
+        if not is_stopped and ended_before_first_call(agent_exit, self._log.counters):
+            said = to_one_line(agent_exit.output_tail)[-300:]
+            how = f"the agent ended with {name_exit(agent_exit)} before its first call"
+            return _Failure("no_calls", f"{how}: {said}" if said else f"{how}, and printed nothing")
         counts = ", ".join(f"{name}: {count}" for name, count in self._log.counters.items())
-        ended = describe_exit(self._redaction.build_exit(result), is_stopped=is_stopped)
+        ended = describe_exit(agent_exit, is_stopped=is_stopped)
         why = f"{counts}; {ended}" if counts else ended
         last = f"; the last request was refused: {self._log.last_refusal}" if self._log.last_refusal else ""
         return _Failure("no_calls", f"the agent got no answer from the model ({why}){last}")
@@ -317,6 +322,8 @@ class SessionRun:
             "train_auxiliary": context.train_auxiliary,
             "summary": count_calls(rollout, reconstruction),
         }
+        if (reason := find_reason(rollout)) is not None:
+            extra["reason"] = {"name": reason.name, "detail": reason.detail}
         self._log.close(rollout, extra)
         return reconstruction
 

@@ -5,7 +5,9 @@ neither a model nor a GPU is needed. An agent works if the file that it was aske
 one trajectory.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from polar_trl.engine.base import GenerationParams
@@ -16,6 +18,7 @@ from polar_trl.harness.base import AgentHarness, Harness, require_launch
 from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
+from polar_trl.rollout.session_run import SessionRun
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.tokens.base import Renderer
@@ -102,7 +105,7 @@ def run_scripted_session(
     """
     script = replies if callable(replies) else answer_by_turn(replies)
     engine = ScriptedEngine(script, delay_s=delay_s, max_model_len=max_model_len)
-    with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=4096)) as proxy:
+    with _unreported(), Proxy(engine, RENDERER, params=GenerationParams(max_tokens=4096)) as proxy:
         runner = RolloutRunner(
             proxy=proxy,
             backend=backend,
@@ -111,6 +114,21 @@ def run_scripted_session(
             config=RolloutConfig(limits=limits),
         )
         return runner.run([Job(rollout_id="doctor", group_id="doctor", task=task)])[0]
+
+
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """Keep sessions from logging why they have no reward: the caller has the rollout, and says it."""
+    logger = logging.getLogger(SessionRun.__module__)
+    logger.addFilter(_is_no_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_report)
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "has no reward" not in str(record.msg)
 
 
 def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:

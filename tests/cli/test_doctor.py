@@ -127,7 +127,9 @@ def test_a_wrong_question_is_one_sentence(capsys: pytest.CaptureFixture[str], wo
     assert message in said.splitlines()[-1]
 
 
-def test_an_own_agent_is_described(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
+def test_an_own_agent_is_described(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, smollm2: Path
+) -> None:
     command = f"python3 -I -S {ROOT}/polar_trl/configs/agents/shell_agent.py --max-turns 2 -- {{instruction}}"
     words = [
         command,
@@ -138,13 +140,16 @@ def test_an_own_agent_is_described(capsys: pytest.CaptureFixture[str], smollm2: 
         str(smollm2),
     ]
     assert main(["doctor", *words]) == 1
-    good, bad = capsys.readouterr().out.split("no-such-agent {instruction}\n")
+    out, err = capsys.readouterr()
+    good, bad = out.split("no-such-agent {instruction}\n")
     assert "works: yes" in good and "speaks: openai_chat (1 calls); 0 streamed, 0 auxiliary" in good
     assert re.search(r"prompts: (\d\d) first, \1 longest \(tokens\)", good)
     assert "tools: none" in good and "ran a command in a code block" in good
     assert re.fullmatch(
-        r"  works: no: the agent got no answer .*exit code 127.*no-such-agent: command not found'\)\n", bad
+        r"  works: no: the agent ended with exit code 127 before its first call: .*no-such-agent: command not found\n",
+        bad,
     )
+    assert "command not found" not in err and not caplog.records  # said once
     assert main(["doctor", *words[:1], "--agent_folders", str(ROOT / "polar_trl" / "configs" / "agents")]) == 0
     assert "(bytes; --model counts tokens)" in capsys.readouterr().out
 

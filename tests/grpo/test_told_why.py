@@ -56,8 +56,8 @@ def test_a_failed_first_batch_is_mended_and_run_again(tiny_model: Path, tmp_path
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout + done.stderr
     assert "the run begins; sessions of an earlier start stay in run/sessions" in said
-    assert "step 1: 4 of 4 sessions ended with agent exit code 127: " in said
-    assert "step 1 taught nothing: all 4 rewards are 0; 4 of 4 sessions ended with agent exit code 127: " in said
+    assert "step 1: 4 of 4 sessions: agent exit code 127: " in said
+    assert "step 1 taught nothing: all 4 rewards are 0; 4 of 4 sessions: agent exit code 127: " in said
     assert "2 of 2 steps taught nothing; 2 of them: all 4 rewards are 0" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps_that_taught_nothing"] == 2 and "agent_command" in summary["try"]

@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ def run_session(
     max_tokens: int = 4096,
     ping_interval_s: float = 10.0,
     live: bool = False,
+    record_path: Path | None = None,
 ) -> RolloutResult:
     """One session; a list of replies is one per turn of the conversation, as in `run_scripted_session`.
 
@@ -97,7 +99,7 @@ def run_session(
             grader=CommandGrader(grader) if grader else None,
             config=RolloutConfig(),
         )
-        return runner.run([Job(rollout_id="agent", group_id="g", task=task)])[0]
+        return runner.run([Job(rollout_id="agent", group_id="g", task=task, record_path=record_path)])[0]
 
 
 def answer_in_order(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:

@@ -188,6 +188,25 @@ def test_a_retry_is_recognised_by_what_it_asks(workers: ThreadPoolExecutor) -> N
     assert bench.log.counters == {"retries_replayed": 2}
 
 
+@pytest.mark.parametrize(
+    ("asked", "limits", "max_model_len", "counters"),
+    [
+        ({}, SessionLimits(), 1 << 20, {}),
+        ({"max_tokens": 100}, SessionLimits(), 1 << 20, {}),
+        ({"max_tokens": 9}, SessionLimits(), 1 << 20, {"answers_cut_at_asked_max_tokens": 1}),
+        ({}, SessionLimits(max_sampled_tokens=9), 1 << 20, {"answers_cut_at_max_session_tokens": 1}),
+        ({}, SessionLimits(), 60, {"answers_cut_at_window": 1}),
+    ],
+)
+def test_a_limit_that_cuts_an_answer_before_the_longest_one_is_counted(
+    workers: ThreadPoolExecutor, asked: dict[str, Any], limits: SessionLimits, max_model_len: int, counters: object
+) -> None:
+    engine = ScriptedEngine([say("long " * 100)], max_model_len=max_model_len)
+    bench = Bench(engine, workers, limits=limits)
+    asyncio.run(bench.answer(ask(**asked)))
+    assert bench.log.calls[0].completion.finish_reason == "length" and bench.log.counters == counters
+
+
 def ask_with(arguments: Any, default: Any = None) -> Incoming:
     """A history with one tool call, and a tool with one parameter."""
     call = {"id": "c", "type": "function", "function": {"name": "sh", "arguments": arguments}}
@@ -439,7 +458,7 @@ def test_an_agent_that_rewrites_a_full_context_at_every_call_gets_all_its_calls(
 
 def test_what_was_sampled_is_recorded_though_the_session_went_past_a_limit(workers: ThreadPoolExecutor) -> None:
     async def run(bench: Bench) -> None:
-        sampled, aborted = [await bench.begin(ask(max_tokens=number)) for number in (1, 2)]
+        sampled, aborted = [await bench.begin(ask(max_tokens=number)) for number in (101, 102)]
         sampled.sampled = True  # as if the engine had answered just before
         bench.session.bounds.exceed("connections")
         await asyncio.wait({sampled.task, aborted.task})

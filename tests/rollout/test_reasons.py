@@ -7,19 +7,24 @@ from records import build_call, build_rollout
 
 from polar_trl.grade.base import describe_tests
 from polar_trl.rollout.reasons import (
-    CUT,
+    ASKED,
+    MAX_COMPLETION,
     OUT_OF_BUDGET,
+    WINDOW,
     Reason,
     Repeats,
     count_reasons,
+    find_cut,
     find_reason,
     find_shortfall,
     mask_numbers,
+    name_cut,
 )
 from polar_trl.types import AgentExit, GradeReport, Message, Rollout, ToolCall
 
 LOST = AgentExit(exit_code=127, output_tail="200\n\x1b[31msh: my-agent: not found\x1b[0m\n")
 CALL = build_call(0, message=Message(role="assistant", text="done"))
+CUT_CALL = replace(CALL, completion=replace(CALL.completion, finish_reason="length"))
 TOOL_CALL = ToolCall(id="c", name="shell", arguments="{}")
 
 
@@ -39,6 +44,16 @@ TOOL_CALL = ToolCall(id="c", name="shell", arguments="{}")
             build_rollout(
                 stop_reason="no_calls", error="the agent got no answer", error_kind="no_calls", agent_exit=LOST
             ),
+            "agent exit code 127 before its first call: sh: my-agent: not found",
+        ),
+        (
+            build_rollout(
+                stop_reason="no_calls",
+                error="the agent got no answer",
+                error_kind="no_calls",
+                agent_exit=LOST,
+                counters={"calls_aborted": 1},
+            ),
             "the model answered no call of the agent (agent exit code 127): sh: my-agent: not found",
         ),
         (
@@ -57,13 +72,15 @@ TOOL_CALL = ToolCall(id="c", name="shell", arguments="{}")
         ),
         (build_rollout(CALL, reward=0.0, counters={"budget_messages": 1}), OUT_OF_BUDGET),
         (
-            build_rollout(
-                replace(CALL, completion=replace(CALL.completion, finish_reason="length")),
-                stop_reason="agent_failed",
-                agent_exit=AgentExit(exit_code=0),
-            ),
-            CUT,
+            build_rollout(CUT_CALL, stop_reason="agent_failed", agent_exit=AgentExit(exit_code=0)),
+            name_cut(MAX_COMPLETION),
         ),
+        # an agent that is judged by its exit code has no eye for it
+        (build_rollout(CALL, CUT_CALL, reward=0.0), name_cut(MAX_COMPLETION)),
+        (build_rollout(CUT_CALL, reward=None), name_cut(MAX_COMPLETION)),
+        (build_rollout(CUT_CALL, reward=0.5, counters={"answers_cut_at_window": 1}), name_cut(WINDOW)),
+        (build_rollout(CUT_CALL, reward=1.0), None),
+        (build_rollout(CUT_CALL, CALL, reward=0.0), None),
         (
             build_rollout(
                 replace(CALL, message=Message(role="assistant", tool_calls=(TOOL_CALL,))),
@@ -88,6 +105,13 @@ TOOL_CALL = ToolCall(id="c", name="shell", arguments="{}")
 def test_reasons(rollout: Rollout, reason: str | None) -> None:
     found = find_reason(rollout)
     assert (None if found is None else str(found)) == reason
+
+
+def test_an_answer_that_was_cut_anywhere() -> None:
+    title = replace(CUT_CALL, purpose="auxiliary")
+    assert find_cut(build_rollout(CUT_CALL, CALL, reward=0.0)) == MAX_COMPLETION
+    assert find_cut(build_rollout(CUT_CALL, counters={"answers_cut_at_asked_max_tokens": 1})) == ASKED
+    assert find_cut(build_rollout(title, CALL)) is None is find_cut(build_rollout(CUT_CALL, CALL, reward=1.0))
 
 
 def test_an_agent_that_failed_always_has_a_reason() -> None:

@@ -138,8 +138,28 @@ def test_an_agent_that_does_not_exist(tmp_path: Path) -> None:
         (result,) = rollouts.run(jobs(tmp_path, 1))
     assert (result.rollout.stop_reason, result.rollout.error_kind) == ("no_calls", "no_calls")
     assert result.rollout.reward is None
-    assert "exit code 127" in result.rollout.error
-    assert "not found" in result.rollout.error
+    assert result.rollout.error.startswith("the agent ended with exit code 127 before its first call: ")
+    assert result.rollout.error.endswith("not found")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("exit 3; : {instruction}", "the agent ended with exit code 3 before its first call, and printed nothing"),
+        ("true {instruction}", "the agent got no answer from the model (exit code 0; it printed nothing)"),
+        (
+            'curl -s -d "{" -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_BASE_URL/chat/completions; exit 3; '
+            ": {instruction}",
+            "a request of the agent was refused",
+        ),
+    ],
+)
+def test_an_agent_without_an_answer_is_not_always_one_that_failed_by_itself(
+    tmp_path: Path, command: str, words: str
+) -> None:
+    with runner(tmp_path, harness=ShellHarness(command)) as rollouts:
+        (result,) = rollouts.run(jobs(tmp_path, 1))
+    assert words in result.rollout.error
 
 
 def test_a_sandbox_that_cannot_be_made(tmp_path: Path) -> None:

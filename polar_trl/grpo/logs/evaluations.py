@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accelerate.utils import gather_object
-
 from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.grade.pass_at_k import TaskCount, estimate_pass_rate
 
@@ -20,8 +18,8 @@ class Evaluations:
         self._rewards: list[tuple[str, float]] = []
 
     def note(self, rewards: Sequence[tuple[str, float]]) -> None:
-        """Note (task id, reward) of this rank's graded sessions (a collective)."""
-        self._rewards += gather_object(list(rewards))
+        """Note (task id, reward) of the graded sessions of all ranks."""
+        self._rewards += rewards
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Return the `FIGURES` of the evaluation that `logs` are of, under its names, and forget it; else nothing."""

@@ -15,16 +15,37 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from polar_trl.rollout.reasons import CUT, NOT_FOUND, OUT_OF_BUDGET, Reason, Repeats, count_reasons
+from polar_trl.grade.base import PASSING_REWARD
+from polar_trl.grpo.logs.reasons_file import REASONS_FILE
+from polar_trl.rollout.reasons import (
+    ASKED,
+    BEFORE_FIRST_CALL,
+    MAX_COMPLETION,
+    NOT_FOUND,
+    OUT_OF_BUDGET,
+    SESSION_TOKENS,
+    WINDOW,
+    Reason,
+    Repeats,
+    count_reasons,
+    name_cut,
+)
 from polar_trl.run_folder import append_lines
 
 logger = logging.getLogger(__name__)
 
-REASONS_FILE = "reasons.jsonl"
-MOST_REASONS = 10
+_MEND_AGENT = "mend the agent's command by what it printed; polar-trl doctor tries it alone"
+_LOOK = "look at one of these sessions"
+_LONGER = {
+    MAX_COMPLETION: "set max_completion_length higher",
+    WINDOW: "set vllm_max_model_length higher, or make the agent's prompts shorter",
+    SESSION_TOKENS: "set max_session_tokens higher",
+    ASKED: "have the agent ask for longer answers (its max_tokens)",
+}
+"""By the limit that cut answers."""
 _ADVICE = {
     NOT_FOUND: "let the agent's command be found in the sandbox (agent_command, agent_folders, sandbox_image)",
-    CUT: "set max_completion_length higher",
+    **{name_cut(limit): advice for limit, advice in _LONGER.items()},
     OUT_OF_BUDGET: "set max_session_calls or max_session_tokens higher",
     "the agent ran into its time limit": "give tasks a longer agent_timeout_s, or fewer agents at a time (max_agents)",
     "the grader failed": "mend the grader by the message above",
@@ -44,6 +65,8 @@ class Batch:
     group_size: int
     reasons: Sequence[tuple[Reason | None, str]] = ()
     """Of each rollout, with the path of its record."""
+    cuts: Sequence[str | None] = ()
+    """Of each rollout, the limit at which an answer was cut (`find_cut`)."""
     num_rows: int = 0
     dropped: Mapping[str, float] = field(default_factory=dict)
     """Sampled tokens that are not trained, by reason."""
@@ -61,29 +84,46 @@ def find_no_lesson(batch: Batch) -> NoLesson | None:
     """Find why a batch teaches nothing; None where it teaches something."""
     if batch.has_advantage and batch.num_rows:
         return None
-    found = count_reasons(reason for reason, _ in batch.reasons)
-    num, scored = len(batch.rewards), [reward for reward in batch.rewards if not math.isnan(reward)]
-    most = f"{found[0][1]} of {num} sessions ended with {found[0][0]}" if found else ""
-    look = _ADVICE.get(found[0][0].name if found else "", "look at one of these sessions: polar-trl inspect")
+    scored = [reward for reward in batch.rewards if not math.isnan(reward)]
     if not scored:
-        why = "no session got a reward" + (f"; {most}" if most else ": the reward functions gave none")
-        return NoLesson(why=why, advice=look if most else "have the grader or the reward functions give a number")
+        common, why = _find_common(batch, at_least=1), "no session got a reward"
+        if common is not None:
+            return NoLesson(why=f"{why}; {common.why}", advice=common.advice)
+        why = f"{why}: the reward functions gave none"
+        return NoLesson(why=why, advice="have the grader or the reward functions give a number")
     if batch.has_advantage:
         reason = max(batch.dropped, key=lambda name: batch.dropped[name], default="").rpartition("/")[2]
         advice = "set max_trajectory_tokens higher" if reason == "too_long" else "see polar/dropped/* in the log"
         return NoLesson(why=f"all tokens of sessions with an advantage were dropped ({reason})", advice=advice)
     low, high = min(scored), max(scored)
+    why = f"all {len(scored)} rewards are {low:g}"
+    advice = "easier tasks, a model that solves some of them, or a grader with partial credit"
     if low < high:
         why = f"the {batch.group_size} rewards of each group are equal, from {low:g} to {high:g} between groups"
-        return NoLesson(
-            why=why, advice="more sessions of each task (num_generations), or tasks of middling difficulty"
-        )
-    why = f"all {len(scored)} rewards are {low:g}"
-    if found and found[0][1] * 2 >= num:
-        return NoLesson(why=f"{why}; {most}", advice=look)
-    if low > 0:
-        return NoLesson(why=why, advice="harder tasks: the model gets the same reward on all of these")
-    return NoLesson(why=why, advice="easier tasks, a model that solves some of them, or a grader with partial credit")
+        advice = "more sessions of each task (num_generations), or tasks of middling difficulty"
+    elif low > 0:
+        advice = "harder tasks: the model gets the same reward on all of these"
+    common = None if low >= PASSING_REWARD else _find_common(batch, at_least=len(batch.rewards) / 2)
+    if common is not None:
+        why, advice = f"{why}; {common.why}", common.advice
+    return NoLesson(why=why, advice=advice)
+
+
+def _find_common(batch: Batch, *, at_least: float) -> NoLesson | None:
+    """Find what so many sessions have in common that tells why they earned nothing: how they ended, or answers cut."""
+    num, parts, advice = len(batch.rewards), [], None
+    for reason, count in count_reasons(reason for reason, _ in batch.reasons)[:1]:
+        if count >= at_least:
+            parts.append(f"{count} of {num} sessions: {reason}")
+            advice = _ADVICE.get(reason.name)
+            if reason.name.endswith(BEFORE_FIRST_CALL):
+                advice = _ADVICE.get(reason.name.removesuffix(BEFORE_FIRST_CALL), _MEND_AGENT)
+    cuts = Counter(cut for cut in batch.cuts if cut is not None)
+    if advice is None and cuts.total() * 2 >= num:
+        limit = cuts.most_common(1)[0][0]
+        parts.append(f"answers of {cuts.total()} of {num} sessions were cut at {limit}")
+        advice = _LONGER[limit]
+    return NoLesson(why="; ".join(parts), advice=advice or _LOOK) if parts else None
 
 
 class Lessons(TrainerCallback):
@@ -111,7 +151,7 @@ class Lessons(TrainerCallback):
         for reason, count in found[:1]:
             if count * 2 >= num and self._repeats.note((batch.mode, reason.name)):
                 logger.warning(
-                    "%s: %d of %d sessions ended with %s; see %s",
+                    "%s: %d of %d sessions: %s; see %s",
                     *(what, count, num, reason, self._folder / records[reason.name]),
                 )
         if batch.mode == "train":
@@ -119,8 +159,8 @@ class Lessons(TrainerCallback):
         if nothing is not None and self._repeats.note("nothing"):
             so_far = f" ({len(self._list_nothing())} of {len(self._nothing)} steps so far)"
             logger.warning(
-                "%s taught nothing%s: %s. Try: %s",
-                *(what, so_far if len(self._nothing) > 1 else "", nothing.why, nothing.advice),
+                "%s taught nothing%s: %s. Try: %s. Look at sessions: polar-trl inspect %s",
+                *(what, so_far if len(self._nothing) > 1 else "", nothing.why, nothing.advice, self._folder),
             )
         return nothing
 
@@ -130,8 +170,8 @@ class Lessons(TrainerCallback):
             latest = {nothing.advice: nothing for nothing in found}
             advice, count = Counter(nothing.advice for nothing in found).most_common(1)[0]
             logger.warning(
-                "%d of %d steps taught nothing; %d of them: %s. Try: %s",
-                *(len(found), len(self._nothing), count, latest[advice].why, advice),
+                "%d of %d steps taught nothing; %d of them: %s. Try: %s. Look at sessions: polar-trl inspect %s",
+                *(len(found), len(self._nothing), count, latest[advice].why, advice, self._folder),
             )
 
     def _list_nothing(self) -> list[NoLesson]:
@@ -154,30 +194,3 @@ class Lessons(TrainerCallback):
             line |= {"taught_nothing": nothing.why, "try": nothing.advice}
         self._folder.mkdir(parents=True, exist_ok=True)
         append_lines(self._folder / REASONS_FILE, json.dumps(line).encode() + b"\n")
-
-
-def summarize_reasons(folder: Path) -> dict[str, Any]:
-    """Summarize a run's `reasons.jsonl`: the training sessions by reason, and the steps that taught nothing.
-
-    Of a step that was made twice, after a resume, the later attempt counts.
-    """
-    latest: dict[int, list[dict[str, Any]]] = {}
-    path = folder / REASONS_FILE
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-            if line["mode"] == "train":
-                before = latest.get(line["step"], [])
-                latest[line["step"]] = [*(other for other in before if other["attempt"] == line["attempt"]), line]
-        except (ValueError, KeyError, TypeError):  # torn by a kill
-            continue
-    rows: dict[str, dict[str, Any]] = {}
-    for row in (row for lines in latest.values() for line in lines for row in line["reasons"]):
-        num_before = rows[row["reason"]]["sessions"] if row["reason"] in rows else 0
-        rows[row["reason"]] = {**row, "sessions": num_before + row["sessions"]}
-    nothing = [lines[-1] for lines in latest.values() if all("taught_nothing" in line for line in lines)]
-    return {
-        "reasons": sorted(rows.values(), key=lambda row: -row["sessions"])[:MOST_REASONS],
-        "steps_that_taught_nothing": len(nothing),
-        **({"taught_nothing": nothing[-1]["taught_nothing"], "try": nothing[-1]["try"]} if nothing else {}),
-    }

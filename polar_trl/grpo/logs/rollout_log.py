@@ -20,7 +20,7 @@ from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout
 from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.trl_bridge import TrlBridge
-from polar_trl.rollout.reasons import find_reason
+from polar_trl.rollout.reasons import find_cut, find_reason
 from polar_trl.rollout.session_run import RolloutResult
 
 
@@ -115,7 +115,7 @@ class RolloutLog:
                 for result, outcome in zip(results, outcomes, strict=True)
                 if outcome.scored
             ]
-            self.evaluations.note(rewards)
+            self.evaluations.note(gather_object(rewards))
         self.trl.metrics(mode)["num_tokens"] = [self.trl.state.num_input_tokens_seen]
         self._note_lesson(results, advantages, len(lengths), figures, mode, step)
         if self.table is not None:
@@ -134,6 +134,7 @@ class RolloutLog:
         reasons = gather_object(
             [(find_reason(result.rollout), self.name_record(result.record_path)) for result in results]
         )
+        cuts = gather_object([find_cut(result.rollout) for result in results])
         if self.rank != 0:
             return
         rewards_R = advantages.rewards_R.masked_fill(~advantages.scored_R, math.nan)
@@ -145,6 +146,7 @@ class RolloutLog:
                 has_advantage=bool(advantages.advantages_R.any()),
                 group_size=max(Counter(result.rollout.group_id for result in results).values()),
                 reasons=reasons,
+                cuts=cuts,
                 num_rows=num_rows,
                 dropped={name: count for name, count in figures.items() if name.startswith("polar/dropped/")},
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.logs.evaluations import list_evaluations
-from polar_trl.grpo.logs.lessons import summarize_reasons
+from polar_trl.grpo.logs.reasons_file import summarize_reasons
 from polar_trl.run_folder import write_whole
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_trl.errors import ConfigError, RecordError
+from polar_trl.grpo.logs.reasons_file import REASONS_FILE, summarize_reasons
 from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
 from polar_trl.sandbox.owner import is_dead, is_running
 from polar_trl.tools.inspector.curves import Curves
@@ -53,6 +54,7 @@ class RunFolder:
         self._lock = threading.Lock()
         self._views: OrderedDict[tuple[Any, ...], SessionView] = OrderedDict()
         self._table: tuple[tuple[int, int, int], list[dict[str, Any]]] | None = None
+        self._reasons: tuple[float, dict[str, Any]] | None = None
 
     def build_run(self) -> dict[str, Any]:
         """Build the JSON of the run as a whole, with the versions of its parts."""
@@ -66,6 +68,7 @@ class RunFolder:
             "model": _shorten(self.settings.get("model")),
             "settings": self._describe_settings(),
             "figures": build_figures(lines, rows),
+            "lessons": self._summarize_reasons(),
             "has_curves": bool(lines) or not self.is_evaluation,
             "is_evaluation": self.is_evaluation,
             "is_live": self.is_live(),
@@ -142,6 +145,14 @@ class RunFolder:
         row["key"] = self.prefix + row["key"]
         num_rows = self.rows.count_rows(key)
         return {"row": row, "group": group, "size": entry.size, "num_rows": num_rows, **view.build_meta()}
+
+    def _summarize_reasons(self) -> dict[str, Any]:
+        """Summarize `reasons.jsonl`, again when it has changed: which steps taught nothing, why, and what to try."""
+        changed_s = _find_change(self.folder / REASONS_FILE)
+        with self._lock:
+            if self._reasons is None or self._reasons[0] != changed_s:
+                self._reasons = changed_s, summarize_reasons(self.folder)
+            return self._reasons[1]
 
     def _describe_settings(self) -> dict[str, Any]:
         """Return the settings that the page lists: single values, and of the newest start what is in its groups."""

@@ -308,7 +308,13 @@ def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
 
 
 def _explain_end(line: Mapping[str, Any]) -> tuple[str, str]:
-    """Name how a session ended, and quote it, from its last line alone: faults of its last reply are not seen."""
+    """Name how a session ended, and quote it, from its last line alone.
+
+    Of records of earlier releases, which do not have the reason, faults of the last reply are not seen.
+    """
+    if "reason" in line["extra"]:
+        reason = _check(line["extra"], "reason", dict)
+        return _check(reason, "name", str), _check(reason, "detail", str)
     later = {"error_kind": None, "agent_exit": None, **line}  # older records lack these
     kind, exits = _check(later, "error_kind", str, None), _check(later, "agent_exit", dict, None)
     ended = None if exits is None else AgentExit(**exits)

@@ -204,6 +204,14 @@ def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:
     assert list_files(run) == before
 
 
+def test_a_page_loads_nothing_of_training() -> None:
+    code = "import json, sys, polar_trl.cli.inspect, polar_trl.tools.inspector.app; print(json.dumps([*sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert not {"torch", "trl", "vllm", "transformers", "accelerate", "peft", "datasets"} & set(
+        json.loads(done.stdout)
+    )
+
+
 def test_a_folder_of_an_evaluation_opens_without_curves(tmp_path: Path) -> None:
     path = write_session(tmp_path, NAME, [build_call(NAME, 0, (1,), (2,))])
     line = {"task": "task", "sample": 0, "attempt": 0, "rollout": NAME, "record": str(path.relative_to(tmp_path))}

@@ -74,6 +74,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
         write_session(folder, name, [build_call(name, 0, (1,), (2,))], batch="train_00002", reward=number / NUM_SMALL)
     (folder / "settings.json").write_text(json.dumps({"model": str(smollm2), "agent": EVIL, "max_steps": 50}))
     (folder / "log.jsonl").write_text("".join(json.dumps(build_line(step)) + "\n" for step in (1, 2, 3)))
+    lesson = {"step": 1, "mode": "train", "attempt": "a", "reasons": [], "taught_nothing": EVIL, "try": "more tasks"}
+    (folder / "reasons.jsonl").write_text(json.dumps(lesson) + "\n")
     return folder
 
 
@@ -165,6 +167,7 @@ def test_the_run_shows_curves_that_grow(page: Any, address: str, run: Path) -> N
     model = json.loads((run / "settings.json").read_text())["model"]
     assert page.text_content(".facts").startswith(f"Model{Path(model).name}")
     assert EVIL in page.text_content(".facts")
+    assert f"1 step taught nothing, the latest because: {EVIL}. Try: more tasks." in page.text_content("main")
     reward = page.locator(".chart", has_text="Mean over the rollouts of a step")
     until(page, f"{COUNT_LINE_PIXELS} > 300")
     assert "step 3" in reward.inner_text() and "0.375" in reward.inner_text()
@@ -185,6 +188,9 @@ def test_the_table_of_many_sessions_holds_what_is_on_the_screen(page: Any, addre
     page.wait_for_selector(".rows a.row")
     assert f"{NUM_SMALL + 2:,} sessions" in page.text_content(".summary")
     assert page.locator(".rows .row").count() < 60
+    for cell in (page.locator(".rows .seconds").first, page.locator(".rows .ended").first):
+        box = cell.bounding_box()
+        assert box["x"] + box["width"] <= 1280  # the width of the page; only the reason is scrolled to
     page.evaluate("document.querySelector('.table').scrollTop = 1e9")
     until(page, f"[...document.querySelectorAll('.rows a.row')].some(row => row.textContent.includes('{LONG}'))")
     assert page.locator(".rows .row").count() < 60

@@ -11,6 +11,8 @@ from recorded import build_call, describe_rollout, name_record, write_rows, writ
 from starlette.testclient import TestClient
 
 from polar_trl.eval.sample_tasks import SampleResult
+from polar_trl.grpo.logs.lessons import Batch, Lessons
+from polar_trl.rollout.reasons import MAX_COMPLETION
 from polar_trl.tools.inspector.app import build_app
 from polar_trl.tools.inspector.figures import build_figures
 from polar_trl.tools.inspector.run_folder import RunFolder
@@ -64,6 +66,19 @@ def test_tasks_by_step(run: Path) -> None:
     ]
     assert [task["task"] for task in maps["eval"]["tasks"]] == ["held out"]
     assert cell["matched"] == 2 and maps["tasks"] == maps["pass_at"] == []
+
+
+def test_the_header_says_which_steps_taught_nothing(run: Path) -> None:
+    with open_client(run) as client:
+        assert client.get("/api/run").json()["lessons"]["steps_that_taught_nothing"] == 0
+        Lessons(run, "a").note(
+            Batch(step=1, mode="train", rewards=[0, 0], has_advantage=False, group_size=2, cuts=[MAX_COMPLETION] * 2)
+        )
+        told = client.get("/api/run").json()["lessons"]
+    assert (told["steps_that_taught_nothing"], told["try"]) == (1, "set max_completion_length higher")
+    assert (
+        told["taught_nothing"] == "all 2 rewards are 0; answers of 2 of 2 sessions were cut at max_completion_length"
+    )
 
 
 def test_many_steps_share_columns_and_many_tasks_are_counted() -> None:

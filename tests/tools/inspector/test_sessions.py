@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 from recorded import ATTEMPT, build_call, describe_rollout, name_record, write_rows, write_session
+from sessions import run_session
 
+from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import RecordError
+from polar_trl.harness.shell import ShellHarness
 from polar_trl.recording.log import SessionLog
 from polar_trl.sandbox.owner import build_owner_tag
+from polar_trl.tools.doctor import RENDERER
 from polar_trl.tools.inspector import sessions
 from polar_trl.tools.inspector.run_folder import RunFolder
 from polar_trl.tools.inspector.sessions import Entry, SessionIndex
 from polar_trl.tools.inspector.table import build_table_rows, count_choices, name_stage, parse_reward, select
 from polar_trl.tools.inspector.trained_rows import TrainedRowIndex
-from polar_trl.types import Call
+from polar_trl.types import Call, Message
 
 CALLS = (((1,), (10, 11)), ((1, 10, 11, 2), (12,)), ((7,), (20, 21, 22)))
 
@@ -233,6 +237,20 @@ def test_finished_sessions_are_not_opened_twice(tmp_path: Path, monkeypatch: pyt
     assert len(index.refresh()) == 300
 
 
+def test_a_session_that_ended_well_on_an_answer_that_was_cut(tmp_path: Path) -> None:
+    """No trainer has said so: the record has the reason, also in the folder of an evaluation."""
+    ask = 'curl -s -d "{\\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}]}" '
+    ask += '-H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_BASE_URL/chat/completions; : {instruction}'
+    for grader in ("false", "true"):
+        engine = ScriptedEngine([RENDERER.spell(Message(role="assistant", text="long " * 50))])
+        path = tmp_path / f"{grader}.jsonl"
+        run_session(ShellHarness(ask), engine, grader=grader, max_tokens=9, record_path=path)  # type: ignore[arg-type]
+    entries = {entry.key: entry for entry in SessionIndex(tmp_path).refresh()}
+    assert (entries["false"].reward, entries["false"].stop_reason) == (0.0, "completed")
+    assert entries["false"].ended == "the last answer was cut at max_completion_length"
+    assert entries["true"].ended == "completed"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -248,6 +266,8 @@ def test_finished_sessions_are_not_opened_twice(tmp_path: Path, monkeypatch: pyt
         ({"extra": None}, "extra is null"),
         ({"extra": {"summary": {"calls": None}}}, "calls is null"),
         ({"extra": {"summary": {"calls": 1}}}, "'sampled_tokens' is missing"),
+        ({"extra": {"reason": "cut"}}, 'reason is "cut"'),
+        ({"extra": {"reason": {"name": 1, "detail": ""}}}, "name is 1"),
     ],
 )
 @pytest.mark.parametrize("is_open", [True, False])

@@ -31,6 +31,7 @@ export async function showRun(root, params, first) {
       : "This folder has sessions and no training steps, so there are no curves.";
     replace(
       note,
+      run.lessons.taught_nothing ? notice(describeLessons(run.lessons)) : null,
       run.settings_problem ? notice(`${run.settings_problem}: model, agent and number of steps are not known.`, "bad") : null,
       charts.length || found.tasks.length ? null : notice(empty),
     );
@@ -58,6 +59,10 @@ function drawFacts(root, run) {
   ].filter(Boolean);
   replace(root, facts.map(([name, value, filter]) =>
     h("div", {}, h("dt", {}, name), h("dd", { title: value }, filter ? h("a", { href: addressOf(run, filter) }, value) : value))));
+}
+
+function describeLessons({ steps_that_taught_nothing: steps, taught_nothing: why, try: advice }) {
+  return `${plural(steps, "step")} taught nothing, the latest because: ${why}. Try: ${advice}.`;
 }
 
 function describeEvaluation(evaluation) {

@@ -9,19 +9,19 @@ const KEPT_PAGES = 20;
 const SPARE = 8;
 
 const COLUMNS = [
-  { name: "step", title: "Step", align: "right", width: "3rem", hint: "Optimizer step that trained it" },
-  { name: "batch", title: "Batch", width: "5.5rem" },
-  { name: "rollout", title: "Session", width: "minmax(11.5rem, 1fr)" },
-  { name: "task", title: "Task", width: "minmax(11rem, 2.2fr)" },
-  { name: "agent", title: "Agent", width: "6.5rem" },
-  { name: "stage", title: "Stage", width: "5.5rem" },
-  { name: "reward", title: "Reward", align: "right", width: "4rem" },
-  { name: "advantage", title: "Adv.", align: "right", width: "4.5rem", hint: "Advantage" },
-  { name: "calls", title: "Calls", align: "right", width: "3rem" },
-  { name: "tokens", title: "Tokens", align: "right", width: "4.2rem", hint: "Sampled tokens" },
-  { name: "trajectories", title: "Traj.", align: "right", width: "3rem", hint: "Trajectories; more than 1 means forks" },
-  { name: "ended", title: "Ended", width: "11rem", hint: "How the session ended" },
-  { name: "seconds", title: "Time", align: "right", width: "8rem", hint: "Queue, prepare, agent, held, grade" },
+  { name: "step", title: "Step", align: "right", width: "2.6rem", hint: "Optimizer step that trained it" },
+  { name: "batch", title: "Batch", width: "5.2rem" },
+  { name: "rollout", title: "Session", width: "minmax(9.5rem, 1fr)" },
+  { name: "task", title: "Task", width: "minmax(7rem, 2.2fr)" },
+  { name: "agent", title: "Agent", width: "6rem" },
+  { name: "stage", title: "Stage", width: "5rem" },
+  { name: "reward", title: "Reward", align: "right", width: "3.6rem" },
+  { name: "advantage", title: "Adv.", align: "right", width: "4rem", hint: "Advantage" },
+  { name: "calls", title: "Calls", align: "right", width: "2.6rem" },
+  { name: "tokens", title: "Tokens", align: "right", width: "3.6rem", hint: "Sampled tokens" },
+  { name: "trajectories", title: "Traj.", align: "right", width: "2.6rem", hint: "Trajectories; more than 1 means forks" },
+  { name: "seconds", title: "Time", align: "right", width: "7.5rem", hint: "Queue, prepare, agent, held, grade" },
+  { name: "ended", title: "Ended", width: "minmax(8rem, 1.2fr)", hint: "How the session ended" },
   { name: "error", title: "Reason", width: "minmax(5rem, 1fr)", hint: "The error, or what the agent printed last" },
 ];
 export const PHASES = ["queue", "prepare", "agent", "held", "grade"];
