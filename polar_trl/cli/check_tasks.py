@@ -105,8 +105,8 @@ def _print_checks(results: Sequence["Checked"]) -> None:
     from rich.text import Text
 
     # names of tests are long words, which would be cut
-    task, problem = (Column(name, overflow="fold") for name in ("task", "problem"))
-    table = Table(task, "verdict", "gold", "empty", "seconds", "flaky", problem)
+    names = ("verdict", "gold", "empty", "seconds", "flaky")
+    table = Table(Column("task", overflow="fold"), *names, Column("problem", overflow="fold"))
     for checked in results:
         gold, empty = ("-" if value is None else f"{value:g}" for value in (checked.gold, checked.empty))
         flaky = "yes" if checked.flaky else "no"
@@ -121,11 +121,11 @@ def _print_checks(results: Sequence["Checked"]) -> None:
     bad = [checked for checked in results if checked.problem]
     if len(bad) > 1:
         why = Table("why tasks are bad", "tasks", Column("example", overflow="fold"))
-        names = Counter(map(_name_problem, bad))
+        counts = Counter(map(_name_problem, bad))
         latest = {_name_problem(checked): checked for checked in bad}
-        for name, count in names.most_common():
+        for name, count in counts.most_common():
             why.add_row(Text(name), str(count), Text(f"{latest[name].id}: {latest[name].problem}"))
         console.print(why)
-    counts = Counter[str](checked.verdict for checked in results)
-    others = "".join(f", {counts[name]} {text}" for name, text in _OTHERS.items() if counts[name])
-    console.print(f"{counts['good']} of {len(results)} tasks are good{others}")
+    verdicts = Counter[str](checked.verdict for checked in results)
+    others = "".join(f", {verdicts[name]} {text}" for name, text in _OTHERS.items() if verdicts[name])
+    console.print(f"{verdicts['good']} of {len(results)} tasks are good{others}")
