@@ -25,6 +25,7 @@ examples:
   polar-trl doctor codex pi --install      these two, installed first where they are missing
   polar-trl doctor pi@1.5.2 --install      another version than the one that was verified
   polar-trl doctor 'my-agent --yes {instruction}' --agent_folders /opt/my-agent
+  polar-trl doctor 'my-agent {instruction}' --tasks tasks.jsonl --sandbox docker   in the first task's image
   polar-trl doctor my_agents:Mine          an own class, as agent: my_agents:Mine of a run file
   polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
