@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from polar_trl.sandbox import build_backend, choose_kind
     from polar_trl.sandbox.limits import Limits
     from polar_trl.setup.check_tasks import TaskChecker, has_tests
+    from polar_trl.setup.run_setup import find_unused_images
     from polar_trl.tasks.environment import list_environments, provide_python
     from polar_trl.tasks.load import load_task_set
     from polar_trl.tasks.rules import check_limits
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if len(tasks) < len(loaded):
         print(f"polar-trl: {len(loaded) - len(tasks)} tasks have no tests and are left out", file=sys.stderr)
     kind = choose_kind(args.sandbox, image=args.sandbox_image, tasks=tasks)
+    if unused := find_unused_images(tasks, kind):
+        print(f"polar-trl: {unused}", file=sys.stderr)
     tasks = provide_python(tasks, sandbox=kind, image=args.sandbox_image)
     limits = Limits(memory_mb=args.sandbox_memory_mb, cpus=args.sandbox_cpus, disk_mb=args.sandbox_disk_mb)
     mounts = list_environments(tasks)
@@ -87,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if "bad" in verdicts or "good" not in verdicts else 0
 
 
-def _name_problem(problem: str) -> str:
-    """Name a problem without what is of one task: its words up to a colon, a bracket or a semicolon."""
+def _name_problem(checked: "Checked") -> str:
+    """Name a problem without what is of one task: its id, and all from a colon, a bracket or a semicolon on."""
+    problem = re.sub(rf"(?<=\btask ){re.escape(checked.id)}(?!\w)", "...", checked.problem)
     return re.split(r"[:;(]", problem)[0].strip()
 
 
@@ -97,10 +101,12 @@ _OTHERS = {"bad": "bad", "not proven": "not proven (no solution to try)"}
 
 def _print_checks(results: Sequence["Checked"]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("task", "verdict", "gold", "empty", "seconds", "flaky", "problem")
+    # names of tests are long words, which would be cut
+    names = ("verdict", "gold", "empty", "seconds", "flaky")
+    table = Table(Column("task", overflow="fold"), *names, Column("problem", overflow="fold"))
     for checked in results:
         gold, empty = ("-" if value is None else f"{value:g}" for value in (checked.gold, checked.empty))
         flaky = "yes" if checked.flaky else "no"
@@ -114,12 +120,12 @@ def _print_checks(results: Sequence["Checked"]) -> None:
     console.print(table)
     bad = [checked for checked in results if checked.problem]
     if len(bad) > 1:
-        why = Table("why tasks are bad", "tasks", "example")
-        names = Counter(_name_problem(checked.problem) for checked in bad)
-        latest = {_name_problem(checked.problem): checked for checked in bad}
-        for name, count in names.most_common():
+        why = Table("why tasks are bad", "tasks", Column("example", overflow="fold"))
+        counts = Counter(map(_name_problem, bad))
+        latest = {_name_problem(checked): checked for checked in bad}
+        for name, count in counts.most_common():
             why.add_row(Text(name), str(count), Text(f"{latest[name].id}: {latest[name].problem}"))
         console.print(why)
-    counts = Counter[str](checked.verdict for checked in results)
-    others = "".join(f", {counts[name]} {text}" for name, text in _OTHERS.items() if counts[name])
-    console.print(f"{counts['good']} of {len(results)} tasks are good{others}")
+    verdicts = Counter[str](checked.verdict for checked in results)
+    others = "".join(f", {verdicts[name]} {text}" for name, text in _OTHERS.items() if verdicts[name])
+    console.print(f"{verdicts['good']} of {len(results)} tasks are good{others}")

@@ -25,6 +25,7 @@ examples:
   polar-trl doctor codex pi --install      these two, installed first where they are missing
   polar-trl doctor pi@1.5.2 --install      another version than the one that was verified
   polar-trl doctor 'my-agent --yes {instruction}' --agent_folders /opt/my-agent
+  polar-trl doctor 'my-agent {instruction}' --tasks tasks.jsonl --sandbox docker   in the first task's image
   polar-trl doctor my_agents:Mine          an own class, as agent: my_agents:Mine of a run file
   polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
@@ -82,6 +83,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--sandbox_image", "--image", metavar="IMAGE", help="container image with Python, for --sandbox docker"
     )
+    parser.add_argument("--tasks", metavar="SOURCE", help="run in the image of the first of these tasks instead")
     parser.add_argument("--security", action="store_true", help="try what sandboxes hold, instead of the agents")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
@@ -91,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """`polar-trl doctor`."""
     # the proxy and all it needs; the other subcommands start without
     from polar_trl.sandbox import build_backend
+    from polar_trl.tasks.load import load_task_set
     from polar_trl.tools.doctor import check_agent
     from polar_trl.tools.own_agent import try_agent
 
@@ -104,10 +107,14 @@ def run(args: argparse.Namespace) -> int:
     harnesses = {name: _build(name, args) for name in dict.fromkeys(args.agents or AGENTS)}
     # agents of Node share it, and a container takes a folder once
     mounts = list(dict.fromkeys(folder for harness in harnesses.values() for folder in harness.folders))
-    backend = build_backend(args.sandbox, image=args.sandbox_image, mounts=mounts)
+    place = None if args.tasks is None else load_task_set(args.tasks, limit=1)[0]
+    kind = choose_kind(args.sandbox, image=args.sandbox_image, tasks=[place] if place else [])
+    if place is not None and (kind != "docker" or args.sandbox_image is not None):
+        raise ConfigError("--tasks gives the image for --sandbox docker; leave it, or --sandbox_image, out")
+    backend = build_backend(kind, image=args.sandbox_image, mounts=mounts)
     checkups: dict[str, Checkup] = {}
     trials: dict[str, Trial] = {}
-    settings = {"backend": backend, "delay_s": args.answer_s, "model": model, "window": args.window}
+    settings = {"backend": backend, "delay_s": args.answer_s, "model": model, "window": args.window, "place": place}
     for name, harness in harnesses.items():
         print(f"polar-trl: trying {name} ...", file=sys.stderr)
         if _is_known(name):

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Print the tables of an evaluation: its numbers, the failures of the infrastructure, the groups of its tasks."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     console = Console()
@@ -92,12 +92,14 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     table.add_row("stop reasons", ", ".join(f"{name}: {n}" for name, n in summary["stop_reasons"].items()) or "-")
     console.print(table)
     if summary["failures"]:
-        failures = Table("failures of the infrastructure", "sessions", "the latest", title="retried and in no rate")
+        latest = Column("the latest", overflow="fold")
+        failures = Table("failures of the infrastructure", "sessions", latest, title="retried and in no rate")
         for name, failure in summary["failures"].items():
             failures.add_row(name, str(failure["sessions"]), Text(failure["latest"] or ""))
         console.print(failures)
     if summary["reasons"]:
-        reasons = Table("why graded sessions did not pass", "sessions", "example", title="the most frequent reasons")
+        example = Column("example", overflow="fold")  # with a path
+        reasons = Table("why graded sessions did not pass", "sessions", example, title="the most frequent reasons")
         for row in summary["reasons"][:10]:
             reasons.add_row(
                 Text(row["reason"]), str(row["sessions"]), Text(f"{row['example']}\n{row['record']}".strip())

@@ -15,6 +15,7 @@ The keys are those of `RunArguments` (polar_trl/setup/run_setup.py), of `PolarGR
 
 import argparse
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 
     from polar_trl.grpo.config import PolarGRPOConfig
     from polar_trl.setup.run_setup import RunArguments
+
+
+_NOT_OF_AN_EVALUATION = (
+    *("--output_dir", "--model_name_or_path", "--resume_from_checkpoint"),
+    *("--push_to_hub", "--hub_model_id", "--hub_token"),
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -91,7 +98,10 @@ def launch(config_file: Path, flags: Sequence[str]) -> NoReturn:
 
 def train(words: Sequence[str]) -> None:
     """Train by the settings of these flags."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not any(word.startswith("--help") for word in words):
+        print("train: loading torch, TRL and vLLM ...", file=sys.stderr, flush=True)
     from polar_trl.grpo.arguments import RunParser, parse_groups
+    from polar_trl.grpo.logs.terminal import say
     from polar_trl.grpo.preflight import own_output_dir
     from polar_trl.grpo.resume.checkpoint import choose_start
     from polar_trl.grpo.run.finish import explain_resume
@@ -112,6 +122,27 @@ def train(words: Sequence[str]) -> None:
             sys.exit(f"train: {error}; make room, and {explain_resume(folder)}")
         except KeyboardInterrupt:
             sys.exit(f"train: stopped at step {trainer.state.global_step}; {explain_resume(folder)}")
+        # a data set of rows (dataset_name) is none that an evaluation reads
+        has_tasks = bool(settings.eval_tasks or settings.tasks)
+        if has_tasks and args.save_strategy != "no" and trainer.accelerator.is_main_process:
+            say(f"evaluate:   {format_eval(words, folder)}")
+
+
+def format_eval(words: Sequence[str], folder: Path) -> str:
+    """Format the command that evaluates a run's model, in the folder where the run was started.
+
+    Args:
+        words: The run's flags. Paths in them and in the run file are relative to the current folder.
+        folder: The run's.
+    """
+    kept: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not kept:
+            kept.append([])
+        kept[-1].append(word)
+    kept = [flag for flag in kept if flag[0].partition("=")[0] not in _NOT_OF_AN_EVALUATION]
+    kept += [["--model_name_or_path", str(folder)], ["--output_dir", f"{folder}-eval"]]
+    return shlex.join(["polar-trl", "eval", *(word for flag in kept for word in flag)])
 
 
 def is_over(args: "PolarGRPOConfig", checkpoint: Path) -> bool:

@@ -14,6 +14,7 @@ from polar_trl.engine.standalone import build_standalone_engine
 from polar_trl.eval.served_model import open_served_model
 from polar_trl.eval.setup import EvalSetup
 from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.logs.library_log import LibraryLog
 from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
 from polar_trl.proxy import Proxy
 from polar_trl.tokens.load import load_renderer
@@ -25,12 +26,23 @@ def prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
         return checkpoint.base or checkpoint.name
     folder = setup.folder / "merged"
     print(f"merging the adapter {checkpoint.name} onto {checkpoint.base}: {folder}", file=sys.stderr, flush=True)
-    return str(merge_adapter(checkpoint, folder, trust_remote_code=setup.args.trust_remote_code))
+    with LibraryLog(setup.folder).everything():
+        return str(merge_adapter(checkpoint, folder, trust_remote_code=setup.args.trust_remote_code))
 
 
 @contextmanager
 def open_engine(setup: EvalSetup, model: str) -> Iterator[Engine]:
-    """Open the engine of a model that `prepare_model` gave, or of a server; it is closed after the block."""
+    """Open the engine of a model that `prepare_model` gave, or of a server; it is closed after the block.
+
+    What libraries say meanwhile is in `libraries.log` of the folder.
+    """
+    libraries = LibraryLog(setup.folder)
+    with libraries.logged(), _open_engine(setup, model, libraries) as engine:
+        yield engine
+
+
+@contextmanager
+def _open_engine(setup: EvalSetup, model: str, libraries: LibraryLog) -> Iterator[Engine]:
     args, evaluation = setup.args, setup.evaluation
     if evaluation.base_url is not None:
         tokenizer = None if evaluation.text_only or setup.model is None else model
@@ -44,17 +56,19 @@ def open_engine(setup: EvalSetup, model: str) -> Iterator[Engine]:
         ) as served:
             yield served
         return
-    engine = build_standalone_engine(
-        model,
-        cpu=setup.on_cpu,
-        max_model_len=args.vllm_max_model_length,
-        max_num_seqs=args.engine_slots,
-        gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
-        graphs=args.engine_cuda_graphs,
-        trust_remote_code=args.trust_remote_code,
-        # another one in each process: samples that are added later must not repeat the earlier ones
-        seed=int.from_bytes(os.urandom(4), "big"),
-    )
+    print(f"loading {model}; what libraries print is in {libraries.path}", file=sys.stderr, flush=True)
+    with libraries.everything():
+        engine = build_standalone_engine(
+            model,
+            cpu=setup.on_cpu,
+            max_model_len=args.vllm_max_model_length,
+            max_num_seqs=args.engine_slots,
+            gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
+            graphs=args.engine_cuda_graphs,
+            trust_remote_code=args.trust_remote_code,
+            # another one in each process: samples that are added later must not repeat the earlier ones
+            seed=int.from_bytes(os.urandom(4), "big"),
+        )
     try:
         yield engine
     finally:

@@ -213,7 +213,7 @@ def sample_tasks(
     waiting, running = deque(samples), dict[str, Sample]()
     failures: list[str] = []
     graded = passed = 0
-    with tqdm(total=len(samples), desc="sessions", unit="session", disable=not show_progress) as bar:
+    with tqdm(total=len(samples), desc="sessions", unit="session", disable=None if show_progress else True) as bar:
         while waiting or running:
             while waiting and len(running) < width:
                 sample = waiting.popleft()

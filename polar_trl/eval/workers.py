@@ -84,7 +84,7 @@ def end_with_parent() -> None:
 
 def _watch(workers: Sequence["subprocess.Popen[bytes]"], results: Path, num_samples: int, show: bool) -> None:
     before = _count_lines(results)
-    with tqdm(total=num_samples, desc="sessions", unit="session", disable=not show) as bar:
+    with tqdm(total=num_samples, desc="sessions", unit="session", disable=None if show else True) as bar:
         for worker in workers:
             while True:
                 bar.update(_count_lines(results) - before - bar.n)

@@ -37,6 +37,10 @@ from polar_trl.types import GradeReport, Task, TestSpec
 MAX_REPORT_BYTES = 64 << 20
 NOT_STARTED = (126, 127)
 """Exit codes of a shell that cannot start a program."""
+_INSTALL = (
+    "install pytest in the task's image (its Dockerfile), or, in bwrap and local sandboxes, name a requirements file "
+    "(tests.requirements)"
+)
 _DIED = {"test_runs_timed_out": "the tests ran out of time", "test_runs_died": "the tests ended without a report"}
 # the same as where tasks are built: some tests depend on zone, locale and width
 ENV = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
@@ -190,7 +194,7 @@ def run_hidden_tests(
         return None, "test_runs_timed_out", result.tail()
     if result.exit_code in (*NOT_STARTED, NO_PYTEST):
         why = f"task {task.id}: {spec.python!r} cannot run pytest there: {result.stderr.strip()[-300:]}"
-        raise GradeError(why, output=result.tail())
+        raise GradeError(f"{why}; {_INSTALL}", output=result.tail())
     return None, "test_runs_died", result.tail()
 
 

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -109,7 +110,9 @@ class TaskChecker:
         futures: list[Future[Checked]] = [executor.submit(self.check, task) for task in tasks]
         waiting = set(futures)
         try:
-            with tqdm(total=len(tasks), desc="checking", unit="task", leave=False, disable=not show_progress) as bar:
+            with tqdm(
+                total=len(tasks), desc="checking", unit="task", leave=False, disable=None if show_progress else True
+            ) as bar:
                 while waiting:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     for checked in (future.result() for future in done):
@@ -137,7 +140,9 @@ class TaskChecker:
                     _keep(path, checked, self._gold_runs)
                 return checked
         except (PolarError, OSError) as error:
-            return Checked(id=task.id, problem=str(error))
+            # beside its id the task need not be named again
+            named = re.match(rf"task '?{re.escape(task.id)}'?:? ", text := str(error))
+            return Checked(id=task.id, problem=text[named.end() :] if named else text)
 
     def _grade_all(self, task: Task) -> Checked:
         started = monotonic()

@@ -171,6 +171,9 @@ def build_parts(
     require_launch(harness, tasks, **limits)
     mounts = [*harness.folders, *list_environments(tasks)]
     backend = build_sandbox(run, tasks, mounts, run_id)
+    needs_files = run.agent == "shell" and not (run.agent_files or run.agent_folders)
+    if is_first and (unused := find_unused_images(tasks, find_sandbox_kind(run, tasks), needs_files=needs_files)):
+        print(unused, file=sys.stderr, flush=True)
     try:
         grader = build_grader(run, tasks, backend)
         check_limits(tasks, build_limits(run), backend.capabilities)
@@ -239,6 +242,25 @@ def build_limits(run: RunArguments) -> Limits:
 def find_sandbox_kind(run: RunArguments, tasks: Sequence[Task]) -> str:
     """Return the kind of the run's sandboxes, "auto" decided."""
     return choose_kind(run.sandbox, image=run.sandbox_image, tasks=tasks)
+
+
+def find_unused_images(tasks: Sequence[Task], kind: str, *, needs_files: bool = False) -> str:
+    """Say that sandboxes of this kind build no images, where something that tasks' own Dockerfiles install is missing.
+
+    Args:
+        kind: Of `choose_kind`.
+        needs_files: An own agent is to run, and no file or folder is given for it.
+    """
+    contexts = [(task, Path(task.build_context)) for task in tasks if task.build_context is not None]
+    built = [task for task, context in contexts if (context / "Dockerfile").is_file()]
+    bare = [task for task in built if task.tests is None or task.tests.requirements is None]
+    advice = ["tests.requirements for the tests"] * bool(bare) + ["agent_files for the agent"] * needs_files
+    if kind == "docker" or not built or not advice:
+        return ""
+    return (
+        f"the Dockerfiles of {len(built)} tasks are not used in {kind} sandboxes: give {' and '.join(advice)}, or "
+        "take sandbox: docker"
+    )
 
 
 def build_sandbox(run: RunArguments, tasks: Sequence[Task], mounts: Sequence[Path], run_id: str) -> SandboxBackend:

@@ -54,6 +54,7 @@ def check_agent(
     backend: SandboxBackend | None = None,
     model: Renderer | None = None,
     window: int | None = None,
+    place: Task | None = None,
 ) -> Checkup:
     """Run one session of two turns: a shell command that writes a file, then the end.
 
@@ -65,6 +66,7 @@ def check_agent(
         backend: Where it runs; None is the default sandbox.
         model: The chat format by which its first prompt is counted.
         window: The context window that this prompt has to fit.
+        place: A task in whose image it runs.
     """
     num_tokens: int | None = None
     try:
@@ -74,7 +76,8 @@ def check_agent(
         if installed is None:
             why = f"{name} is not installed; run: polar-trl doctor --install {name}"
         else:
-            finished = _try(harness, delay_s, backend or build_backend("auto", mounts=harness.folders))
+            task = build_task(delay_s, place)
+            finished = _try(harness, task, delay_s, backend or build_backend("auto", mounts=harness.folders))
             num_tokens = None if model is None else _count_first_prompt(finished, model)
             why = _find_fault(finished)
             if not why and window is not None and num_tokens is not None and num_tokens >= window:
@@ -143,7 +146,19 @@ def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]
     return answer
 
 
-def _try(harness: AgentHarness, delay_s: float, backend: SandboxBackend) -> RolloutResult:
+def build_task(delay_s: float, place: Task | None = None) -> Task:
+    """Build the task of a checkup, in the image of another task if one is given."""
+    return Task(
+        id="doctor",
+        instruction="Write the word hello into the file doctor.txt.",
+        agent_timeout_s=180.0 + 4 * delay_s,
+        grader='test "$(cat doctor.txt)" = hello',
+        image=None if place is None else place.image,
+        build_context=None if place is None else place.build_context,
+    )
+
+
+def _try(harness: AgentHarness, task: Task, delay_s: float, backend: SandboxBackend) -> RolloutResult:
     """Run the session of two turns."""
     text, tool_calls = harness.build_last_message("The file is written.")
     replies = [
@@ -155,12 +170,6 @@ def _try(harness: AgentHarness, delay_s: float, backend: SandboxBackend) -> Roll
         ),
         Message(role="assistant", text=text, tool_calls=tool_calls),
     ]
-    task = Task(
-        id="doctor",
-        instruction="Write the word hello into the file doctor.txt.",
-        agent_timeout_s=180.0 + 4 * delay_s,
-        grader='test "$(cat doctor.txt)" = hello',
-    )
     return run_scripted_session(harness, replies, task, delay_s=delay_s, backend=backend)
 
 

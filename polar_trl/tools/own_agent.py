@@ -21,7 +21,7 @@ from polar_trl.rollout.runner import RolloutResult
 from polar_trl.sandbox.base import ExecResult, SandboxBackend
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import END, START
-from polar_trl.tools.doctor import RENDERER, run_scripted_session
+from polar_trl.tools.doctor import RENDERER, build_task, run_scripted_session
 from polar_trl.types import Call, ChatRequest, Endpoint, Message, Purpose, Task, TokenIds, ToolCall
 
 MAX_CALLS = 20
@@ -70,6 +70,7 @@ def try_agent(
     delay_s: float = 0.0,
     model: Renderer | None = None,
     window: int | None = None,
+    place: Task | None = None,
 ) -> Trial:
     """Run one session in which the agent is told to write a file.
 
@@ -78,13 +79,9 @@ def try_agent(
         delay_s: How long the scripted model takes for each answer.
         model: The chat format by which its prompts are counted.
         window: The context window that its first prompt has to fit.
+        place: A task in whose image it runs.
     """
-    task = Task(
-        id="doctor",
-        instruction="Write the word hello into the file doctor.txt.",
-        agent_timeout_s=180.0 + 4 * delay_s,
-        grader='test "$(cat doctor.txt)" = hello',
-    )
+    task = build_task(delay_s, place)
     watched = _Watched(harness)
     script = _Script()
     try:

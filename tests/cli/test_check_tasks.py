@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from environments import IMAGE, install_pytest
 
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.cli import main
+from polar_trl.cli.check_tasks import _name_problem
+from polar_trl.setup.check_tasks import Checked
 from polar_trl.tasks.build.folders import Tools
 
 HIDDEN = Path("tests", "hidden", "tests", "test_calc.py")
@@ -146,6 +149,36 @@ def test_why_tasks_are_bad_is_counted(task: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "why tasks are bad" in said and "the solution gets 0, 0, 0" in " ".join(said.split())
     assert "0 of 2 tasks are good, 2 bad" in said
+
+
+def test_tasks_with_one_problem_are_counted_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tests need pytest, which no Python of a sandbox has. At 80 columns all is there to be read."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "tests/test_" + 30 * "long_" + "name.py::test_it"
+    (tmp_path / "w").mkdir()
+    (tmp_path / "h" / "tests").mkdir(parents=True)
+    (tmp_path / "h" / name.partition("::")[0]).write_text("def test_it(): pass\n")
+    tests = {"fail_to_pass": [name], "folder": "h", "files": [name.partition("::")[0]], "paths": ["tests"]}
+    rows = [{"id": f"t{i}", "instruction": "x", "workspace": "w", "tests": tests} for i in range(3)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({**row, "build_context": "."}) + "\n" for row in rows))
+    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\n")
+    code, found = check(capsys, tmp_path / "t.jsonl", "--sandbox", "bwrap")
+    problems = {checked["problem"] for checked in found}
+    assert code == 1 and len(problems) == 1
+    assert re.fullmatch(r"'python3' cannot run pytest there: .* has no pytest; install pytest .*", problems.pop())
+    assert main(["check-tasks", str(tmp_path / "t.jsonl"), "--sandbox", "bwrap"]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("the Dockerfiles of 3 tasks are not used in bwrap sandboxes: give tests.requirements") == 1
+    (row,) = [line for line in said.out.splitlines() if re.search(r"│ 3 +│ ", line)]
+    assert row.startswith("│ 'python3'") and "…" not in said.out
+    assert "checking" not in said.err  # no progress bar where nobody looks
+
+
+def test_a_problem_with_the_id_inside_is_one_problem() -> None:
+    checked = [Checked(id=name, problem=f"solve.sh of task {name} ended with exit code 3: 'x'") for name in ("a", "b")]
+    assert {_name_problem(one) for one in checked} == {"solve.sh of task ... ended with exit code 3"}
 
 
 def test_a_table(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

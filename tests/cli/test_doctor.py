@@ -12,6 +12,7 @@ from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.pi import PiHarness
 
 ROOT = Path(__file__).resolve().parents[2]
+LADDER = str(ROOT / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl")
 
 
 def test_it_says_of_each_agent_that_it_works(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +120,8 @@ def test_a_version_that_is_not_installed_is_named(
         (["agent {instruction}", "--agent_files", "no/such/file"], "agent_files: no/such/file cannot be read"),
         (["agent {instruction}", "--agent_options", "{"], "agent_options is not JSON"),
         (["agent {instruction}", "--model", "no/such/model"], "no/such/model"),
+        (["agent {instruction}", "--tasks", "no/such/tasks.jsonl"], "no task file at no/such/tasks.jsonl"),
+        (["agent {instruction}", "--tasks", LADDER], "--tasks gives the image for --sandbox docker"),
     ],
 )
 def test_a_wrong_question_is_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -123,6 +123,13 @@ def test_no_session_is_run_twice_and_each_has_a_reward(resumed: Resumed) -> None
     assert {result.record for result in results} < on_disk
 
 
+def test_what_libraries_print_is_in_a_file(resumed: Resumed) -> None:
+    said = (resumed.stop_log + resumed.end_log).splitlines()
+    assert not [line for line in said if re.search("[Ww]arning|WARNING|safetensors|it/s|session/s|Ignoring", line)]
+    assert f"what libraries print is in {resumed.out / 'libraries.log'}" in resumed.end_log
+    assert "safetensors" in (resumed.out / "libraries.log").read_text()
+
+
 def test_the_summary_is_that_of_the_results(resumed: Resumed) -> None:
     results, summary = read_results(resumed.out), resumed.summary
     num_passed = sum(result.reward == 1.0 for result in results)

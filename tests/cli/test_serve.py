@@ -132,6 +132,11 @@ def test_text_comes_in_many_parts(served: Served) -> None:
     assert len(texts) > 8 and len("".join(texts)) > 80
 
 
+def test_what_libraries_print_is_in_a_file(served: Served) -> None:
+    assert not re.search("[Ww]arning|WARNING|safetensors|Ignoring", served.shown), served.shown
+    assert "safetensors" in (served.out / "libraries.log").read_text()
+
+
 def test_a_client_that_hangs_up_frees_the_engine(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "Count to ten thousand."}], "stream": True, "max_tokens": 4000}
     headers = {"authorization": f"Bearer {KEY}.hangs-up"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,11 @@ def test_on_two_cores_without_an_engine(folder: Path) -> None:
     assert "4 of 4 tasks are good" in run(check, folder)
     assert "works: yes" in run(doctor, folder)
     assert "pass@1" in run(f"{evaluate} --limit 1", folder)
-    run(f"{train} --max_steps 1 --gradient_accumulation_steps 1", folder)
+    said = run(f"{train} --max_steps 1 --gradient_accumulation_steps 1", folder)
+    assert "Dockerfile" not in said  # nothing of the image is missing
+    (again,) = re.findall("^evaluate: +(polar-trl eval .*)$", said, re.MULTILINE)
+    assert "1, 1 graded" in run(f"{again} --limit 1", folder)
+    assert (folder / "runs" / "cpu-eval" / "summary.json").exists()
     sessions = [read_session(path) for path in (folder / "runs" / "cpu").glob("sessions/**/*.jsonl")]
     assert [(len(rollout.calls) > 0, rollout.reward) for rollout in sessions] == [(True, 0.0)] * 4
     assert inspect == "polar-trl inspect runs/cpu"
@@ -87,14 +92,13 @@ def base_image(tmp_path: Path) -> Iterator[None]:
     (context / "Dockerfile").write_text("\n".join(lines) + "\n")
     subprocess.run(["docker", "build", "--quiet", "--tag", "python:3.11-slim", str(context)], check=True)
     yield
-    subprocess.run(["docker", "rmi", "--force", "python:3.11-slim", "own-agent"], check=False, capture_output=True)
+    subprocess.run(["docker", "rmi", "--force", "python:3.11-slim"], check=False, capture_output=True)
 
 
 @pytest.mark.containers
 def test_on_a_gpus_commands_in_containers(folder: Path, base_image: None) -> None:
-    check, build, doctor, plan, before, train, after, inspect = ON_A_GPU
+    check, doctor, plan, before, train, after, inspect = ON_A_GPU
     assert "4 of 4 tasks are good" in run(check, folder)
-    run(build, folder)
     assert "works: yes" in run(doctor, folder)
     assert plan == "polar-trl plan --config run.yaml --gpu 80GB"  # tests/docs runs it on a model of that size
     assert "pass@1" in run(f"{before} {SMALL['polar-trl eval']} {TWO_CORES}", folder)

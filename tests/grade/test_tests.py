@@ -158,7 +158,10 @@ def test_a_python_that_cannot_run_pytest_decides_nothing(task: Task, tmp_path: P
     bare = tmp_path / "shown" / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without its packages
     bare.chmod(0o755)
-    for python, message in (("no-such-python", "'no-such-python' cannot run pytest"), (str(bare), "has no pytest")):
+    for python, message in (
+        ("no-such-python", "'no-such-python' cannot run pytest"),
+        (str(bare), r"has no pytest; install pytest .*requirements"),
+    ):
         with pytest.raises(GradeError, match=message):
             grade(replace(task, tests=replace(task.tests, python=python)), SOLVE, tmp_path)
 

@@ -63,7 +63,6 @@ COMMANDS: dict[str, Run | str] = {
     # an own repository, and what comes after: their tests run the pages' commands in order
     "cd examples/own_repository": OWN_REPOSITORY,
     "polar-trl check-tasks tasks.jsonl --sandbox (docker|bwrap)": OWN_REPOSITORY,
-    "docker build --tag own-agent image": OWN_REPOSITORY,
     "polar-trl doctor 'python3 .*/agent.py {instruction}' .*": OWN_REPOSITORY,
     "polar-trl eval --config (run|cpu).yaml .*": OWN_REPOSITORY,
     "polar-trl train --config (run|cpu).yaml": OWN_REPOSITORY,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from polar_trl.cli.train import format_eval
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -79,7 +81,7 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
 def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     said = start(tmp_path, ROOT / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl")
-    assert said == [f"train: output_dir {tmp_path / 'run'} is a file; name another output_dir"]
+    assert said[1:] == [f"train: output_dir {tmp_path / 'run'} is a file; name another output_dir"]
 
 
 def write_task(folder: Path, toml: str = "", environment: str = "") -> Path:
@@ -124,6 +126,24 @@ def test_an_agent_that_carries_the_answer_along(tmp_path: Path) -> None:
     said = start(tmp_path, tasks, agent_command="true", agent_folders=[agent])
     assert "1 tasks have no known solution and are not checked" in said
     assert "no model at 'no/such/model'" in said[-1]
+
+
+def test_a_dockerfile_that_nothing_is_built_from(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (write_task(tmp_path / "t" / name) / "environment" / "Dockerfile").write_text("FROM python:3.11-slim\n")
+    said = start(tmp_path, tmp_path / "t", agent_command="true", sandbox="bwrap")
+    unused = [line for line in said if "Dockerfile" in line]
+    advice = "give tests.requirements for the tests and agent_files for the agent, or take sandbox: docker"
+    assert unused == [f"the Dockerfiles of 2 tasks are not used in bwrap sandboxes: {advice}"]
+
+
+def test_the_command_that_evaluates() -> None:
+    words = ["--config", "run.yaml", "--output_dir", "runs/a", "--agent_files", "a b", "c", "--seed=1"]
+    words += ["--output_dir=runs/b", "--model_name_or_path", "m", "--resume_from_checkpoint", "auto"]
+    assert format_eval(words, Path("runs/b")) == (
+        "polar-trl eval --config run.yaml --agent_files 'a b' c --seed=1 --model_name_or_path runs/b "
+        "--output_dir runs/b-eval"
+    )
 
 
 def test_a_task_that_the_agent_cannot_be_given(tmp_path: Path) -> None:

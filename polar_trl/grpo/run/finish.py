@@ -39,8 +39,6 @@ def finish_run(
     say(f"picture:    {folder / 'rewards.png'}")
     say(f"look at it: polar-trl inspect {folder}")
     say(f"check it:   polar-trl replay {folder}")
-    if is_saved:
-        say(f"evaluate:   polar-trl eval --config RUN_FILE --model_name_or_path {folder} --output_dir {folder}-eval")
 
 
 def explain_resume(folder: Path) -> str:

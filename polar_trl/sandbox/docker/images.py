@@ -92,7 +92,7 @@ class Images:
     def prepare(self, tasks: Iterable[Task]) -> None:
         """Make missing bases, a few at a time. Raises the first `SandboxError`, which names its task."""
         missing = {key: task for task in tasks if (key := self._build_key(task)) not in self._bases}
-        bar = tqdm(total=len(missing), desc="images", unit="image", leave=False, disable=len(missing) < 2)
+        bar = tqdm(total=len(missing), desc="images", unit="image", leave=False, disable=len(missing) < 2 or None)
         with bar, ThreadPoolExecutor(max_workers=MAX_FETCHES, thread_name_prefix="polar-images") as threads:
             try:
                 for done in as_completed([threads.submit(self.find, task) for task in missing.values()]):
