@@ -27,6 +27,8 @@ SETTINGS_FILE = "settings.json"
 RUN_FILE = "run_file.yaml"
 """Copy of the run file of the newest start."""
 TRAINED_FILE = "trained.jsonl"
+SUMMARY_FILE = "summary.json"
+"""Written when a run has made its last step."""
 ROWS_FOLDER = "rows"
 LOCK_FILE = "owner.lock"
 NEEDED_BYTES = 8 << 20

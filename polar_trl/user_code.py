@@ -1,7 +1,9 @@
-"""Import the user's own code by name, and find their line in an exception that passed through it."""
+"""Import the user's own code by name, and find where it is: a function's line, or that of an exception of it."""
 
 import difflib
+import functools
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
@@ -76,6 +78,13 @@ def locate_error(error: BaseException) -> str:
     last = frames[-1]
     line = f", `{last.line.strip()[:200]}`" if last.line else ""
     return f"{_shorten(last.filename)}:{last.lineno} in {last.name}{line}"
+
+
+def locate_function(function: Any) -> str:
+    """Say where a function (or the `__call__` of an object) begins, as "my_mod.py:12"; "" where it is not Python's."""
+    inner = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    code = getattr(inner, "__code__", None) or getattr(vars(type(inner)).get("__call__"), "__code__", None)
+    return f"{_shorten(code.co_filename)}:{code.co_firstlineno}" if code else ""
 
 
 def describe_error(error: BaseException) -> str:

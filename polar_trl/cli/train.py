@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from polar_trl.cli.process import sigterm_interrupts
 from polar_trl.configs import find_config
 from polar_trl.errors import DiskError, PolarError
-from polar_trl.run_folder import disk_errors
+from polar_trl.run_folder import SUMMARY_FILE, disk_errors
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -103,16 +103,19 @@ def train(words: Sequence[str]) -> None:
     from polar_trl.grpo.arguments import RunParser, parse_groups
     from polar_trl.grpo.logs.terminal import say
     from polar_trl.grpo.preflight import own_output_dir
-    from polar_trl.grpo.resume.checkpoint import choose_start
+    from polar_trl.grpo.resume.checkpoint import choose_start, explain_dead_end, wants_newest
     from polar_trl.grpo.run.finish import explain_resume
 
     parser = RunParser(prog="polar-trl train", description=__doc__)
     settings, args, model_config, script = parse_groups(parser, words)
     folder = Path(args.output_dir)
     own_output_dir(args)
-    checkpoint = choose_start(folder, args.resume_from_checkpoint)
-    if checkpoint is not None and is_over(args, checkpoint):
-        print(f"the run in {folder} made all of its {args.max_steps} steps; set max_steps higher to go on")
+    is_made = is_over(args)
+    if not (is_made and wants_newest(args.resume_from_checkpoint)):
+        choose_start(folder, args.resume_from_checkpoint)  # raises where a run would begin in the folder of another
+    if is_made:
+        advice = "" if explain_dead_end(folder) else "; set max_steps higher to go on"
+        print(f"the run in {folder} made all of its {args.max_steps} steps{advice}")
         return
     with disk_errors(folder), build_trainer(settings, args, model_config, script) as trainer:
         trainer.settings_log.add(settings, model_config, script, run_file=parser.run_file)
@@ -145,11 +148,17 @@ def format_eval(words: Sequence[str], folder: Path) -> str:
     return shlex.join(["polar-trl", "eval", *(word for flag in kept for word in flag)])
 
 
-def is_over(args: "PolarGRPOConfig", checkpoint: Path) -> bool:
-    """Tell whether nothing is left to do after a checkpoint."""
-    from polar_trl.grpo.resume.checkpoint import read_step
+def is_over(args: "PolarGRPOConfig") -> bool:
+    """Tell whether the run in `output_dir` ended and has no step left to make."""
+    from polar_trl.grpo.logs.trained_log import read_last_step
+    from polar_trl.grpo.resume.checkpoint import find_problem, list_checkpoints
 
-    return 0 < args.max_steps <= read_step(checkpoint) and (Path(args.output_dir) / "summary.json").exists()
+    folder = Path(args.output_dir)
+    if args.max_steps <= 0 or not (folder / SUMMARY_FILE).exists():
+        return False
+    whole = [step for step, path in list_checkpoints(folder) if find_problem(path) is None]
+    # without a checkpoint to go on from, nothing but the record of its steps says how far it came
+    return args.max_steps <= (whole[-1] if whole else read_last_step(folder))
 
 
 def build_trainer(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import broadcast_object_list
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
@@ -116,6 +116,15 @@ def find_parts(
 def require_bases(backend: Any, grader: Any) -> None:
     """Raise `ConfigError` for parts of a user's own that do not derive from the base class of their kind."""
     for part, base in ((backend, SandboxBackend), (grader, Grader)):
+        if isinstance(part, type) and base in part.__mro__:
+            raise ConfigError(f"{part.__name__} is a class: give what it makes, {part.__name__}(...)")
+        if base is Grader and callable(part) and base not in type(part).__mro__ and not hasattr(part, "grade"):
+            name = get_callable_name(part)
+            name = name if name.isidentifier() else "my_function"  # a lambda's is none
+            raise ConfigError(
+                f"grader= is a function: give grader=polar_trl.FunctionGrader({name}), which calls it with a task and "
+                f"the session's sandbox, or reward_funcs=[{name}] for one of TRL's form"
+            )
         if part is not None and base not in type(part).__mro__:
             raise ConfigError(f"{type(part).__name__} must derive from {base.__module__}.{base.__name__}")
 

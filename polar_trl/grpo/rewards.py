@@ -7,7 +7,7 @@ the rollout without any reward. TRL makes NaN of None, so the two have to be tol
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from polar_trl.errors import ConfigError, PolarError
 from polar_trl.grpo.dataset import build_prompt, list_columns
 from polar_trl.grpo.logs.completions_table import CompletionsTable
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.rollout.session_run import RolloutResult
 from polar_trl.types import Message, Rollout, Task
+from polar_trl.user_code import describe_error, locate_function
 
 logger = logging.getLogger(__name__)
 
@@ -134,18 +136,23 @@ def mark_not_finite(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a TRL reward function under the same name, so that it gives infinity for each number that is not finite.
 
     TRL makes a float32 of it, by which numbers that float32 cannot hold become infinity as well. A reward model, or
-    the name of one, is left as it is: it never abstains, and a NaN of it is one.
+    the name of one, is left as it is: it never abstains, and a NaN of it is one. The wrapper raises `ConfigError` that
+    names the function and its line where it raises, or returns anything but a number or None for each session.
     """
     if isinstance(function, (nn.Module, str)):
         return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> list[float | None]:
-        return _mark(function(*args, **kwargs))
+        with _naming(function):
+            given = function(*args, **kwargs)
+        return _read_rewards(function, given, kwargs)
 
     @functools.wraps(function)
     async def call_async(*args: Any, **kwargs: Any) -> list[float | None]:
-        return _mark(await function(*args, **kwargs))
+        with _naming(function):
+            given = await function(*args, **kwargs)
+        return _read_rewards(function, given, kwargs)
 
     wrapper: Any = call_async if is_async_callable(function) else call
     wrapper.__name__ = get_callable_name(function)  # the metric's; a partial or an object has none to copy
@@ -180,8 +187,36 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
     return "All reward functions returned None" not in str(record.msg)
 
 
-def _mark(rewards: Iterable[Any]) -> list[float | None]:
-    return [None if reward is None else _to_float(reward) for reward in rewards]
+@contextmanager
+def _naming(function: Any) -> Iterator[None]:
+    """Name the reward function in the place of whatever it raises."""
+    try:
+        yield
+    except PolarError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the reward function {_name(function)} raised {describe_error(error)}") from error
+
+
+def _read_rewards(function: Any, given: Any, kwargs: Mapping[str, Any]) -> list[float | None]:
+    """Read what a reward function returned when it was called with `kwargs`. Raises `ConfigError`."""
+    sessions = kwargs.get("completions")
+    try:
+        rewards = [None if reward is None else _to_float(reward) for reward in given]
+    except (TypeError, ValueError):
+        rewards = None
+    if rewards is None or (sessions is not None and len(rewards) != len(sessions)):
+        wanted = "a list of one number (or None) per session"
+        count = "" if sessions is None else f", {len(sessions)} here"
+        raise ConfigError(
+            f"the reward function {_name(function)} returned {given!r:.100}; it must return {wanted}{count}"
+        )
+    return rewards
+
+
+def _name(function: Any) -> str:
+    place = locate_function(function)
+    return get_callable_name(function) + (f" ({place})" if place else "")
 
 
 def _to_float(reward: Any) -> float:

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from polar_trl.engine import cuda_graphs
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import ColocatedVllm, colocated_vllm, set_environment
-from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.dataset import (
@@ -313,8 +312,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             KeyboardInterrupt: what runs is closed, and another trainer goes on from the newest checkpoint.
         """
         run = Path(self.args.output_dir)
-        if not self._open:
-            raise ConfigError("this trainer is closed; build another one")
+        self._open.require()
         with disk_errors(run), self._libraries.logged():
             folder = self.resume.begin(resume_from_checkpoint)
             try:
@@ -349,8 +347,9 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     ) -> dict[str, float]:
         """Evaluate as transformers does, on the trainer's sets or on others of the same forms.
 
-        Raises `ConfigError` for a data set that cannot be read.
+        Raises `ConfigError` for a data set that cannot be read, or if the trainer is closed.
         """
+        self._open.require()
         if not (eval_dataset is None or isinstance(eval_dataset, str) or is_built(eval_dataset)):
             sets = read_eval_sets(eval_dataset)
             merge_sets({None: self.rollouts.tasks["eval"], **sets})

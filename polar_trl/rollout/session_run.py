@@ -170,11 +170,10 @@ class SessionRun:
             grading=self._grading,
             changes=self._changes,
         )
-        if failure is not None:
+        if failure is not None and failure.kind != "cancelled":  # a run that is stopped says so itself, once
             self._report(rollout, failure)
-            if failure.kind != "cancelled":
-                record = self.job.record_path
-                require_room(Path(tempfile.gettempdir()), *(() if record is None else (record.parent,)))
+            record = self.job.record_path
+            require_room(Path(tempfile.gettempdir()), *(() if record is None else (record.parent,)))
         return RolloutResult(
             rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
         )

@@ -68,6 +68,19 @@ def test_parts_of_ones_own_derive_from_the_base_of_their_kind() -> None:
         require_bases(Stamp(), None)
 
 
+def test_a_function_or_a_class_in_the_place_of_a_grader() -> None:
+    def score(task: Task, sandbox: object) -> float: ...
+
+    with pytest.raises(ConfigError, match=r"a function: give grader=polar_trl\.FunctionGrader\(score\), .*\[score\]"):
+        require_bases(LocalSandboxBackend(), score)
+    with pytest.raises(ConfigError, match=r"FunctionGrader\(my_function\)"):
+        require_bases(LocalSandboxBackend(), lambda task, sandbox: 1.0)
+    with pytest.raises(ConfigError, match=r"GraderByTask is a class: give what it makes, GraderByTask\(\.\.\.\)"):
+        require_bases(LocalSandboxBackend(), GraderByTask)
+    with pytest.raises(ConfigError, match=r"LocalSandboxBackend is a class"):
+        require_bases(LocalSandboxBackend, None)
+
+
 def test_tasks_have_a_way_to_be_graded_all_or_none() -> None:
     backend = LocalSandboxBackend()
     assert build_default_grader(backend, [PLAIN]) is None

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,9 @@ from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.types import Rollout, Task
 
 BAD = ("inf", "-inf", "nan", "beyond_float32", "beyond_float", "async_nan")
+HERE = re.escape(
+    str(Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else __file__)
+)
 Run = tuple[list[dict[str, Any]], dict[str, Rollout], Path]
 
 
@@ -143,6 +147,53 @@ def test_numbers_that_are_none_become_infinite_and_names_stay(function: Any, nam
     given = asyncio.run(given) if function is give_later else given
     assert given == [None, 0.25, math.inf, -math.inf, math.inf, math.inf, math.inf, 1.0]
     assert mark_not_finite(give)(values=np.array([1.5, math.nan])) == [1.5, math.inf]
+
+
+def raising(**_: Any) -> Any:
+    return [1.0][3]
+
+
+async def raising_later(**_: Any) -> Any:
+    return [1.0][3]
+
+
+def of_two(a: Any, b: Any) -> Any: ...
+
+
+def call_wrapped(function: Any, **kwargs: Any) -> Any:
+    given = mark_not_finite(function)(**kwargs)
+    return asyncio.run(given) if is_async_callable(function) else given
+
+
+@pytest.mark.parametrize("function", [raising, raising_later])
+def test_a_reward_function_that_raises_is_named_with_its_line(function: Any) -> None:
+    begins = function.__code__.co_firstlineno
+    place = rf"the reward function {function.__name__} \({HERE}:{begins}\) raised IndexError: list index out of range "
+    with pytest.raises(ConfigError, match=rf"^{place}\({HERE}:{begins + 1} in {function.__name__}, `.*`\)$") as caught:
+        call_wrapped(function)
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_reward_function_that_cannot_be_called_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=rf"of_two \({HERE}:\d+\) raised TypeError: of_two\(\) got an unexpected key"
+    ):
+        call_wrapped(of_two, completions=[1])
+
+
+@pytest.mark.parametrize("function", [give, give_later])
+@pytest.mark.parametrize(
+    ("values", "shown"), [(1.0, "1.0"), ("ok", "'ok'"), ([1.0], r"\[1.0\]"), (None, "None"), ([{}, 1], r"\[{}, 1\]")]
+)
+def test_a_reward_function_returns_a_number_per_session(function: Any, values: Any, shown: str) -> None:
+    said = rf"^the reward function {function.__name__} \({HERE}:\d+\) returned {shown}; it must return a list of one "
+    with pytest.raises(ConfigError, match=rf"{said}number \(or None\) per session, 2 here$"):
+        call_wrapped(function, values=values, completions=["a", "b"])
+
+
+def test_a_wrong_reward_function_ends_the_step_in_its_sentence() -> None:
+    with pytest.raises(ConfigError, match="it must return a list of one number"):
+        compute(None, [lambda **_: 1.0], PASSED, PASSED)
 
 
 def test_a_reward_model_never_abstains() -> None:

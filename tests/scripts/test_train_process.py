@@ -17,7 +17,7 @@ from launch import ROOT, WORKERS, build_launcher
 
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.resume.checkpoint import find_checkpoint
+from polar_trl.grpo.resume.checkpoint import GO_ON, find_checkpoint
 from polar_trl.run_folder import FolderLock, read_log
 
 pytestmark = pytest.mark.timeout(600)
@@ -142,7 +142,7 @@ def test_a_trainer_ends_with_its_launcher(
     assert all(line.startswith("train: stopped at step ") for line in said)
     newest = find_checkpoint(tmp_path / "run")
     assert newest is not None
-    assert any(line.endswith(f"--resume_from_checkpoint auto goes on from {newest}") for line in said)
+    assert any(line.endswith(f"{GO_ON} goes on from {newest}") for line in said)
     assert list(tmp_path.glob("polar-trl-*/*")) == []  # no sandbox
     while True:  # a process that ends loses its command line before its files
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.logs.evaluations import list_evaluations
 from polar_trl.grpo.logs.reasons_file import summarize_reasons
-from polar_trl.run_folder import write_whole
+from polar_trl.run_folder import SUMMARY_FILE, write_whole
 
 
 def build_summary(log_history: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def plot_rewards(curves: Mapping[str, Sequence[float]], path: Path, *, title: st
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`, with the reasons of the run's sessions, and `rewards.png` into the run's folder."""
     summary = {**summary, **summarize_reasons(folder)}
-    write_whole(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    write_whole(folder / SUMMARY_FILE, (json.dumps(summary, indent=2) + "\n").encode())
     rewards = summary["rewards"]
     last_five = [rewards[max(0, end - 5) : end] for end in range(1, len(rewards) + 1)]
     curves = {"of the step": rewards, "of the last five steps": [sum(w) / len(w) for w in last_five]}

@@ -95,6 +95,11 @@ def rewind_trained(folder: Path, *, source: Path, step: int) -> None:
         write_whole(path, b"".join(line + b"\n" for line in kept))
 
 
+def read_last_step(folder: Path) -> int:
+    """Return the last step that a run made; 0 for none."""
+    return max((_read_step(line) or 0 for line in _read_lines(folder / TRAINED_FILE)), default=0)
+
+
 def _read_step(line: bytes) -> int | None:
     """Read the step of a line; None where something has damaged it."""
     try:

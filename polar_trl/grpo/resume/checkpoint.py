@@ -27,13 +27,15 @@ from transformers.trainer_pt_utils import safe_globals
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.packing.forward import PackedRows
 from polar_trl.grpo.packing.layout import Layout, Segment
-from polar_trl.run_folder import TRAINED_FILE
+from polar_trl.run_folder import SUMMARY_FILE, TRAINED_FILE
 
 logger = logging.getLogger(__name__)
 
 VERSION = 2
 STATE_FILE = "polar_state.json"
 PART_FILE = STATE_FILE + ".part"
+GO_ON = '--resume_from_checkpoint auto (in Python: train(resume_from_checkpoint="auto"))'
+"""What goes on with a run, as messages name it."""
 RANK_FILE = "polar_rank{}.pt"
 MASTERS_FILE = "polar_masters{}.safetensors"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
@@ -222,10 +224,19 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _is_of_other_version(folder: Path) -> bool:
+    return _peek_state(folder).get("version", VERSION) != VERSION
+
+
+def _is_model_only(folder: Path) -> bool:
+    return not _is_of_other_version(folder) and not _peek_state(folder).get("is_resumable", True)
+
+
+def _peek_state(folder: Path) -> dict[str, Any]:
+    """Read `polar_state.json`; empty where there is none or it is damaged."""
     try:
-        return bool(_read_state(folder)["version"] != VERSION)
+        return _read_state(folder)
     except (OSError, ValueError, RecursionError):
-        return False
+        return {}
 
 
 def _digest(path: Path) -> str:
@@ -257,10 +268,12 @@ def choose_checkpoint(output_dir: Path, wanted: str | bool | None) -> Path | Non
         wanted: "auto" or True: the newest complete one of `output_dir`, if any. A path: that one. None: begin.
 
     Raises:
-        ConfigError: there is no such checkpoint, or `output_dir` has newer ones, which a later "auto" would take.
+        ConfigError: there is no such checkpoint, `output_dir` has newer ones, which a later "auto" would take, or its
+            run cannot be gone on with and would be lost by a new one.
     """
     wanted = _parse_wanted(wanted)
     if wanted is True:
+        _require_resumable(output_dir)
         return find_checkpoint(output_dir)
     if wanted is False:
         return None
@@ -308,12 +321,36 @@ def choose_start(output_dir: Path, wanted: str | bool | None) -> Path | None:
     folder = choose_checkpoint(output_dir, wanted)
     is_own = folder is not None and folder.resolve().parent == output_dir.resolve()
     held = list_run_files(output_dir)
-    if held and not is_own and _parse_wanted(wanted) is not True:
+    if held and not is_own and not wants_newest(wanted):
+        _require_resumable(output_dir)
         raise ConfigError(
-            f"output_dir {output_dir} holds a run already ({held[0]}): go on with it by "
-            "--resume_from_checkpoint auto, or name another output_dir"
+            f"output_dir {output_dir} holds a run already ({held[0]}): go on with it by {GO_ON}, or name another "
+            "output_dir"
         )
     return folder
+
+
+def explain_dead_end(output_dir: Path) -> str | None:
+    """Say why the run in a folder cannot be gone on with, to be read after the folder's name; None if it can.
+
+    One that was killed before its first checkpoint can: it begins again.
+    """
+    folders = [folder for _, folder in list_checkpoints(output_dir)]
+    if any(find_problem(folder) is None or _is_of_other_version(folder) for folder in folders):
+        return None
+    if models := [folder.name for folder in folders if _is_model_only(folder)]:
+        return (
+            f"holds a run that cannot be gone on with: {models[-1]} was saved with save_only_model, without the "
+            "optimizer"
+        )
+    if (output_dir / SUMMARY_FILE).exists():
+        return "holds a run that is over and has no checkpoint to go on from"
+    return None
+
+
+def _require_resumable(output_dir: Path) -> None:
+    if problem := explain_dead_end(output_dir):
+        raise ConfigError(f"output_dir {output_dir} {problem}; name another output_dir")
 
 
 def list_run_files(output_dir: Path) -> list[str]:
@@ -322,7 +359,7 @@ def list_run_files(output_dir: Path) -> list[str]:
     Sessions alone do not: a start that made no optimizer step is no run.
     """
     held = [path.name for _, path in list_checkpoints(output_dir)]
-    return held + [name for name in (TRAINED_FILE, "summary.json") if (output_dir / name).exists()]
+    return held + [name for name in (TRAINED_FILE, SUMMARY_FILE) if (output_dir / name).exists()]
 
 
 def remove_partial(output_dir: Path) -> None:
@@ -373,6 +410,11 @@ def require_same_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> N
                 f"{name} is {value!r} and was {saved.get(name)!r} when the checkpoint was written; a run goes on only "
                 "with the same tasks in the same order. Set it back, or begin a new run with the checkpoint as model"
             )
+
+
+def wants_newest(wanted: str | bool | None) -> bool:
+    """Return whether `resume_from_checkpoint` is "auto" or True."""
+    return _parse_wanted(wanted) is True
 
 
 def _parse_wanted(wanted: str | bool | None) -> str | bool:

@@ -8,7 +8,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grpo.logs.evaluations import compare_evaluations
 from polar_trl.grpo.logs.summary import build_summary, write_summary
 from polar_trl.grpo.logs.terminal import format_duration, say
-from polar_trl.grpo.resume.checkpoint import find_checkpoint
+from polar_trl.grpo.resume.checkpoint import GO_ON, explain_dead_end, find_checkpoint
 
 
 def finish_run(
@@ -43,7 +43,9 @@ def finish_run(
 
 def explain_resume(folder: Path) -> str:
     """Say how to go on with a run that was stopped."""
+    if problem := explain_dead_end(folder):
+        return f"{folder} {problem}"
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         return f"no checkpoint was written yet (save_strategy, save_steps); sessions are recorded in {folder}"
-    return f"--resume_from_checkpoint auto goes on from {checkpoint}"
+    return f"{GO_ON} goes on from {checkpoint}"

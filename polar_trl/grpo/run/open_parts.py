@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from polar_trl.errors import ConfigError
+
 _OPEN: list["OpenParts"] = []
 """Of this process, oldest first."""
 
@@ -34,6 +36,13 @@ class OpenParts:
 
     def __bool__(self) -> bool:
         return bool(self._parts)
+
+    def require(self) -> None:
+        """Raise `ConfigError` if the owner, a trainer, is closed."""
+        if not self._parts:
+            raise ConfigError(
+                'this trainer is closed; build another one, whose train(resume_from_checkpoint="auto") goes on'
+            )
 
     def close(self, *, but: Any = None) -> None:
         """Close every part that is open, all of them also where one raises; then the first error is raised.

@@ -12,7 +12,7 @@ from typing import Any
 
 from polar_trl.errors import ConfigError, RecordError
 from polar_trl.grpo.logs.reasons_file import REASONS_FILE, summarize_reasons
-from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE
+from polar_trl.run_folder import LOG_FILE, SETTINGS_FILE, SUMMARY_FILE
 from polar_trl.sandbox.owner import is_dead, is_running
 from polar_trl.tools.inspector.curves import Curves
 from polar_trl.tools.inspector.figures import build_figures, build_pass_rates
@@ -115,7 +115,7 @@ class RunFolder:
     def is_live(self) -> bool:
         """Tell whether the run seems to go on, by files written after its last summary, as runs are continued."""
         lines, limit, now_s = self.curves.refresh(), self.settings.get("max_steps"), time.time()
-        summary_s = _find_change(self.folder / "summary.json")
+        summary_s = _find_change(self.folder / SUMMARY_FILE)
         later = [entry for entry in self.sessions.refresh() if entry.changed_s > summary_s]
         if any(is_alive(entry, now_s) for entry in later):
             return True

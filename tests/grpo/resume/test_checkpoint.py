@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from polar_trl.cli.train import is_over
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.logs.trained_log import rewind_trained
 from polar_trl.grpo.packing.forward import pack_rows
 from polar_trl.grpo.resume.checkpoint import (
+    GO_ON,
     PART_FILE,
     STATE_FILE,
     RankState,
@@ -32,6 +34,7 @@ from polar_trl.grpo.resume.checkpoint import (
     save_rank_state,
 )
 from polar_trl.grpo.resume.resume import describe_order, require_same_order
+from polar_trl.grpo.run.finish import explain_resume
 
 CPU = torch.device("cpu")
 
@@ -210,12 +213,53 @@ def test_a_folder_that_holds_a_run_is_not_begun_in(tmp_path: Path, name: str) ->
     assert choose_start(run, None) is None
     assert choose_start(run, str(other)) == other
     (run / name).mkdir()
+    said = rf"holds a run already \({name}\): .*--resume_from_checkpoint auto .*train\(resume_from_checkpoint=.auto"
+    if name == "summary.json":
+        said = "holds a run that is over and has no checkpoint to go on from; name another output_dir"
     for wanted in (None, *([] if name == "checkpoint-2" else [str(other)])):
-        with pytest.raises(ConfigError, match=rf"holds a run already \({name}\): .*--resume_from_checkpoint auto"):
+        with pytest.raises(ConfigError, match=said):
             choose_start(run, wanted)
-    assert choose_start(run, "auto") is None
+    if name == "summary.json":
+        with pytest.raises(
+            ConfigError, match="holds a run that is over and has no checkpoint to go on from; name ano"
+        ):
+            choose_start(run, "auto")
+    else:
+        assert choose_start(run, "auto") is None
     four = write_checkpoint(run, 4)
     assert choose_start(run, "auto") == choose_start(run, str(four)) == four
+
+
+@pytest.mark.parametrize("wanted", [None, "auto", True])
+def test_a_run_of_models_alone_is_not_begun_again_in_its_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wanted: str | bool | None
+) -> None:
+    write_checkpoint(tmp_path, 2, is_resumable=False)
+    said = (
+        "holds a run that cannot be gone on with: checkpoint-2 was saved with save_only_model, without the optimizer"
+    )
+    with pytest.raises(ConfigError, match=f"^output_dir {tmp_path} {said}; name another output_dir$"):
+        choose_start(tmp_path, wanted)
+    assert explain_resume(tmp_path) == f"{tmp_path} {said}"
+    assert caplog.records == []  # no older one is looked for
+    one = write_checkpoint(tmp_path, 1)
+    assert choose_start(tmp_path, "auto") == one
+    assert explain_resume(tmp_path) == f"{GO_ON} goes on from {one}"
+
+
+def test_a_run_is_over_when_its_steps_are_made_whatever_was_saved(tmp_path: Path) -> None:
+    args = PolarGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=2)
+    (tmp_path / "trained.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert not is_over(args)
+    (tmp_path / "summary.json").touch()
+    assert is_over(args)
+    write_checkpoint(tmp_path, 2, is_resumable=False)
+    assert is_over(args)
+    args.max_steps = 3
+    assert not is_over(args)
+    args.max_steps = 2
+    write_checkpoint(tmp_path, 1)  # the summary is of an earlier end
+    assert not is_over(args)
 
 
 def test_sessions_of_a_start_that_made_no_step_are_no_run(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from resume_runs import (
 from safetensors.torch import load_file
 
 from polar_trl.grpo.resume.checkpoint import (
+    GO_ON,
     find_checkpoint,
     find_problem,
     list_checkpoints,
@@ -243,7 +244,7 @@ def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_mod
     assert said.startswith("train: stopped at step ")
     newest = find_checkpoint(run)
     assert newest is not None
-    assert said.endswith(f"; --resume_from_checkpoint auto goes on from {newest}")
+    assert said.endswith(f"; {GO_ON} goes on from {newest}")
     whole = [folder for _, folder in list_checkpoints(run) if find_problem(folder) is None]
     assert len(whole) in (2, 3)  # three if the signal came after a save and before the oldest was removed
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from launch import WORKERS
 
+from polar_trl.grpo.resume.checkpoint import GO_ON
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -38,8 +40,14 @@ def load(ended: tuple[Path, Any]) -> dict[str, Any]:
 
 def test_an_interrupt_says_how_to_go_on_and_closes(ended: tuple[Path, Any]) -> None:
     checkpoint = ended[0] / "a" / "checkpoint-1"
-    assert load(ended)["notes"] == [f"stopped at step 1; --resume_from_checkpoint auto goes on from {checkpoint}"]
-    assert load(ended)["closed"] == "this trainer is closed; build another one"
+    assert load(ended)["notes"] == [f"stopped at step 1; {GO_ON} goes on from {checkpoint}"]
+    assert 'train(resume_from_checkpoint="auto")' in GO_ON and "--resume_from_checkpoint auto" in GO_ON
+    closed = 'this trainer is closed; build another one, whose train(resume_from_checkpoint="auto") goes on'
+    assert load(ended)["closed"] == [closed, closed]
+
+
+def test_an_interrupt_says_nothing_of_each_session(ended: tuple[Path, Any]) -> None:
+    assert "the run was stopped" not in ended[1].stdout + ended[1].stderr
 
 
 def test_the_folder_of_another_run_is_refused_and_gone_on_with(ended: tuple[Path, Any]) -> None:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from polar_trl.errors import ConfigError
 from polar_trl.grpo.run.open_parts import OpenParts, close_all
 
 
@@ -25,9 +26,12 @@ def test_the_newest_is_closed_first_and_each_once() -> None:
     owner, closed = Owner(), list[str]()
     parts = open_two(owner, closed)
     assert parts
+    parts.require()
     parts.close()
     parts.close()
     assert closed == ["proxy", "engine"] and not parts
+    with pytest.raises(ConfigError, match="this trainer is closed; build another one"):
+        parts.require()
 
 
 def test_all_are_closed_where_one_fails() -> None:

@@ -35,10 +35,13 @@ try:
     first.train()
 except KeyboardInterrupt as stop:
     result["notes"] = stop.__notes__
-try:
-    first.train()
-except ConfigError as error:
-    result["closed"] = str(error)
+closed = []
+for use in (first.train, first.evaluate):
+    try:
+        use()
+    except ConfigError as error:
+        closed.append(str(error))
+result["closed"] = closed
 
 # ---- Another trainer of the same process: refused, then goes on; it is never closed
 second = build_trainer(model, out / "a", ["ok", "ok"], max_steps=2, everything=True, **settings)
