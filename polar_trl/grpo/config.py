@@ -66,7 +66,7 @@ class PackedGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and (self.use_cpu or not torch.cuda.is_available()):
+        if self.bf16 is None and (self.use_cpu or not torch.cuda.is_available()):  # type: ignore[has-type]
             self.bf16 = False  # TRL's True ends in an error without a GPU, and is slow on a CPU
         if self.loss_type == "per_rollout":
             # what TRL calls "grpo", of which token_shares makes a mean over rollouts
