@@ -22,12 +22,12 @@ from polar_trl.recording.log import read_record
 
 # %%
 WORDS = ["fig", "plum", "lime", "pear", "box", "map", "hat", "cup", "tea", "ship", "desk", "corn"]
-tasks = [
-    Task(
-        id=f"copy-{word}", instruction=f"Copy the file {word}.txt to copy.txt", files={f"{word}.txt": f"the {word}\n"}
-    )
-    for word in WORDS
-]
+HELD_OUT = ["leaf", "coin", "lamp", "rope", "milk", "sand", "wolf", "moon"]
+
+
+def make_task(word):
+    name = f"{word}.txt"
+    return Task(id=f"copy-{word}", instruction=f"Copy the file {name} to copy.txt", files={name: f"the {word}\n"})
 
 
 def grade(task, sandbox):
@@ -47,13 +47,13 @@ args = PolarGRPOConfig(
     per_device_train_batch_size=8,
     gradient_accumulation_steps=4,
     num_generations=8,
+    num_generations_eval=1,
     learning_rate=1e-5,
     lr_scheduler_type="constant",
     temperature=0.7,
     max_completion_length=32,
     max_session_calls=2,
     vllm_max_model_length=1024,
-    bf16=False,
     gradient_checkpointing=False,
     logging_steps=1,
     report_to="none",
@@ -63,7 +63,8 @@ agent = Path(find_packaged("polar_trl:agents/shell_agent.py"))
 trainer = PolarGRPOTrainer(
     model=find_packaged("polar_trl:models/SmolLM2-135M-Instruct"),
     args=args,
-    train_dataset=tasks,
+    train_dataset=[make_task(word) for word in WORDS],
+    eval_dataset=[make_task(word) for word in HELD_OUT],
     harness=ShellHarness("python3 ~/agent.py --max-turns 1 {instruction}", files={"agent.py": agent.read_text()}),
     grader=FunctionGrader(grade),
 )
@@ -83,10 +84,16 @@ for line in trainer.state.log_history:
         print(f"step {line['step']}: reward {line['reward']:.2f}, {line['polar/sampled_tokens']:.0f} tokens sampled")
 
 # %% [markdown]
+# `evaluate` runs the agent on tasks that were not trained, one session each.
+
+# %%
+figures = trainer.evaluate()
+
+# %% [markdown]
 # A session on disk: what the agent asked, and what the model answered.
 
 # %%
-record = sorted(Path("runs/notebook/sessions").glob("**/*.jsonl"))[-1]
+record = sorted(Path("runs/notebook/sessions").glob("*/train_*/*.jsonl"))[-1]
 session = read_record(record).rollout
 for call in session.calls:
     print(call.request.messages[-1].text, "\n->", call.message.text, "\n")

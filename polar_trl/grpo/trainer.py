@@ -356,7 +356,8 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             self.rollouts.tasks["eval"].update(merge_sets(sets))
             eval_dataset = build_eval_dataset(sets)
         self._eval_set = metric_key_prefix.removeprefix("eval").removeprefix("_")
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with self._libraries.logged():
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with how many tasks an evaluation solved; metrics of one of several sets are `eval_NAME_...`."""

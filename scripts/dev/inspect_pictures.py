@@ -51,7 +51,7 @@ def main() -> None:
 @contextmanager
 def serve(run: Path, *options: str) -> Iterator[str]:
     """The address of `polar-trl inspect RUN`, running inside the block."""
-    command = [sys.executable, "-m", "polar_trl.cli", "inspect", str(run), *options]
+    command = [sys.executable, "-m", "polar_trl", "inspect", str(run), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

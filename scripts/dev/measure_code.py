@@ -99,7 +99,7 @@ def _find_imports(body: Iterable[ast.AST], known: Mapping[str, ast.Module]) -> I
 
 
 def _list_modules(folder: Path) -> list[str]:
-    return [path.name for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+    return [path.name for path in sorted(folder.glob("*.py")) if not path.name.startswith("__")]
 
 
 def _count_lines(folder: Path) -> int:

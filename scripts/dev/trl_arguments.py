@@ -102,7 +102,10 @@ DIFFERS: dict[str, str] = {
     "resume_from_checkpoint": "also `auto`: the newest that is whole, or a new run",
     "output_dir": "belongs to one run; also holds sessions, rows and logs",
     "gradient_checkpointing": "as TRL's; also for rows that share prefixes",
-    "bf16": "the engine computes in the same, with weights rounded alike (docs/precision.md)",
+    "bf16": (
+        "false by default without a GPU or with `use_cpu`; the engine computes in the same, with weights rounded "
+        "alike (docs/precision.md)"
+    ),
     "fp16": "as `bf16`",
     "deepspeed": "ZeRO-2 and 3, by the accelerate files of `polar-trl configs`",
     "fsdp": "FSDP2, by the accelerate files of `polar-trl configs`",

@@ -74,7 +74,7 @@ def try_agent(name: str, folder: Path) -> dict[str, object]:
     command = found[1].replace("FOLDER", shlex.quote(str(folder)))
     folders = [str(folder), *find_python(folder)]
     words = ["doctor", command, "--json", "--agent_files", str(script), "--agent_folders", *folders]
-    done = subprocess.run([sys.executable, "-m", "polar_trl.cli", *words], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "polar_trl", *words], capture_output=True, text=True, cwd=ROOT)
     if not done.stdout:
         raise ConfigError(f"{name}: polar-trl doctor says: {done.stderr.strip()}")
     (report,) = json.loads(done.stdout)["agents"].values()

@@ -207,7 +207,7 @@ def test_an_interrupt_leaves_nothing_behind(task: Path, tmp_path: Path) -> None:
     (task / HIDDEN).write_text("import pathlib, time\npathlib.Path('/tmp/started').touch()\ntime.sleep(600)\n")
     (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "polar_trl.cli", "check-tasks", str(task)],
+        [sys.executable, "-m", "polar_trl", "check-tasks", str(task)],
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         stderr=subprocess.PIPE,
         text=True,

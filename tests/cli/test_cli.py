@@ -1,6 +1,8 @@
 """`polar-trl` itself, and what its commands and scripts have in common."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,41 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"polar-trl {polar_trl.__version__}\n"
 
 
-def test_of_bitsandbytes_one_message_is_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "No module named 'kernels'")
-    logger.warning("another")
-    assert [record.getMessage() for record in caplog.records] == ["another"]
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: %s"),
+        ("vllm.triton_utils.importing", "Triton is installed, but doesn't include CPU backend. Disabling Triton."),
+        ("transformers.training_args", "torch.distributed process group is initialized, but parallel_mode != ..."),
+    ],
+)
+def test_of_a_logger_one_message_is_hidden(name: str, message: str) -> None:
+    logger = logging.getLogger(name)
+    shown = [record for text in (message, "another") if logger.filter(record := _build_record(name, text))]
+    assert [record.msg for record in shown] == ["another"]
+
+
+def _build_record(name: str, text: str) -> logging.LogRecord:
+    return logging.LogRecord(name, logging.WARNING, __file__, 1, text, None, None)
+
+
+def test_a_vllm_that_trl_does_not_know_is_no_news() -> None:
+    code = (
+        "{} trl.import_utils as trl\ntrl._is_package_available = lambda *_, **__: (True, '0.99.0')\n"
+        "print(trl.is_vllm_available())"
+    )
+    for imports, is_warned in (("import", True), ("import polar_trl,", False)):
+        command = [sys.executable, "-c", code.format(imports)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.stdout == "True\n"
+        assert ("currently supports vLLM versions" in done.stderr) is is_warned
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "polar_trl", "--version"], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == f"polar-trl {polar_trl.__version__}\n"
 
 
 def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:

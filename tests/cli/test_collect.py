@@ -33,7 +33,7 @@ def run_documented(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     for before, after in (("--limit 8", "--limit 3"), ("runs/collect", shlex.quote(str(out)))):
         assert command.count(before) == 1
         command = command.replace(before, after)
-    words = [sys.executable, "-m", "polar_trl.cli", *shlex.split(command)[1:], *more]
+    words = [sys.executable, "-m", "polar_trl", *shlex.split(command)[1:], *more]
     return subprocess.run(words, capture_output=True, text=True, timeout=250, cwd=ROOT)
 
 

@@ -32,7 +32,7 @@ from polar_trl.setup.run_setup import RunArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ("--config", str(ROOT / "polar_trl" / "configs" / "quickstart.yaml"))
-START = [sys.executable, "-m", "polar_trl.cli", "eval"]
+START = [sys.executable, "-m", "polar_trl", "eval"]
 DOCS = (ROOT / "docs" / "eval.md").read_text(encoding="utf-8")
 
 

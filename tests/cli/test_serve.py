@@ -34,7 +34,7 @@ from polar_trl.types import Endpoint
 ROOT = Path(__file__).resolve().parents[2]
 HEARING = ["env", "--default-signal=HUP"]
 """A test run that was started by nohup ignores the end of its terminal, and so would what it starts."""
-SERVE = [*HEARING, sys.executable, "-m", "polar_trl.cli", "serve"]
+SERVE = [*HEARING, sys.executable, "-m", "polar_trl", "serve"]
 KEY = "polar-a-key-of-mine"
 
 

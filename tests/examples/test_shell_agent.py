@@ -68,6 +68,7 @@ def test_it_asks_again_after_a_failure_and_continues_the_conversation(tmp_path: 
 def test_it_gives_up(tmp_path: Path) -> None:
     done, log = run_agent(tmp_path, ["```bash\nfalse\n```"] * 2, "--max-turns", "2")
     assert done.returncode == 1
+    assert done.stderr == "shell_agent: no command succeeded in 2 tries; the last: Exit code 1: \n"
     assert len(log.calls) == 2
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from loss_table import CASES, build_case_settings
 
@@ -21,6 +22,29 @@ def test_one_process_does_not_train_on_several_gpus(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(PolarGRPOConfig, "n_gpu", property(lambda _: 2))
     with pytest.raises(ConfigError, match=r"this process sees 2 GPUs, and trains on one: .* CUDA_VISIBLE_DEVICES=0"):
         config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "settings", "expected"),
+    [
+        (False, {}, False),
+        (False, {"fp16": True}, False),
+        (False, {"use_cpu": True}, False),
+        (False, {"use_cpu": True, "bf16": True}, True),
+        (True, {"use_cpu": True}, False),
+    ],
+)
+def test_without_a_gpu_float32_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, settings: dict[str, Any], expected: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert PolarGRPOConfig(str(tmp_path), **settings).bf16 is expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bfloat16")
+def test_bfloat16_that_is_asked_for_without_a_gpu_is_transformers_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="doesn't support bf16/gpu"):
+        PolarGRPOConfig(str(tmp_path), bf16=True)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_failed_first_batch_is_mended_and_run_again(tiny_model: Path, tmp_path
     settings = {**SETTINGS, "tasks": "tasks.jsonl", "model_name_or_path": str(tiny_model), "output_dir": "run"}
     (tmp_path / "run.yaml").write_text(json.dumps(settings))  # which is YAML
     # -P: the current folder is not on the path of Python, as with the console script
-    command = [sys.executable, "-P", "-m", "polar_trl.cli", "train", "run.yaml"]
+    command = [sys.executable, "-P", "-m", "polar_trl", "train", "run.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
     def train() -> "subprocess.CompletedProcess[str]":

@@ -134,6 +134,7 @@ COMMANDS: dict[str, Run | str] = {
     ),
     "polar-trl collect .*": SERVER,
     "vllm serve .* --logprobs-mode processed_logprobs": SERVER,
+    "pip wheel .*": "tests/test_wheel.py::test_it_trains_the_quickstart_in_an_empty_folder",
     # the paper
     "pip install .*": "tests/docs/test_docs.py::test_extras_that_are_named_exist",
     "polar-trl train swe_.*": PAPER,

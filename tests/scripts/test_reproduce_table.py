@@ -220,7 +220,7 @@ def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 6
     assert lines[0].split(" -m ")[1] == (
-        "polar_trl.cli eval --config swe_8gpu --agent codex --tasks swe-bench-verified "
+        "polar_trl eval --config swe_8gpu --agent codex --tasks swe-bench-verified "
         f"--model_name_or_path Qwen/Qwen3.5-4B --output_dir {tmp_path / 'o' / 'base__codex'} --num_engines 8"
     )
     done = call(*keys, "--dry-run", "--transfer")

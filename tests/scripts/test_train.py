@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "polar_trl.cli", "train", *arguments, "--output_dir", str(tmp_path / "run")],
+        [sys.executable, "-m", "polar_trl", "train", *arguments, "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=120,
@@ -68,7 +68,7 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text((ROOT / "polar_trl" / "configs" / "quickstart.yaml").read_text() + "\nmax_agent: 3\n")
     done = subprocess.run(
-        [sys.executable, "-m", "polar_trl.cli", "train", str(config)],
+        [sys.executable, "-m", "polar_trl", "train", str(config)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -105,7 +105,7 @@ def start(tmp_path: Path, tasks: Path, **keys: object) -> list[str]:
     lines = (f"{name}: {json.dumps(value, default=str)}\n" for name, value in (settings | keys).items())
     config.write_text("".join(lines))
     done = subprocess.run(
-        [sys.executable, "-m", "polar_trl.cli", "train", str(config), "--output_dir", str(tmp_path / "run")],
+        [sys.executable, "-m", "polar_trl", "train", str(config), "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=200,

@@ -56,7 +56,7 @@ def write(folder: Path, model: Path, **settings: Any) -> None:
 
 
 def train(folder: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "polar_trl.cli", "train", "run.yaml"]
+    command = [sys.executable, "-m", "polar_trl", "train", "run.yaml"]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
 
 

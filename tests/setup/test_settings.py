@@ -55,7 +55,7 @@ def test_the_short_help_fits_on_a_screen_or_two_and_the_long_one_has_everything(
 
 
 def test_the_command_prints_it() -> None:
-    command = [sys.executable, "-m", "polar_trl.cli", "train", "--help"]
+    command = [sys.executable, "-m", "polar_trl", "train", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "Tasks and rewards:" in done.stdout, done.stderr
 

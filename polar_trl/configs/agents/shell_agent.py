@@ -56,6 +56,7 @@ def main() -> int:
             problem = f"Exit code {exit_code}: {output}"
         messages.append({"role": "assistant", "content": reply})
         messages.append({"role": "user", "content": f"{problem} Try again."})
+    print(f"shell_agent: no command succeeded in {args.max_turns} tries; the last: {problem}", file=sys.stderr)
     return 1
 
 

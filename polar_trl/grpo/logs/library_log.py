@@ -32,6 +32,7 @@ class LibraryLog:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LIBRARIES_FILE
+        self._is_logged = False
 
     @contextmanager
     def everything(self) -> Iterator[None]:
@@ -44,6 +45,10 @@ class LibraryLog:
         streams = (sys.stdout, sys.stderr)
         for stream in streams:
             stream.flush()
+        # in a notebook these streams do not lead to the file descriptors
+        moved = {handler: handler.stream for handler in _list_handlers() if handler.stream in streams}
+        for handler in moved:
+            handler.setStream(file)
         kept = [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -62,11 +67,17 @@ class LibraryLog:
                 os.close(copy)
             for handler in _list_handlers():
                 if handler.stream is file:
-                    handler.setStream(sys.stderr)
+                    handler.setStream(moved.get(handler, sys.stderr))
 
     @contextmanager
     def logged(self) -> Iterator[None]:
-        """Send what libraries log inside the block, and their warnings, to the file; errors are shown as well."""
+        """Send what libraries log inside the block, and their warnings, to the file; errors are shown as well.
+
+        A block within a block changes nothing.
+        """
+        if self._is_logged:
+            yield
+            return
         file = logging.FileHandler(self.path, encoding="utf-8", errors="replace")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         shown = logging.StreamHandler()
@@ -82,10 +93,12 @@ class LibraryLog:
         for logger in bare:
             logger.addHandler(shown)
             logger.propagate = False
+        self._is_logged = True
         try:
             with _warnings_of_libraries(file), _no_bars():
                 yield
         finally:
+            self._is_logged = False
             for logger in bare:
                 logger.propagate = True
                 logger.removeHandler(shown)

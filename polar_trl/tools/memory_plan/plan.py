@@ -58,6 +58,8 @@ class PlanParser(RunParser):
         """Parse as argparse does; without a GPU, transformers accepts `bf16` only beside `use_cpu`."""
         found, rest = super().parse_known_args(args, namespace)
         self.uses_cpu, found.use_cpu = bool(found.use_cpu), True
+        if found.bf16 is None:
+            found.bf16 = not found.fp16  # as on the GPUs that are planned for
         return found, rest
 
 

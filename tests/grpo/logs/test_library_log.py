@@ -44,6 +44,22 @@ print("last"); os.write(2, b"2 is back\\n"); logging.getLogger("vllm").warning("
     assert "ours" not in file and "afterwards" not in file
 
 
+def test_a_handler_whose_stream_is_a_notebooks(tmp_path: Path) -> None:
+    done, file = run(
+        tmp_path,
+        """
+import io
+sys.stderr = io.StringIO()
+logging.getLogger("vllm").addHandler(logging.StreamHandler())
+with log.everything():
+    logging.getLogger("vllm").warning("inside")
+logging.getLogger("vllm").warning("afterwards")
+print(sys.stderr.getvalue(), end="")
+""",
+    )
+    assert (done.stdout, file) == ("afterwards\n", "inside\n")
+
+
 def test_an_error_names_the_file_and_is_seen(tmp_path: Path) -> None:
     done, file = run(
         tmp_path,
@@ -64,7 +80,7 @@ def test_what_libraries_log_while_a_run_goes_on(tmp_path: Path) -> None:
         """
 shown = logging.StreamHandler()
 logging.getLogger("trl").addHandler(shown)
-with log.logged():
+with log.logged(), log.logged():
     print("of a reward function")
     warnings.warn("of a reward function, too")
     warnings.warn_explicit("of a package", UserWarning, "/x/site-packages/y.py", 3)
@@ -82,6 +98,7 @@ warnings.warn_explicit("shown again", UserWarning, "/x/site-packages/y.py", 4)
     assert lines[0].endswith("UserWarning: of a reward function, too")
     assert lines[1:5] == ["trl.trainer fails", "vllm.engine fails", "a warning of ours", "as before"]
     assert lines[5:] and "as before" in lines[5:] and any("shown again" in line for line in lines[5:])
+    assert file.count("vllm.engine warns") == 1
     assert "of a package" in file and "WARNING vllm.engine: vllm.engine warns" in file
     assert "ERROR trl.trainer: trl.trainer fails" in file
     assert "ours" not in file and "as before" not in file

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from doc_pages import ROOT, find_blocks
 from launch import WORKERS
 from nbclient import NotebookClient
 
@@ -20,17 +21,22 @@ trainer.train().global_step
 ###
 "eval_graded" in trainer.evaluate()
 ###
+{look}
+###
 trainer.close()
 """
 
 
 @pytest.mark.timeout(600)
 def test_a_trainer_trains_and_evaluates_in_a_notebook(tiny_model: Path, tmp_path: Path) -> None:
-    text = CELLS.format(workers=str(WORKERS), model=str(tiny_model), out=str(tmp_path / "run"))
+    (look,) = find_blocks(ROOT / "docs" / "python.md", "python")
+    look = look.replace('"runs/first"', repr(str(tmp_path / "run")))
+    text = CELLS.format(workers=str(WORKERS), model=str(tiny_model), out=str(tmp_path / "run"), look=look)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in text.split("###\n")])
     NotebookClient(notebook, timeout=500, kernel_name="python3").execute()
-    built, trained, evaluated, _ = notebook.cells
-    assert "Traceback" not in str(notebook.cells)
+    built, trained, evaluated, looked, _ = notebook.cells
+    for noise in ("Traceback", "IProgress not found", "pin_memory", "clean_up_tokenization"):
+        assert noise not in str(notebook.cells)
     printed = "".join(output["text"] for output in trained.outputs if output.output_type == "stream")
     lines = [line for line in printed.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
@@ -38,4 +44,8 @@ def test_a_trainer_trains_and_evaluates_in_a_notebook(tiny_model: Path, tmp_path
     for cell, value in ((trained, "2"), (evaluated, "True")):
         (result,) = (output["data"] for output in cell.outputs if output.output_type == "execute_result")
         assert result["text/plain"] == value
+    (output,) = looked.outputs
+    rewards = [float(line.split()[0]) for line in output["text"].splitlines() if line.endswith(" None")]
+    # of the grader, tenths, and of a reward function, hundredths; an evaluation's sessions are none of the eight
+    assert len(rewards) == 8 and any(abs(reward * 10 - round(reward * 10)) > 0.01 for reward in rewards)
     assert not [output for output in built.outputs if "safetensors" in str(output)]

@@ -6,6 +6,7 @@ import measure_code
 import pytest
 
 MODULES = {
+    "__main__.py": "",
     "__init__.py": "",
     "a.py": "from typing import TYPE_CHECKING\nfrom polar_trl import b\nif TYPE_CHECKING:\n    import polar_trl.c\n",
     "b.py": "try:\n    from polar_trl.a import x\nexcept ImportError:\n    pass\n",

@@ -178,7 +178,7 @@ def test_the_command_refuses_in_one_sentence(
 
 def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:
     before = list_files(run)
-    command = [sys.executable, "-m", "polar_trl.cli", "inspect", str(run)]
+    command = [sys.executable, "-m", "polar_trl", "inspect", str(run)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -1,4 +1,4 @@
-"""`python -m polar_trl.cli`."""
+"""`python -m polar_trl`."""
 
 import sys
 
