@@ -32,6 +32,9 @@ examples:
   polar-trl collect --recorded runs/serve-checkpoint-70 --sessions fix-login --output_dir runs/mine
       sessions of your own, which polar-trl serve recorded: nothing is run or graded
 
+  polar-trl collect --recorded runs/pi --output_dir runs/mine
+      sessions that passed in a training or an evaluation, by their rewards; held-out ones of a training are left out
+
 Other flags are keys of the run, as polar-trl train takes them, and of polar-trl eval: num_samples, max_attempts,
 limit, task_ids, eval_temperature, num_engines, base_url, served_name, text_only. A key for the server is read from
 $OPENAI_API_KEY. The same command goes on where it was stopped; where nothing is left to run it builds the data set
@@ -54,9 +57,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--output_dir", type=Path, required=True, metavar="OUT", help="folder of sessions and data set"
     )
-    parser.add_argument(
-        "--recorded", type=Path, metavar="DIR", help="take the sessions that polar-trl serve recorded, and run none"
-    )
+    parser.add_argument("--recorded", type=Path, metavar="DIR", help="take recorded sessions, and run none")
     parser.add_argument(
         "--sessions", nargs="+", default=[], metavar="NAME", help="of those that are kept (default: all with an end)"
     )
@@ -138,7 +139,13 @@ def _print_report(report: "Report", data_set: Path) -> None:
     table.add_section()
     table.add_row("total", *_list_cells(report.total), *(str(report.num_rows(form, s)) for s in ("train", "test")))
     console = Console()
-    console.print(table)
+    if report.is_graded:
+        console.print(table)
+    else:
+        train, test = (report.num_rows(form, split) for split in ("train", "test"))
+        console.print(
+            f"{report.total.accepted} sessions chosen by name, none graded: {train} rows to train, {test} to test"
+        )
     for reason, count in report.left_out.items():
         console.print(f"{count} rows left out: {reason.replace('_', ' ')}")
     if report.text_only_rows:

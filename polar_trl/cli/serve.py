@@ -131,7 +131,9 @@ def _announce(endpoint: "Endpoint", folder: Path, answer: TextIO, *, as_json: bo
     lines += [
         f"served at {endpoint.origin} to whoever has the key {endpoint.api_key}",
         f"    {endpoint.api_key}.NAME records a session of its own, called NAME",
-        f"    a prompt and its answer have {endpoint.max_model_len} tokens; recorded in {folder}; Ctrl-C ends it",
+        f"    a prompt and its answer have {endpoint.max_model_len} tokens, an answer at most {endpoint.max_tokens} "
+        "(max_completion_length)",
+        f"    recorded in {folder}; Ctrl-C ends it",
     ]
     print("\n".join(["", *lines]), file=answer, flush=True)
 

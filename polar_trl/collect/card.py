@@ -30,12 +30,13 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
     """
     lines = ["---", DatasetCardData(configs=_build_configs(files)).to_yaml(), "---", ""]
     lines += [f"# Sessions of {agent} with {model}", ""]
-    lines += [
-        f"Collected by `polar-trl collect`: {report.total.accepted} of {report.total.attempts} graded sessions were "
-        f"accepted (a reward of {selection['min_reward']:g} or more); {report.total.failed} more failed without a "
-        "reward and are in no rate.",
-        "",
-    ]
+    how = (
+        f"{report.total.accepted} of {report.total.attempts} graded sessions were accepted (a reward of "
+        f"{selection['min_reward']:g} or more); {report.total.failed} more failed without a reward and are in no rate."
+        if report.is_graded
+        else f"{report.total.accepted} sessions chosen by name. None was graded: a reward of 1 stands for that choice."
+    )
+    lines += [f"Collected by `polar-trl collect`: {how}", ""]
     if report.text_only_rows:
         lines += [
             f"**Text only:** {report.text_only_rows} rows come from a server that gives no token ids. They are in "
@@ -47,14 +48,23 @@ def render_card(report: "Report", files: Files, selection: Mapping[str, Any], *,
         train, test = (report.num_rows(form, split) for split in ("train", "test"))
         lines.append(f"| `{form}` | {train} | {test} | {ABOUT[form]} |")
     lines += ["", "Each row also has `id`, `task_id`, `repo`, `reward`, `session` and `agent`.", ""]
-    lines += ["| repository | tasks | attempts | accepted | rate % | failed |", "|---|---|---|---|---|---|"]
+    if report.is_graded:
+        lines += _render_rates(report)
+    lines += ["Left out: " + (_list_counts(report.left_out) or "nothing") + ".", ""]
+    unread = () if report.is_graded else ("min_reward",)
+    settings = ", ".join(
+        f"{name} {value}" for name, value in selection.items() if value is not None and name not in unread
+    )
+    lines += [f"Made with {settings}.", ""]
+    return "\n".join(lines)
+
+
+def _render_rates(report: "Report") -> list[str]:
+    lines = ["| repository | tasks | attempts | accepted | rate % | failed |", "|---|---|---|---|---|---|"]
     for repo, counts in [*report.by_repo.items(), ("total", report.total)]:
         rate = "-" if counts.rate is None else f"{100 * counts.rate:.1f}"
         lines.append(f"| {repo} | {counts.tasks} | {counts.attempts} | {counts.accepted} | {rate} | {counts.failed} |")
-    lines += ["", "Left out: " + (_list_counts(report.left_out) or "nothing") + ".", ""]
-    settings = ", ".join(f"{name} {value}" for name, value in selection.items() if value is not None)
-    lines += [f"Made with {settings}.", ""]
-    return "\n".join(lines)
+    return [*lines, ""]
 
 
 def _build_configs(files: Files) -> list[dict[str, Any]]:

@@ -75,6 +75,8 @@ class Report:
     """Numbers of rows by reason: "too_long" of both forms, "unreadable_messages" of the messages."""
     text_only_rows: int
     """Rows without token ids."""
+    is_graded: bool = True
+    """False: somebody chose the sessions, and their reward of 1 stands for that."""
 
     def num_rows(self, form: str, split: str | None = None) -> int:
         """Return the number of rows of a form, of one split or of both."""
@@ -94,6 +96,7 @@ class Report:
             "rows": self.rows,
             "left_out": self.left_out,
             "text_only_rows": self.text_only_rows,
+            "is_graded": self.is_graded,
         }
 
 
@@ -113,6 +116,7 @@ def build_data_set(
     agent: str,
     model: str,
     results: Sequence[SampleResult] | None = None,
+    is_graded: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Write the data set of a folder of `sample_tasks`.
@@ -123,6 +127,7 @@ def build_data_set(
         agent: Whose sessions they are, and
         model: what answered it, for the card.
         results: Of the sessions; None: those in `results.jsonl`.
+        is_graded: Whether a grader gave them their rewards.
         on_progress: Called with how many accepted sessions have been read, and of how many.
 
     Raises:
@@ -151,6 +156,7 @@ def build_data_set(
         rows=counts,
         left_out={name: count for name, count in sorted(left_out.items()) if count},
         text_only_rows=sum(row.token_ids_T is None for _, row in kept),
+        is_graded=is_graded,
     )
     if not forms.tokens["train"] and not forms.messages["train"]:
         raise PolarError(f"{len(chosen)} sessions were accepted, but none of their rows is left ({report.left_out})")

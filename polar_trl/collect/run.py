@@ -1,7 +1,7 @@
 """Run graded sessions of the training tasks into a folder, and build the data set of the accepted ones.
 
 The sessions are those of an evaluation (`eval.evaluate`); the data set is built once all of them have run. Or they
-are somebody's own, recorded by `polar-trl serve`.
+were recorded before: somebody's own by `polar-trl serve`, or graded ones of a training or an evaluation.
 """
 
 from collections import Counter
@@ -14,7 +14,8 @@ from tqdm import tqdm
 from polar_trl.collect.data_set import Report, Selection, build_data_set, refuse_foreign
 from polar_trl.errors import ConfigError
 from polar_trl.eval.evaluate import run_evaluation
-from polar_trl.eval.sample_tasks import SampleResult, read_settings
+from polar_trl.eval.sample_tasks import RESULTS_FILE, SampleResult, read_results, read_settings
+from polar_trl.eval.serve import COMMAND
 from polar_trl.eval.setup import EvalSetup, parse_eval
 from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.recording.log import read_record
@@ -52,46 +53,64 @@ def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path
 
 
 def collect_recorded(recorded: Path, folder: Path, selection: Selection, names: Sequence[str]) -> Report:
-    """Write the data set of sessions that `polar-trl serve` recorded: who names them accepts them, as a reward of 1.
+    """Write the data set of sessions that were recorded before.
+
+    Those of `polar-trl serve` are accepted by whoever names them, as a reward of 1. Those of a training or evaluation
+    keep their rewards, and the evaluations of a training run, which are held out, are left out.
 
     Args:
-        recorded: The folder that serve wrote.
+        recorded: The folder of the records.
         folder: Gets the data set.
-        names: Of sessions, as in the keys; none: all that have an end.
+        names: Of sessions, as in the keys, or ids of tasks; none: all that have an end.
 
     Raises:
         ConfigError: a folder without such sessions, or a name that none has.
-        PolarError: no session with an answer is left.
+        PolarError: no accepted session is left.
     """
     target = folder / DATA_SET_FOLDER
     refuse_foreign(target)
-    results = _list_recorded(recorded)
-    if unknown := sorted(set(names) - {result.task for result in results}):
-        known = ", ".join(sorted({result.task for result in results})) or "none"
-        raise ConfigError(f"{recorded} has no finished session {unknown[0]!r} with an answer; it has {known}")
     settings = read_settings(recorded)
+    is_served = settings.get("command") == COMMAND
+    results, num_open = _list_recorded(recorded, is_served=is_served)
+    known = sorted({result.task for result in results})
+    unknown = sorted(set(names) - set(known))
+    if unknown or not known:
+        wanted = f"session {unknown[0]!r}" if unknown else "session"
+        ends = f"; {num_open} without an end: end `polar-trl serve` first if it runs" if num_open else ""
+        raise ConfigError(
+            f"{recorded} has no finished {wanted} with an answer; it has {', '.join(known) or 'none'}{ends}"
+        )
     with FolderLock(folder), disk_errors(folder):
         return build_data_set(
             recorded,
             target,
             selection,
             agent=settings.get("agent") or "own agent",
-            model=Path(str(settings.get("tokenizer", "unknown"))).name,
+            model=Path(str(settings.get("tokenizer") or settings.get("model") or "unknown")).name,
             results=[result for result in results if not names or result.task in names],
+            is_graded=not is_served,
         )
 
 
-def _list_recorded(folder: Path) -> list[SampleResult]:
-    """List the sessions that have an end and an answer; `sample` counts those of one name."""
+def _list_recorded(folder: Path, *, is_served: bool) -> tuple[list[SampleResult], int]:
+    """List the sessions that have an end, served ones with an answer; and count those without an end.
+
+    `sample` counts those of one name.
+    """
+    if not is_served and (folder / RESULTS_FILE).exists():
+        return read_results(folder), 0
     paths = sorted((folder / "sessions").rglob("*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder} holds no sessions; give the folder that polar-trl serve recorded into")
     counts: Counter[str] = Counter()
-    results = []
+    results, num_open = [], 0
     for path in paths:
+        if not is_served and path.parent.name.startswith("eval_"):
+            continue
         record = read_record(path)
         rollout = record.rollout
-        if not record.finished or not any(call.is_answered for call in rollout.calls):
+        num_open += not record.finished
+        if not record.finished or (is_served and not any(call.is_answered for call in rollout.calls)):
             continue
         results.append(
             SampleResult(
@@ -101,8 +120,8 @@ def _list_recorded(folder: Path) -> list[SampleResult]:
                 rollout=rollout.id,
                 record=path.relative_to(folder).as_posix(),
                 repo=None,
-                reward=PASSING_REWARD,
-                error=None,
+                reward=PASSING_REWARD if is_served else rollout.reward,
+                error=rollout.error,
                 stop_reason=rollout.stop_reason,
                 calls=len(rollout.calls),
                 sampled_tokens=sum(len(call.completion.token_ids) for call in rollout.calls),
@@ -110,7 +129,7 @@ def _list_recorded(folder: Path) -> list[SampleResult]:
             )
         )
         counts[rollout.task_id] += 1
-    return results
+    return results, num_open
 
 
 def run_collection(collection: Collection, *, show_progress: bool = True) -> Report:

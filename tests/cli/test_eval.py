@@ -180,6 +180,7 @@ def test_an_adapter_is_merged_and_evaluated(tmp_path: Path, tiny_model: Path) ->
     torch.testing.assert_close(weights[1][name], weights[0][name] + 2.0 * b @ a, atol=1e-6, rtol=0)
     assert not torch.equal(weights[1][name], weights[0][name])
     assert (out / "merged" / "tokenizer.json").exists()
+    assert str(tmp_path) not in (out / "merged" / "polar_merged.json").read_text()
     # once: the same adapter finds its merged model, another one does not
     stamp = (out / "merged" / "model.safetensors").stat().st_mtime_ns
     merge_adapter(find_model(str(adapter)), out / "merged")

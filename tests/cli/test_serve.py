@@ -182,11 +182,23 @@ def test_a_second_one_says_what_is_taken(
     assert f"(process {served.process.pid} on " in said and "serve " in said, said
 
 
-def test_it_can_be_looked_at_while_it_serves(served: Served) -> None:
+def test_the_banner_says_how_long_an_answer_may_be(served: Served) -> None:
+    assert re.search(r"have \d+ tokens, an answer at most \d+ \(max_completion_length\)\n", served.printed)
+
+
+def test_it_can_be_looked_at_while_it_serves(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     SDKS["openai_chat"](served.endpoint("seen")).ask(max_tokens=2)
     folder = RunFolder(served.out)
     rows = {row["rollout"]: row for row in folder.build_table()}
     assert rows["seen"]["calls"] == 1 and folder.is_live() and folder.vocabulary.is_known
+    collect = ["collect", "--recorded", str(served.out), "--output_dir", str(tmp_path)]
+    for words, wanted in (([], "session"), (["--sessions", "seen"], "session 'seen'")):
+        assert main([*collect, *words]) == 2
+        said = capsys.readouterr().err
+        assert f"has no finished {wanted} with an answer; it has none; " in said
+        assert f"{len(rows)} without an end: end `polar-trl serve` first if it runs" in said
 
 
 def test_ctrl_c_ends_it_and_what_it_recorded_is_read(
@@ -230,7 +242,10 @@ def check_collecting(
     assert main(collect) == 0
     assert json.loads(capsys.readouterr().out)["total"]["accepted"] == len(answered)
     assert main([*collect, "--sessions", "kept", "kept-too"]) == 0
-    assert json.loads(capsys.readouterr().out)["total"]["accepted"] == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["total"]["accepted"] == 2 and not report["is_graded"]
+    card = (data / "dataset" / "README.md").read_text()
+    assert "2 sessions chosen by name. None was graded" in card and "rate %" not in card
     rows = load_dataset(str(data / "dataset"), "tokens", split="train")
     sampled = {name: records[name].rollout.calls[0].completion.token_ids for name in ("kept", "kept-too")}
     for row in rows:

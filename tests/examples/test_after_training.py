@@ -13,6 +13,8 @@ import pytest
 import torch
 from collect_sessions import TOOL, record_folder
 from doc_pages import ROOT, find_blocks, list_lines
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from peft import AutoPeftModelForCausalLM
 from tiny_qwen import build_tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,11 +24,14 @@ from polar_trl.cli import _build_parser as build_parser
 from polar_trl.cli import main
 from polar_trl.collect.data_set import Selection, build_data_set
 from polar_trl.collect.run import parse_collection
+from polar_trl.grpo.resume.hub import UPLOADED
 
 pytestmark = pytest.mark.timeout(900)  # several engines are loaded, one after the other
 
 PAGE = ROOT / "docs" / "after-training.md"
-MERGE, _, SERVE, SERVE_ADAPTER, LOGIN, UPLOAD, COLLECT, SFT, TRAIN = list_lines("\n".join(find_blocks(PAGE, "bash")))
+MERGE, _, SERVE, SERVE_ADAPTER, SERVE_CPU, LOGIN, UPLOAD, UPLOAD_RUN, COLLECT, SFT, TRAIN = list_lines(
+    "\n".join(find_blocks(PAGE, "bash"))
+)
 TWO_CORES = (
     "--sandbox bwrap --agent_command 'python3 ~/agent.py {instruction}' --agent_files image/agent.py "
     "--check_tasks false --use_cpu true --bf16 false --gradient_checkpointing false --vllm_enable_sleep_mode false "
@@ -80,21 +85,49 @@ def test_the_merged_model_is_base_and_adapter(folder: Path, merged: Path, monkey
         assert torch.allclose(parts(ids).logits, whole(ids).logits, atol=1e-3)
 
 
+def test_the_merged_model_has_a_card_and_no_path(folder: Path, merged: Path) -> None:
+    cards = [ModelCard.load(place / "README.md") for place in (folder / "runs" / "grpo", merged)]
+    assert [card.data.library_name for card in cards] == ["peft", "transformers"]
+    assert cards[0].data.base_model is None and "A LoRA adapter for sft, trained with" in cards[0].text
+    assert "\nsft trained with" in cards[1].text and "AutoPeftModel" not in cards[1].text
+    assert ("/" not in (merged / "polar_merged.json").read_text()) and str(folder) not in cards[1].content
+
+
+def test_an_upload_of_a_run_has_the_model_and_nothing_else(folder: Path) -> None:
+    words = shlex.split(UPLOAD_RUN)
+    patterns: dict[str, list[str]] = {"--include": [], "--exclude": []}
+    for flag, pattern in zip(words[4::2], words[5::2], strict=True):
+        patterns[flag].append(pattern)
+    for run_folder, weights in (("grpo", "adapter_model.safetensors"), ("sft", "model.safetensors")):
+        place = folder / "runs" / run_folder
+        (place / "checkpoint-1").mkdir(exist_ok=True)
+        (place / "checkpoint-1" / "config.json").touch()
+        files = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
+        sent = set(
+            filter_repo_objects(files, allow_patterns=patterns["--include"], ignore_patterns=patterns["--exclude"])
+        )
+        pushed = set(filter_repo_objects(files, allow_patterns=[*UPLOADED], ignore_patterns=["*/*", "polar_masters*"]))
+        assert sent == pushed and weights in sent and not sent & {"settings.json", "summary.json"}
+
+
 def test_a_whole_model_is_not_merged(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", str(folder / "runs" / "sft"), str(tmp_path / "out")]) == 2
     assert "is a whole model, no adapter" in capsys.readouterr().err
 
 
 def test_vllm_serves_it_with_the_options_of_the_page(merged: Path, tmp_path: Path) -> None:
-    command, verb, model, *options = shlex.split(SERVE)
-    assert (command, verb, model) == ("vllm", "serve", "runs/merged")
-    options[options.index("32768")] = "1024"
+    python, _, module, _, model, *options = shlex.split(SERVE_CPU)
+    assert (python, module, model) == ("python", "vllm.entrypoints.openai.api_server", "runs/merged")
+    options[options.index("8192")] = "1024"
     with serve_vllm(merged, tmp_path / "log.txt", *options) as url:
         messages = [{"role": "user", "content": "List the files."}]
         body = {"model": "mine", "messages": messages, "tools": [TOOL], "max_tokens": 16}
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["completion_tokens"] > 0
+        body = {"model": "mine", "messages": messages, "max_tokens": 16}
+        reply = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": "none"}, timeout=60)
+        assert reply.status_code == 200 and reply.json()["usage"]["output_tokens"] > 0, reply.text
 
 
 def test_options_and_parsers_are_those_of_vllm() -> None:
@@ -113,10 +146,17 @@ def test_options_and_parsers_are_those_of_vllm() -> None:
     assert reasoning - {"--reasoning-parser"} <= set(ReasoningParserManager.list_registered())
 
 
-def test_the_hubs_command_has_these_words() -> None:
-    for command in (LOGIN, UPLOAD):
-        words = [word for word in shlex.split(command) if "/" not in word]
-        assert "Usage:" in run(shlex.join([*words, "--help"]), ROOT)
+def test_the_hubs_command_has_these_words(tmp_path: Path) -> None:
+    assert "Usage:" in run(f"{LOGIN} --help", ROOT)
+    for name in ("merged", "own_repository"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+    env = os.environ | {"PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    for command in (UPLOAD, UPLOAD_RUN):
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1 and "offline" in done.stderr, done.stderr  # its usage would be status 2
 
 
 def test_a_teacher_collects_with_the_run_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,17 @@ Front matter is the hub's (https://huggingface.co/docs/hub/model-cards#model-car
 in it: cards are published.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from huggingface_hub import ModelCard
 
 from polar_trl.grpo.logs.summary import average_quarters
 
+CARD_FILE = "README.md"
 _ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "num_generations", "generation_batch_size", "temperature", "beta",
     "loss_type", "scale_rewards", "max_completion_length", "max_trajectory_tokens", "num_iterations",
@@ -30,18 +33,7 @@ Each reward is of a whole session of that agent, with the agent's own prompts an
 |---|---|
 {rows}
 
-## How to use it
-
-Inside the same agent: elsewhere it has not been trained, and may be no better than its base model.
-
-```bash
-pip install polar-trl
-polar-trl serve MODEL     # this folder, or its name on the hub
-```
-
-It prints an address and a key for the agent's configuration. Another server does as well, such as vLLM's, with the
-chat template of this folder and the base model's parsers of tool calls and thinking.
-
+{use}
 ## Settings
 
 {arguments}
@@ -50,8 +42,30 @@ chat template of this folder and the base model's parsers of tool calls and thin
 
 ## License
 
-That of the base model.
+That of the base model, {base}.
 """
+_USE = """## How to use it
+
+Inside the same agent: elsewhere it has not been trained, and may be no better than its base model.
+Install polar-trl (its README says how).
+
+```bash
+polar-trl serve {model}{comment}
+```
+
+It prints an address and a key for the agent's configuration. Another server does as well, such as vLLM's, with the
+chat template of this folder and the base model's parsers of tool calls and thinking. In Python:
+
+```python
+{imports}
+
+model = {loader}.from_pretrained("{model}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{model}")
+```
+"""
+_USE_SECTION = re.compile(r"^## How to use it\n.*?(?=^\n## Settings\n)", re.DOTALL | re.MULTILINE)
+_ADAPTER = re.compile(r"^A LoRA adapter for (.*), trained with ", re.MULTILINE)
+_TAG = "polar-trl"
 
 
 def build_card(
@@ -62,6 +76,7 @@ def build_card(
     seconds: float,
     tags: Sequence[str] = (),
     is_adapter: bool = False,
+    hub_id: str | None = None,
 ) -> str:
     """Build the text of a model's README.md.
 
@@ -71,16 +86,17 @@ def build_card(
         name: The model's.
         seconds: Of training so far.
         is_adapter: Whether the folder holds a LoRA adapter and not the whole model.
+        hub_id: Where it is pushed to.
     """
     base = str(settings.get("model") or "")
-    is_folder = Path(base).is_absolute() or base.startswith(".")
+    is_folder = Path(base).is_absolute() or base.startswith(".") or Path(base).is_dir()
     shown_base = Path(base).name if is_folder else f"[{base}](https://huggingface.co/{base})"
     head: dict[str, Any] = {} if is_folder or not base else {"base_model": base}
     head |= {
         "library_name": "peft" if is_adapter else "transformers",
         "model_name": name,
         "pipeline_tag": "text-generation",
-        "tags": sorted({*tags, "polar-trl", "agent"}),
+        "tags": sorted({*tags, _TAG, "agent"}),
     }
     agent = " ".join(str(settings[key]) for key in ("agent", "agent_version") if settings.get(key))
     facts = [("Base model", shown_base), ("Agent", agent), ("Tasks", _describe_tasks(settings))]
@@ -89,11 +105,36 @@ def build_card(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         name=name,
         whole=f"A LoRA adapter for {shown_base}," if is_adapter else shown_base,
+        use=_describe_use(hub_id, is_adapter=is_adapter),
+        base=shown_base,
         where="a coding agent" if settings.get("agent") == "shell" else f"the coding agent {agent}",
         rows="\n".join(f"| {title} | {_escape(value)} |" for title, value in facts if value),
         arguments=_list_arguments(settings),
         versions=_list_versions(settings),
     )
+
+
+def build_merged_card(card: str) -> str | None:
+    """Build the card of an adapter merged into its base from the adapter's; None where that one is not ours."""
+    try:
+        data = ModelCard(card, ignore_metadata_errors=True).data
+    except (ValueError, yaml.YAMLError):  # a head that is no mapping, or no YAML
+        return None
+    if _TAG not in (data.tags or ()):
+        return None
+    data.library_name = "transformers"
+    body = _ADAPTER.sub(r"\1 trained with ", card.partition("\n---\n")[2], count=1)
+    body = _USE_SECTION.sub(lambda _: _describe_use(None, is_adapter=False), body)
+    return f"---\n{yaml.safe_dump(data.to_dict(), sort_keys=False, allow_unicode=True)}---\n{body}"
+
+
+def _describe_use(hub_id: str | None, *, is_adapter: bool) -> str:
+    loader, imports = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if is_adapter:
+        loader = "AutoPeftModelForCausalLM"
+        imports = f"from peft import {loader}\nfrom transformers import AutoTokenizer"
+    comment = "" if hub_id else "     # this folder, or its name on the hub"
+    return _USE.format(model=hub_id or "MODEL", comment=comment, loader=loader, imports=imports)
 
 
 def _list_figures(settings: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -143,7 +184,8 @@ def _describe_time(settings: Mapping[str, Any], seconds: float) -> list[tuple[st
     hardware = starts[-1].get("hardware") or {}
     gpus = hardware.get("gpus") or []
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware.get('cpus', '?')} CPU cores"
-    time = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
+    minutes = round(seconds / 60)
+    time = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{minutes} minute{'s' * (minutes != 1)}"
     return [("Training", f"{time} on {where}")]
 
 

@@ -4,6 +4,7 @@ transformers uploads the whole folder of a run but for its checkpoints. Ours als
 completions and logs, with what users' tasks and agents say, and its training_args.bin the hub's own token.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from typing import Any
 
 import transformers.trainer
 from accelerate.utils import is_peft_model
+from httpx import HTTPError
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.logs.model_card import build_card
+from polar_trl.grpo.logs.model_card import CARD_FILE, build_card
 from polar_trl.run_folder import write_whole
+
+logger = logging.getLogger(__name__)
 
 UPLOADED = (
     *("README.md", "*.png", "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
@@ -24,7 +28,6 @@ UPLOADED = (
     *("*.model", "*.tiktoken", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 """Patterns of files directly in the folder; `*.py` is the code of a model that brings its own."""
-CARD_FILE = "README.md"
 _IGNORED = ("*/*", "polar_masters*")
 _SWITCHES = {
     "wandb": ("WANDB_LOG_MODEL", ("checkpoint",)),
@@ -102,6 +105,20 @@ class WithModelCard:
             tags = kwargs.get("tags") or ()
             _write_card(self, Path(self.args.output_dir), model_name, (tags,) if isinstance(tags, str) else tags)
 
+    def init_hf_repo(self: Any, token: str | None = None) -> None:
+        """transformers'. Raises `ConfigError` where the hub cannot be reached or refuses."""
+        try:
+            super().init_hf_repo(token)  # type: ignore[misc]
+        except (OSError, HTTPError) as error:  # offline mode and a missing login are the former
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                "push_to_hub: the hub gives no repository "
+                f"{self.args.hub_model_id or os.path.basename(os.path.abspath(self.args.output_dir))!r} ({reason}); "
+                "check the network and `hf auth login`, or train with push_to_hub: false and upload afterwards"
+            ) from error
+        if self.is_world_process_zero() and is_peft_model(self.model):
+            _warn_of_local_base(self.model.active_peft_config.base_model_name_or_path)
+
     def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers', without sessions, rows and logs."""
         with model_files_only():
@@ -110,6 +127,15 @@ class WithModelCard:
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         with model_files_only():
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+
+def _warn_of_local_base(base: str | None) -> None:
+    if base and os.path.isdir(base):
+        logger.warning(
+            "the base is a local folder (%s), from which nobody else can load the pushed adapter: set "
+            "base_model_name_or_path in its adapter_config.json to the base's name on the hub",
+            base,
+        )
 
 
 def _write_card(trainer: Any, folder: Path, name: str | None = None, tags: Sequence[str] = ()) -> None:
@@ -121,5 +147,6 @@ def _write_card(trainer: Any, folder: Path, name: str | None = None, tags: Seque
         seconds=trainer.resume.seconds,
         tags=[*trainer._tag_names, *tags],
         is_adapter=is_peft_model(trainer.model),
+        hub_id=trainer.hub_model_id or trainer.args.hub_model_id,
     )
     write_whole(folder / CARD_FILE, card.encode())

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from polar_trl.configs import find_packaged
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.logs.model_card import CARD_FILE, build_merged_card
 from polar_trl.grpo.multimodal import load_processing_class
 from polar_trl.grpo.resume.checkpoint import PART_FILE, STATE_FILE, list_checkpoints
 
@@ -94,12 +95,12 @@ def load_config(name: str | None, *, trust_remote_code: bool = False) -> Any:
 
 
 def merge_adapter(checkpoint: Checkpoint, folder: Path, *, trust_remote_code: bool = False) -> Path:
-    """Write base plus adapter to `folder`, tokenizer included, unless they are there already; returns the folder.
+    """Write base plus adapter to `folder`, with tokenizer and card, unless they are there already; returns the folder.
 
     Merged in float32 and saved in the base's own dtype, on the CPU: 4 bytes per weight of host memory.
     """
     assert checkpoint.base is not None
-    origin = json.dumps({"adapter": checkpoint.identity, "base": checkpoint.base}) + "\n"
+    origin = json.dumps({"adapter": checkpoint.identity}) + "\n"  # no path: the folder may be published
     part = folder.with_name(folder.name + ".part")
     for path in (folder, part):
         if path.is_symlink() or (path.exists() and not (path / MERGED_FILE).exists()):
@@ -127,6 +128,9 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path, *, trust_remote_code: bo
     merged.to(dtype).save_pretrained(part)
     has_tokenizer = any((adapter / name).exists() for name in _TOKENIZER)
     load_processing_class(str(adapter) if has_tokenizer else checkpoint.base, **trust).save_pretrained(part)
+    text = adapter / CARD_FILE
+    if text.exists() and (card := build_merged_card(text.read_text(encoding="utf-8", errors="replace"))):
+        (part / CARD_FILE).write_text(card, encoding="utf-8")
     if folder.exists():
         shutil.rmtree(folder)  # an earlier merge, as was asked above
     part.rename(folder)

@@ -1,11 +1,12 @@
 """The card of a saved model: the hub reads its head, people its figures, and nobody a path of the machine."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
-from polar_trl.grpo.logs.model_card import build_card
+from polar_trl.grpo.logs.model_card import build_card, build_merged_card
 
 SETTINGS: dict[str, Any] = {
     "model": "Qwen/Qwen3-4B",
@@ -66,3 +67,32 @@ def test_no_path_of_this_machine_is_in_it() -> None:
 def test_before_a_step_there_is_a_card_without_figures() -> None:
     card = read({"model": "base", "agent": "shell"}, [])
     assert "Reward" not in card.content and "inside a coding agent" in card.content
+
+
+def test_one_minute_is_one() -> None:
+    assert "| Training | 1 minute on" in read(seconds=61.0).content
+    assert "| Training | 2 minutes on" in read(seconds=119.0).content
+
+
+def test_it_says_how_to_load_the_model_from_where_it_is_pushed() -> None:
+    adapter = read(is_adapter=True, hub_id="me/policy").content
+    assert (
+        "polar-trl serve me/policy\n" in adapter and 'AutoPeftModelForCausalLM.from_pretrained("me/policy"' in adapter
+    )
+    assert "pip install polar-trl" not in adapter and "MODEL" not in adapter
+    assert 'AutoModelForCausalLM.from_pretrained("MODEL"' in read().content
+    assert "That of the base model, [Qwen/Qwen3-4B](" in adapter
+
+
+def test_a_base_in_a_relative_folder_has_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    card = read(SETTINGS | {"model": "runs/sft"})
+    assert card.data.base_model is None and "| Base model | sft |" in card.content
+
+
+def test_a_merged_model_has_the_card_of_a_whole_one() -> None:
+    assert build_merged_card(read(is_adapter=True, hub_id="me/policy").content) == read().content
+    assert build_merged_card("---\ntags:\n- lora\n---\nOf another trainer.\n") is None
+    assert build_merged_card("---\na: [\n---\n") is None
+    assert build_merged_card("no head") is None
