@@ -117,7 +117,7 @@ def build_card(
 def build_merged_card(card: str) -> str | None:
     """Build the card of an adapter merged into its base from the adapter's; None where that one is not ours."""
     try:
-        data = ModelCard(card, ignore_metadata_errors=True).data
+        data: Any = ModelCard(card, ignore_metadata_errors=True).data
     except (ValueError, yaml.YAMLError):  # a head that is no mapping, or no YAML
         return None
     if _TAG not in (data.tags or ()):
