@@ -177,7 +177,9 @@ def test_a_timeout_keeps_what_was_captured(tmp_path: Path) -> None:
     assert sum(result.reconstruction.trajectories[0].trainable) == len(REPLY)
 
 
-def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_law_stops_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from polar_trl.rollout import session_run
 
     def broken(*_: Any) -> None:
@@ -191,6 +193,7 @@ def test_a_broken_law_stops_everything(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         # returns long before the other agents would have ended by themselves
         rollouts.run(batch)
+    assert "the run was stopped" not in caplog.text  # of each session that was cancelled
 
 
 def test_a_law_that_the_proxy_found_broken_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
