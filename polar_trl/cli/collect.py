@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--recorded", type=Path, metavar="DIR", help="take recorded sessions, and run none")
     parser.add_argument(
-        "--sessions", nargs="+", default=[], metavar="NAME", help="of those that are kept (default: all with an end)"
+        "--sessions", nargs="+", default=[], metavar="NAME", help="those to keep, by name or task id (default: all)"
     )
     parser.add_argument(
         "--min_reward", type=float, default=1.0, metavar="R", help="of an accepted session (default: %(default)s)"

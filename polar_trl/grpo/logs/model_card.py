@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from huggingface_hub import ModelCard
 
 from polar_trl.grpo.logs.summary import average_quarters
 
@@ -116,16 +115,17 @@ def build_card(
 
 def build_merged_card(card: str) -> str | None:
     """Build the card of an adapter merged into its base from the adapter's; None where that one is not ours."""
+    start, _, body = card.partition("\n---\n")
     try:
-        data: Any = ModelCard(card, ignore_metadata_errors=True).data
-    except (ValueError, yaml.YAMLError):  # a head that is no mapping, or no YAML
+        head = yaml.safe_load(start.removeprefix("---\n"))
+    except yaml.YAMLError:
         return None
-    if _TAG not in (data.tags or ()):
+    if not isinstance(head, dict) or _TAG not in (head.get("tags") or ()):
         return None
-    data.library_name = "transformers"
-    body = _ADAPTER.sub(r"\1 trained with ", card.partition("\n---\n")[2], count=1)
+    head["library_name"] = "transformers"
+    body = _ADAPTER.sub(r"\1 trained with ", body, count=1)
     body = _USE_SECTION.sub(lambda _: _describe_use(None, is_adapter=False), body)
-    return f"---\n{yaml.safe_dump(data.to_dict(), sort_keys=False, allow_unicode=True)}---\n{body}"
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n{body}"
 
 
 def _describe_use(hub_id: str | None, *, is_adapter: bool) -> str:
