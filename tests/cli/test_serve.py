@@ -285,7 +285,7 @@ def test_a_folder_of_something_else_is_left_alone(
         (["MODEL", "--port", "80000"], "ports are 0 to 65535"),
         (["MODEL", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["MODEL", "--temprature", "1"], "Did you mean 'temperature'?"),
-        (["MODEL", "--config", "no.yaml"], "--config no.yaml cannot be read"),
+        (["MODEL", "--config", "no.yaml"], "no file at 'no.yaml'"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(

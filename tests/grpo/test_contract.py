@@ -126,6 +126,7 @@ SIGNATURES = [
     (GRPOTrainer, "log", ["self", "logs", "start_time"]),
     (GRPOTrainer, "save_model", ["self", "output_dir", "_internal_call"]),
     (GRPOTrainer, "_push_from_checkpoint", ["self", "checkpoint_folder"]),
+    (Trainer, "init_hf_repo", ["self", "token"]),
     (Trainer, "push_to_hub", ["self", "commit_message", "blocking", "token", "revision", "kwargs"]),
     (GRPOTrainer, "_get_output_dir", ["self", "trial"]),
     (GRPOTrainer, "_get_train_sampler", ["self", "dataset"]),
