@@ -37,7 +37,8 @@ def open_engine(setup: EvalSetup, model: str) -> Iterator[Engine]:
     What libraries say meanwhile is in `libraries.log` of the folder.
     """
     libraries = LibraryLog(setup.folder)
-    with libraries.logged(), _open_engine(setup, model, libraries) as engine:
+    # in this order: vLLM's logger is made with the engine
+    with _open_engine(setup, model, libraries) as engine, libraries.logged():
         yield engine
 
 

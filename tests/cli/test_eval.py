@@ -250,9 +250,9 @@ def test_a_server_can_be_the_model(
         assert main(["eval", *QUICKSTART, "--output_dir", str(out), *keys]) == 0
     summary = json.loads(capsys.readouterr().out)
     rewards = {result.task: result.reward for result in read_results(out)}
-    assert rewards["copy_command-0-0000"] == 1.0 and rewards["copy_file-0-0001"] != 1.0
+    assert rewards["copy_command-1-0000"] == 1.0 and rewards["copy_file-1-0001"] != 1.0
     assert (summary["model"], summary["pass_at"]["1"]["rate"]) == ("strong", 0.5)
-    assert any("echo south > snow.txt" in question for question in asked)
+    assert any("echo sun > milk.txt" in question for question in asked)
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["engine"], settings["served_name"]) == ("server", "strong")
 

@@ -60,7 +60,7 @@ def test_the_change_is_the_agents_and_not_the_graders(tmp_path: Path) -> None:
 
 def test_an_agent_without_a_call_names_its_exit_beside_the_counts(tmp_path: Path) -> None:
     rollout = run_one(tmp_path, "echo lost; exit 4")
-    assert rollout.error is not None and "exit code 4; it printed: 'lost'" in rollout.error
+    assert rollout.error == "the agent ended with exit code 4 before its first call: lost"
     assert rollout.agent_exit == AgentExit(exit_code=4, output_tail="lost") and rollout.changes == ""
     assert rollout.grading is None
 
