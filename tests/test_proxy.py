@@ -227,7 +227,7 @@ def test_sampled_tokens_never_exceed_their_budget() -> None:
             ]
     assert reasons == ["stop", "length", "stop"]
     assert [len(call.completion.token_ids) for call in log.calls] == [11, 4, 0]
-    assert log.counters == {"budget_messages": 1}
+    assert log.counters == {"answers_cut_at_max_session_tokens": 1, "budget_messages": 1}
 
 
 # Many at once

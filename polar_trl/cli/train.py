@@ -99,7 +99,7 @@ def launch(config_file: Path, flags: Sequence[str]) -> NoReturn:
 def train(words: Sequence[str]) -> None:
     """Train by the settings of these flags."""
     if os.environ.get("LOCAL_RANK", "0") == "0" and not any(word.startswith("--help") for word in words):
-        print("train: loading torch, TRL and vLLM ...", file=sys.stderr, flush=True)
+        print("loading torch, TRL and vLLM ...", file=sys.stderr, flush=True)
     from polar_trl.grpo.arguments import RunParser, parse_groups
     from polar_trl.grpo.logs.terminal import say
     from polar_trl.grpo.preflight import own_output_dir
