@@ -82,7 +82,12 @@ class SessionLog:
         self._file = None if path is None else _create(path)
         ids = {"session_id": session_id, "task_id": task_id, "group_id": group_id}
         whose = {} if owner is None else {"owner": owner}
-        self._write(_encode({"type": "session", "version": VERSION} | ids | whose))
+        try:
+            self._write(_encode({"type": "session", "version": VERSION} | ids | whose))
+        except OSError:
+            if path is not None:
+                path.unlink()  # a full disk: a file without a header is no record
+            raise
 
     @property
     def calls(self) -> tuple[Call, ...]:
