@@ -6,13 +6,13 @@ python scripts/dev/quickstart_report.py runs/quickstart-seed1-* runs/quickstart-
 
 import argparse
 import json
-import os
 import platform
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from polar_trl.grpo.logs.settings_log import describe_hardware
 from polar_trl.grpo.logs.summary import plot_rewards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,16 +69,12 @@ def write_report(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def describe_machine() -> str:
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
+    machine = describe_hardware()
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    return (
+        f"{machine['cpus']} cores of {machine['processor']}, {machine['memory_gib']:.0f} GiB, {gpus}, "
+        f"Python {platform.python_version()}"
     )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, no GPU, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":
