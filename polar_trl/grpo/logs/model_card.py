@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from polar_trl.grpo.logs.evaluations import format_solved, list_evaluations
 from polar_trl.grpo.logs.summary import average_quarters
 
 CARD_FILE = "README.md"
@@ -150,23 +151,23 @@ def _list_figures(settings: Mapping[str, Any], log_history: Sequence[Mapping[str
         ("Steps", f"{steps[-1].get('step', len(steps))}{f' of {limit}' if limit > 0 else ''}"),
         ("Reward of the first and last quarter of the steps", f"{first:.3g}, {last:.3g}"),
     ]
-    evaluated = [entry for entry in log_history if entry.get("eval_reward") is not None]
-    if evaluated:
-        names = ("First evaluation", "Last evaluation") if len(evaluated) > 1 else ("Evaluation",)
+    by_set: dict[str, list[Mapping[str, Any]]] = {}
+    for evaluation in list_evaluations(log_history):
+        by_set.setdefault(evaluation["set"], []).append(evaluation)
+    for name, found in by_set.items():
+        of_set = f" of {name}" if name else ""
+        titles = ("First evaluation", "Last evaluation") if len(found) > 1 else ("Evaluation",)
         figures += [
-            (name, _describe_evaluation(evaluated[place])) for name, place in zip(names, (0, -1), strict=False)
+            (f"{title}{of_set}", _describe_evaluation(found[place]))
+            for title, place in zip(titles, (0, -1), strict=False)
         ]
     figures.append(("Tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} of them trained"))
     return figures
 
 
-def _describe_evaluation(entry: Mapping[str, Any]) -> str:
-    said = f"reward {entry['eval_reward']:.3g} at step {entry.get('step', '?')}"
-    if entry.get("eval_graded") and entry.get("eval_pass_rate") is not None:
-        rate, low, high = (100 * entry[f"eval_pass_rate{end}"] for end in ("", "_low", "_high"))
-        said += f", {entry['eval_solved']:.0f} of {entry['eval_graded']:.0f} sessions solved their task"
-        said += f" ({rate:.0f} %, 95 % interval {low:.0f} to {high:.0f} %)"
-    return said
+def _describe_evaluation(found: Mapping[str, Any]) -> str:
+    reward = "no reward" if found["reward"] is None else f"reward {found['reward']:.3g}"
+    return f"{reward} at step {found['step']}, solved {format_solved(found, '')}"
 
 
 def _describe_tasks(settings: Mapping[str, Any]) -> str:

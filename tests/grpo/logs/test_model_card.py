@@ -22,8 +22,9 @@ TOKENS = {"polar/sampled_tokens": 1000, "polar/trained_tokens": 900}
 RATES = {"eval_pass_rate": 0.5, "eval_pass_rate_low": 0.36, "eval_pass_rate_high": 0.64}
 LOG = [
     *({"step": step, "reward": step / 10} | TOKENS for step in range(1, 9)),
-    {"step": 0, "eval_reward": 0.25},
-    {"step": 8, "eval_reward": 0.5, "eval_graded": 48.0, "eval_solved": 24.0, **RATES},
+    {"step": 0, "eval_reward": 0.25, "eval_graded": 48.0, "eval_solved": 12.0, "eval_runtime": 9.0, **RATES},
+    {"step": 8, "eval_reward": 0.5, "eval_graded": 48.0, "eval_solved": 24.0, "eval_runtime": 9.0, **RATES},
+    {"step": 8, "eval_hard_reward": 0.1, "eval_hard_graded": 0.0, "eval_hard_solved": 0.0, "eval_hard_runtime": 1.0},
 ]
 
 
@@ -46,8 +47,9 @@ def test_the_head_is_what_the_hub_reads() -> None:
         "| Tasks | tasks\\|1.jsonl (293 for training, 40 for evaluation) |",
         "| Steps | 8 of 8 |",
         "| Reward of the first and last quarter of the steps | 0.15, 0.75 |",
-        "| First evaluation | reward 0.25 at step 0 |",
-        "| Last evaluation | reward 0.5 at step 8, 24 of 48 sessions solved their task (50 %, 95 % interval 36 to 64",
+        "| First evaluation | reward 0.25 at step 0, solved 12 of 48 (50 %",
+        "| Last evaluation | reward 0.5 at step 8, solved 24 of 48 (50 %, 95 % interval 36-64 %) |",
+        "| Evaluation of hard | reward 0.1 at step 8, solved none (no session has a reward) |",
         "| Tokens | 8,000 sampled, 7,200 of them trained |",
         "| Training | 2.0 hours on 2 x H200, 139 GiB |",
         "`learning_rate: 1e-06`, `lora_r: 16`.",
