@@ -144,7 +144,7 @@ def test_a_busy_engine_is_asked_again() -> None:
 def test_a_key_that_is_not_known_ends_it_at_once() -> None:
     rollout = run_session(HARNESS, [say("end")], change=change_env(OPENAI_API_KEY="sk-closed")).rollout
     assert rollout.stop_reason == "no_calls"
-    assert rollout.error is not None and "exit code 1; it printed: " in rollout.error
+    assert rollout.error is not None and "exit code 1 before its first call: " in rollout.error
     assert "[API Error: 401" in rollout.error  # after what it may say of its own grep
 
 

@@ -223,7 +223,7 @@ def test_a_repository_that_the_package_does_not_know(local: tuple[Task, SandboxB
 
 def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swebench.harness.log_parsers", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[swe\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'polar-trl\[swe\]'"):
         check_row(build_task("abc"))
 
 

@@ -71,4 +71,4 @@ def test_a_failed_first_batch_is_mended_and_run_again(tiny_model: Path, tmp_path
     assert [line["polar/taught_nothing"] for line in log if "reward" in line] == [1.0, 1.0]
 
     again = train()
-    assert again.returncode == 1 and "holds a run already (trained.jsonl)" in again.stderr
+    assert again.returncode == 1 and "holds a run that is over and has no checkpoint" in again.stderr

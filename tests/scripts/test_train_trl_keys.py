@@ -75,7 +75,7 @@ def test_the_run_file_of_the_page_trains(tiny_model: Path, tmp_path: Path) -> No
     [
         (
             {"reward_funcs": ["my_rewards.shrt"]},
-            "reward_funcs: my_rewards has no function 'shrt'; did you mean 'short'?",
+            "reward_funcs 'my_rewards:shrt': my_rewards (",
         ),
         ({"dataset_name": "row.jsonl"}, "dataset_name 'row.jsonl' cannot be loaded"),
         ({"agent_timeout_s": -1}, "agent_timeout_s must be above 0 (it is -1)"),
