@@ -72,7 +72,7 @@ class OpenSessions:
         wait_until(lambda: len(self.engine.params) >= count)
 
     def gate_stats(self) -> list[GateStats]:
-        return [member.session.gate_stats for group in self.runner._groups for member in group.members]
+        return [member.session.gate_stats for group in self.runner._groups for member in group.members.values()]
 
     def wait_until_held(self) -> None:
         """Wait until a call of every open session waits at the gate."""
