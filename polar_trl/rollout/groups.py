@@ -95,11 +95,8 @@ class Batch:
             self.places.append((group, len(group.jobs)))
             group.jobs.append(job)
         self.groups = list(by_id.values())
-        self.queues = JobQueues(ranks, name, len(jobs))
+        self.queues = JobQueues(ranks, name, self.places)
         self.cut = StragglerCut(len(jobs), straggler_quantile)
-        self.is_shared = False
-        """Whether other ranks' jobs may be claimed: once every rank has begun those of its own that it has places
-        for."""
 
 
 class Report(NamedTuple):

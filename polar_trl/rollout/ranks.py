@@ -6,7 +6,9 @@ the front, and a rank that has places free and no job of its own left takes the 
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+Job = TypeVar("Job")
 
 _LAST = 1 << 32
 """One claim from the end of a queue; one from its front is 1. A counter of both is changed in one atomic addition."""
@@ -51,7 +53,7 @@ class OneRank:
         return self._counters[name]
 
 
-class JobQueues:
+class JobQueues(Generic[Job]):
     """The jobs of one batch, as this rank sees and claims them. One thread at a time uses it.
 
     Claims of a queue are counted: with f from the front and e from the end, in whatever order, the jobs of a queue of
@@ -60,35 +62,35 @@ class JobQueues:
 
     Args:
         name: Of the batch, the same on all ranks.
-        num_jobs: Of the batch; each rank's queue has an equal part of them, in order.
+        jobs: Of the batch, alike on all ranks; each rank's queue has an equal part of them, in order.
     """
 
-    def __init__(self, ranks: Ranks, name: str, num_jobs: int) -> None:
-        if num_jobs % ranks.num_ranks:
-            raise ValueError(f"{num_jobs} jobs cannot be divided among {ranks.num_ranks} ranks")
+    def __init__(self, ranks: Ranks, name: str, jobs: Sequence[Job]) -> None:
+        if len(jobs) % ranks.num_ranks:
+            raise ValueError(f"{len(jobs)} jobs cannot be divided among {ranks.num_ranks} ranks")
         self._ranks = ranks
         self._name = name
-        self._length = num_jobs // ranks.num_ranks
-        self._waiting = set(range(ranks.num_ranks)) if num_jobs else set()
+        self._jobs = jobs
+        self._length = len(jobs) // ranks.num_ranks
+        self._waiting = set(range(ranks.num_ranks)) if jobs else set()
         """Ranks whose queues may have jobs left."""
+        self.is_shared = False
+        """Whether other ranks' jobs may be claimed: once every rank has begun those of its own that it has places
+        for."""
 
     @property
     def is_empty(self) -> bool:
         """Whether all jobs are known to be claimed."""
         return not self._waiting
 
-    def claim_own(self) -> int | None:
-        """Claim the first job of this rank's queue; its place in the batch, or None where none is left."""
-        return self._claim(self._ranks.rank, 1)
+    def claim(self) -> Job | None:
+        """Claim the first job of this rank, or else the last one of the longest queue; None where none is left."""
+        job = self._claim(self._ranks.rank, 1)
+        while job is None and self.is_shared and self._waiting:
+            job = self._claim(max(sorted(self._waiting), key=self._count_left), _LAST)
+        return job
 
-    def claim_any(self) -> int | None:
-        """Claim a job of this rank, or else the last one of the longest queue."""
-        place = self.claim_own()
-        while place is None and self._waiting:
-            place = self._claim(max(sorted(self._waiting), key=self._count_left), _LAST)
-        return place
-
-    def _claim(self, queue: int, amount: int) -> int | None:
+    def _claim(self, queue: int, amount: int) -> Job | None:
         if queue not in self._waiting:
             return None
         from_end, from_front = divmod(self._ranks.add(self._key(queue), amount), _LAST)
@@ -97,7 +99,7 @@ class JobQueues:
         if from_front + from_end > self._length:
             return None
         index = from_front - 1 if amount == 1 else self._length - from_end
-        return queue * self._length + index
+        return self._jobs[queue * self._length + index]
 
     def _count_left(self, queue: int) -> int:
         from_end, from_front = divmod(self._ranks.add(self._key(queue), 0), _LAST)
@@ -105,3 +107,14 @@ class JobQueues:
 
     def _key(self, queue: int) -> str:
         return f"{self._name}/{queue}"
+
+
+def claim_oldest(waiting: list[JobQueues[Job]]) -> Job | None:
+    """Claim a job of the oldest batch that has one for this rank; batches that are empty are removed."""
+    for queues in list(waiting):
+        job = queues.claim()
+        if queues.is_empty:
+            waiting.remove(queues)
+        if job is not None:
+            return job
+    return None

@@ -26,7 +26,7 @@ from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.groups import Batch, Group, Member, Report, exchange_results, list_batches
 from polar_trl.rollout.progress import StageProgress
-from polar_trl.rollout.ranks import OneRank, Ranks
+from polar_trl.rollout.ranks import JobQueues, OneRank, Ranks, claim_oldest
 from polar_trl.rollout.session_run import STAGES, Job, RolloutResult, RunnerContext, SessionRun
 from polar_trl.rollout.staleness import GroupState, choose_groups
 from polar_trl.sandbox.base import SandboxBackend
@@ -107,8 +107,8 @@ class RolloutRunner:
         )
         self._claiming = threading.RLock()
         """Guards the next two; held while sessions are begun."""
-        self._waiting: list[Batch] = []
-        """Batches with jobs that nobody has begun, as far as this rank knows."""
+        self._waiting: list[JobQueues[tuple[Group, int]]] = []
+        """Of batches with jobs that nobody has begun, as far as this rank knows."""
         self._placed: set[str] = set()
         """Sessions that were begun and whose agents have not ended."""
         self._changed = threading.Condition()
@@ -230,10 +230,10 @@ class RolloutRunner:
         atexit.register(self.close)  # a trainer that failed may have left agents waiting at the gate
         with self._claiming, self._changed:
             self._groups += batch.groups
-            self._waiting.append(batch)
+            self._waiting.append(batch.queues)
         self._begin_sessions()
         self.ranks.gather(None)  # all have begun what they have places for: jobs that are left do wait
-        batch.is_shared = True
+        batch.queues.is_shared = True
         self._begin_sessions()
         return batch
 
@@ -245,7 +245,7 @@ class RolloutRunner:
         """
         with self._claiming:
             while len(self._placed) < self.config.max_agents + self.config.max_preparing:
-                if (claimed := self._claim()) is None:
+                if (claimed := claim_oldest(self._waiting)) is None:
                     return
                 group, index = claimed
                 member = Member(SessionRun(self._context, group.jobs[index], group.batch.cut), self._end)
@@ -253,15 +253,6 @@ class RolloutRunner:
                 with self._changed:
                     group.members[index] = member
                 member.thread.start()
-
-    def _claim(self) -> tuple[Group, int] | None:
-        for batch in list(self._waiting):
-            place = batch.queues.claim_any() if batch.is_shared else batch.queues.claim_own()
-            if batch.queues.is_empty:
-                self._waiting.remove(batch)
-            if place is not None:
-                return batch.places[place]
-        return None
 
     def _leave_place(self, job: Job) -> None:
         """Give a session's place to another one. On its own thread; again, nothing happens."""
