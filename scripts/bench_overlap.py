@@ -247,8 +247,10 @@ class Engine:
 
     def _evict(self) -> None:
         """Down to what fits; what is in a slot stays."""
-        kept = {request.session for request, _ in self._prefill} | {request.session for _, _, request in self._running}
         too_many = sum(self._cache.values()) - self._setting.kv_tokens
+        if too_many <= 0:
+            return
+        kept = {request.session for request, _ in self._prefill} | {request.session for _, _, request in self._running}
         for session in list(self._cache):
             if too_many <= 0:
                 return
@@ -284,7 +286,7 @@ class Sim:
     context: int = 0
     held_s: float = 0.0
     was_cut: bool = False
-    ended_s: float | None = None
+    ended_s: float = math.inf
 
 
 class SharedCounters:
@@ -326,6 +328,8 @@ class Run:
         self.gate = Signal(fired=True)
         self.changed, self.ended = Signal(), Signal()
         self.open: dict[int, list[Sim]] = {}
+        self.num_running: Counter[int] = Counter()
+        """Sessions of a group that have not ended."""
         self.num_started = 0
         self.lags: Counter[int] = Counter()
         self.rows: list[dict[str, float]] = []
@@ -382,14 +386,14 @@ class Run:
 
     def _choose(self) -> list[int] | None:
         groups = list(self.open)
+        if sum(self.num_running[group] == 0 for group in groups) < self.setting.num_groups:
+            return None
         states = [
             GroupState(
                 first_policy_version=min((v for session in sessions for v in session.versions), default=None),
-                finished_s=max(session.ended_s or 0.0 for session in sessions)
-                if all(session.ended_s is not None for session in sessions)
-                else None,
+                finished_s=None if self.num_running[group] else max(session.ended_s for session in sessions),
             )
-            for sessions in self.open.values()
+            for group, sessions in self.open.items()
         ]
         places = choose_groups(
             states, self.setting.num_groups, version=self.version, max_policy_lag=self.setting.max_policy_lag
@@ -404,6 +408,7 @@ class Run:
             group = self.num_started // setting.group_size
             self.open[group] = [draw_session(setting, self.num_started + i) for i in range(setting.group_size)]
             self.num_started += setting.group_size
+            self.num_running[group] = setting.group_size
             jobs += [(session, cut) for session in self.open[group]]
         for rank in self.ranks:
             rank.waiting.append(JobQueues(rank.ranks, name, jobs))
@@ -436,6 +441,7 @@ class Run:
             if stage == "agent":
                 self._begin_sessions(rank)
         session.ended_s = self.loop.now
+        self.num_running[session.group] -= 1
         self.loop.fire(self.ended)
 
     def _agent(self, rank: Rank, session: Sim, cut: StragglerCut) -> Process:

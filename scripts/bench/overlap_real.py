@@ -1,8 +1,9 @@
-"""Run a small setting of `bench_overlap.py` on real ranks, under torch's launcher: `overlap_real.py SETTING SCALE OUT`.
+"""Run a small setting of `bench_overlap.py` on real ranks, under torch's launcher.
+
+Arguments: SETTING (JSON of a `Setting`), SCALE (real seconds of one of its own), OUT (written by rank 0).
 
 Each rank has the real runner, proxy and gate, and the ranks are connected as the trainer's are. Agents are threads
 that send real HTTP requests and sleep in place of tools; the engine sleeps in place of sampling, in so many slots.
-SETTING is the JSON of a `Setting`, SCALE the real seconds of one of its own, OUT is written by rank 0.
 """
 
 import asyncio
