@@ -523,7 +523,7 @@ def build_settings(num_ranks: int, steps: int, seed: int, kv_tokens: int) -> lis
 
 def build_small_settings(num_ranks: int, seed: int) -> list[Setting]:
     """Return what real ranks can imitate within minutes; a group of 4 lies on two of them."""
-    small: dict[str, Any] = {"groups_per_rank": 1.5, "group_size": 4, "slots": 3, "calls": (8.0, 0.6), "steps": 5}
+    small: dict[str, Any] = {"groups_per_rank": 1.5, "group_size": 4, "slots": 3, "calls": (8.0, 0.6), "steps": 9}
     ideal: dict[str, Any] = {"kv_tokens": 10**9, "prefill_tokens_per_s": math.inf, "step_s_per_sequence": 0.0}
     engine: dict[str, Any] = {"step_s": 0.022, "train_tokens_per_s": 2_000.0, "seed": seed, "num_ranks": num_ranks}
     return [
@@ -605,7 +605,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-tokens", type=int, nargs="+", default=[2_500_000], help="cache of a rank's engine")
     parser.add_argument("--real", action="store_true", help="compare with 2 and 4 real ranks; takes minutes")
-    parser.add_argument("--scale", type=float, default=0.2, help="real seconds for a simulated one")
+    parser.add_argument("--scale", type=float, default=0.12, help="real seconds for a simulated one")
     arguments = parser.parse_args()
     document: dict[str, Any] = {"settings": [], "results": []}
     for kv_tokens in arguments.kv_tokens:

@@ -127,7 +127,7 @@ def test_one_gpu_differs_in_the_adapter_and_the_batch() -> None:
     changed = {key for key in eight.keys() | one.keys() if eight.get(key) != one.get(key)}
     assert changed == {
         "output_dir", "model_init_kwargs", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
-        "per_device_train_batch_size", "learning_rate", "max_policy_lag", "max_agents",
+        "per_device_train_batch_size", "learning_rate", "max_agents",
     }  # fmt: skip
 
 
