@@ -97,6 +97,7 @@ class Batch:
         self.groups = list(by_id.values())
         self.queues = JobQueues(ranks, name, self.places)
         self.cut = StragglerCut(len(jobs), straggler_quantile)
+        self.started_s = time.monotonic()
 
 
 class Report(NamedTuple):

@@ -105,7 +105,7 @@ class RolloutRunner:
             progress=self._progress,
             on_agent_end=self._leave_place,
         )
-        self._claiming = threading.RLock()
+        self._claiming = threading.Lock()
         """Guards the next two; held while sessions are begun."""
         self._waiting: list[JobQueues[tuple[Group, int]]] = []
         """Of batches with jobs that nobody has begun, as far as this rank knows."""
@@ -248,8 +248,10 @@ class RolloutRunner:
                 if (claimed := claim_oldest(self._waiting)) is None:
                     return
                 group, index = claimed
-                member = Member(SessionRun(self._context, group.jobs[index], group.batch.cut), self._end)
-                self._placed.add(member.session.job.rollout_id)
+                job, batch = group.jobs[index], group.batch
+                queue_s = time.monotonic() - batch.started_s
+                member = Member(SessionRun(self._context, job, batch.cut, queue_s=queue_s), self._end)
+                self._placed.add(job.rollout_id)
                 with self._changed:
                     group.members[index] = member
                 member.thread.start()
@@ -258,17 +260,22 @@ class RolloutRunner:
         """Give a session's place to another one. On its own thread; again, nothing happens."""
         with self._claiming:
             self._placed.discard(job.rollout_id)
-        self._begin_sessions()
+        try:
+            self._begin_sessions()
+        except BaseException as failure:  # noqa: BLE001 - not this session's; raised again by whoever waits
+            self._note(failure)
 
     def _end(self, member: Member) -> None:
         """Note that a session has ended. On its own thread."""
-        try:
-            self._leave_place(member.session.job)
-        except BaseException as failure:  # noqa: BLE001 - raised again by whoever waits
-            member.failure = member.failure or failure
+        self._leave_place(member.session.job)
         with self._changed:
             member.ended_s = time.monotonic()
-            self._failure = self._failure or member.failure
+        self._note(member.failure)
+
+    def _note(self, failure: BaseException | None) -> None:
+        """Tell whoever waits that something has changed."""
+        with self._changed:
+            self._failure = self._failure or failure
             self._num_changes += 1
             self._changed.notify_all()
 

@@ -93,9 +93,10 @@ class SessionRun:
         context: Services and settings of its runner.
         job: Its own; a file is begun at `job.record_path`.
         cut: Says how long agents of its batch may run, and hears how long this one did.
+        queue_s: For how long the job has waited for a place (s).
     """
 
-    def __init__(self, context: RunnerContext, job: Job, cut: StragglerCut) -> None:
+    def __init__(self, context: RunnerContext, job: Job, cut: StragglerCut, *, queue_s: float = 0.0) -> None:
         self.job = job
         self.gate_stats = GateStats()
         self._context = context
@@ -114,7 +115,7 @@ class SessionRun:
         self._agent_exit: AgentExit | None = None
         self._grading: GradeReport | None = None
         self._changes: str | None = None
-        self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0) | {"queue": queue_s}
 
     def cancel(self) -> None:
         """End the session soon, whatever it is doing. From any thread."""
