@@ -11,6 +11,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ REQUESTS_PER_STEP_APART = 8
 """With so many requests in flight as these make, new ones are admitted every eighth step; with fewer, sooner in
 proportion. A step that computes prompts takes two to four times as long as one that only decodes, whether with one new
 prompt or with five, and at 64 sessions a third of all steps were such. A request that comes alone does not wait."""
+
+NUM_SETTLING_STEPS = 500
+"""Steps without a request, 10 ms apart, in which the cache has to become free of what is being copied."""
 
 _Outcome = Completion | EngineError
 
@@ -164,8 +168,12 @@ class VllmEngine(TokenEngine):
 
     def _forget_cache(self) -> None:
         """Drop all keys and values, copies in host memory too. Raises `EngineError` where vLLM keeps some."""
-        if not self._llm.reset_prefix_cache(reset_connector=True):
-            raise EngineError("vLLM kept keys and values of the old weights: a block of its cache is still in use")
+        for _ in range(NUM_SETTLING_STEPS):
+            if self._llm.reset_prefix_cache(reset_connector=True):
+                return
+            self._core.step()  # a copy to host memory keeps its blocks until a step notices that it is done
+            time.sleep(0.01)
+        raise EngineError("vLLM keeps keys and values of the old weights: blocks of its cache are still in use")
 
     def close(self) -> None:
         """Fail what is in flight, end the thread, and release the engine. Safe to call twice."""

@@ -408,6 +408,7 @@ def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:
         dtype=args.engine_dtype,
         rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
         **cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs],
+        **(args.engine_kwargs or {}),
     )
 
 

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from model_sizes import QWEN3_4B, QWEN35_4B, VOCABULARY, build_sizes
 from report import Report
+from tiny_hybrid import find_vision_ids, write_processor
+from transformers import AutoConfig, Qwen3_5Config
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import prepare_vllm, set_environment
@@ -47,20 +49,24 @@ COLUMNS = {
     "prefilled_per_sampled": "prefilled per sampled",
     "tokens_per_s": "tok/s",
     "calls": "calls",
-    "busy": "slots busy",
+    "host": "after a reset, a push, sleep: cached (gap)",
     "gap": "gap mean / p99 / max",
     "seconds": "seconds in all",
 }
 TINY = build_sizes(4, 64, 128, 2, 1, 32)
+TINY_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+TINY_DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 SIZES = {
     "true": {"qwen3": QWEN3_4B, "qwen3.5": QWEN35_4B},
-    "tiny": {"qwen3": TINY, "qwen3.5": TINY | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}},
+    "tiny": {"qwen3": TINY, "qwen3.5": TINY | TINY_DELTA},
 }
+DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
+"""Of Qwen3.5-4B's gated delta nets."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 MODEL_ENGINES = ("model plain", "model n-gram", "model FP8")
 ENGINES: dict[str, dict[str, Any]] = {
     "qwen3": {},
-    "qwen3 host": {"kv_offloading_size": 64.0},
+    "qwen3 host": {"kv_offloading_size": 64.0, "enable_sleep_mode": True},
     "qwen3 FP8": {"kv_cache_dtype": "fp8"},
     "qwen3.5": {"enable_prefix_caching": True},
     "model plain": {},
@@ -97,7 +103,6 @@ class NotingEngine(VllmEngine):
 
 def build_llm(args: argparse.Namespace) -> Any:
     """As the trainer builds it, but for the weights and the cache's size."""
-    from transformers import AutoConfig
     from vllm import LLM
 
     on_gpu = torch.cuda.is_available()
@@ -107,54 +112,49 @@ def build_llm(args: argparse.Namespace) -> Any:
     else:
         folder = Path(tempfile.mkdtemp(prefix="cache-"))
         kind = args.child.split()[0]
-        (folder / "config.json").write_text(json.dumps(build_config(kind, SIZES[args.sizes][kind], args.sizes)))
-        kwargs |= {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 32768}
-        if on_gpu or kind == "qwen3":
+        tokenizer = write_processor(args.model, folder)
+        vocab_size = VOCABULARY[kind] if args.sizes == "true" else len(tokenizer)
+        config = build_config(kind, SIZES[args.sizes][kind], vocab_size, find_vision_ids(tokenizer))
+        (folder / "config.json").write_text(json.dumps(config))
+        kwargs |= {"load_format": "dummy", "max_model_len": 40960}
+        if on_gpu:
             kwargs["kv_cache_memory_bytes"] = int(args.cache_gb * 1e9)
+        else:
+            kwargs["num_gpu_blocks_override"] = args.cpu_blocks
     kwargs = {"dtype": "bfloat16", **prepare_vllm(AutoConfig.from_pretrained(folder), cpu=not on_gpu), **kwargs}
     extra = dict(ENGINES[args.child])
     if not on_gpu and "kv_offloading_size" in extra:
-        extra["kv_offloading_size"] = 0.25
+        raise SystemExit("host copies need a GPU")
     return LLM(
         model=str(folder),
         max_num_seqs=args.slots,
         max_num_batched_tokens=4096,
-        distributed_executor_backend="external_launcher",
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         **(kwargs | extra),
     )
 
 
-def build_config(kind: str, sizes: dict[str, int], size_name: str) -> dict[str, Any]:
-    """A decoder without a tokenizer; of Qwen3.5 the published class, whose vision tower is small here."""
-    vocab_size = VOCABULARY[kind] if size_name == "true" else 512
+def build_config(kind: str, sizes: dict[str, int], vocab_size: int, vision_ids: dict[str, int]) -> dict[str, Any]:
+    """A decoder; of Qwen3.5 the published class, whose vision tower is small here."""
     text: dict[str, Any] = {
         "vocab_size": vocab_size,
         **sizes,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
-        "eos_token_id": vocab_size - 1,
+        "eos_token_id": 2,
         "dtype": "bfloat16",
     }
     if kind == "qwen3":
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_act": "silu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            **text,
-        }
-    from transformers import Qwen3_5Config
-
-    delta = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
-    delta |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4}
+        qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+        return {**qwen3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **text}
     vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_position_embeddings": 256}
     config = Qwen3_5Config(
-        text_config=delta | text,
+        text_config=DELTA | text,
         vision_config=vision | {"out_hidden_size": sizes["hidden_size"]},
         tie_word_embeddings=True,
+        **vision_ids,
     )
     return {**config.to_dict(), "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
 
@@ -218,6 +218,7 @@ class Load:
 def measure_windows(llm: Any, args: argparse.Namespace) -> None:
     engine = NotingEngine(llm, device=torch.device("cuda", 0) if torch.cuda.is_available() else None)
     capacity = engine.cache_tokens
+    asyncio.run(engine.generate((1,) * 300, GenerationParams(max_tokens=8)))  # kernels
     for agents_per_slot, has_admission in ARMS[args.child]:
         begun = time.monotonic()
         gate = Gate(capacity if has_admission else None)
@@ -225,7 +226,6 @@ def measure_windows(llm: Any, args: argparse.Namespace) -> None:
             llm.reset_prefix_cache(reset_connector=True)
         engine.ended.clear()
         load = Load(engine, gate, args, agents_per_slot * args.slots)
-        # with admission, not all agents begin
         start, end = asyncio.run(load.run(args.seconds, args.warm_s))
         calls = [call for call in engine.ended if start < call[0] <= end]
         prompt, cached, sampled = (sum(call[place] for call in calls) for place in (1, 2, 3))
@@ -242,7 +242,33 @@ def measure_windows(llm: Any, args: argparse.Namespace) -> None:
             begun=len(load.begun),
             seconds=time.monotonic() - begun,
         )
+    if args.child == "qwen3 host":
+        tell(engine=args.child, host=check_host_copies(llm, engine))
     engine.close()
+
+
+def check_host_copies(llm: Any, engine: NotingEngine) -> str:
+    """What a prompt finds after the cache was emptied but for its copies, after a push, and after sleep."""
+    ids = tuple(random.Random(2).randrange(500) for _ in range(3000))
+
+    def ask() -> Any:
+        return asyncio.run(engine.generate(ids, GenerationParams(max_tokens=8, temperature=0.0)))
+
+    first = ask()
+    time.sleep(1)
+    ask()  # and its steps, in which copies are noticed
+    found = []
+    for change in ("reset", "push", "sleep"):
+        with engine.paused(new_policy=change == "push"):
+            if change == "reset":
+                llm.reset_prefix_cache()
+            elif change == "sleep":
+                llm.sleep(level=1)
+                llm.wake_up()
+        reply = ask()
+        gap = max(abs(a - b) for a, b in zip(first.logprobs, reply.logprobs, strict=True))
+        found.append(f"{engine.ended[-1][2]} ({gap:.1g}{'' if reply.token_ids == first.token_ids else ', other ids'})")
+    return ", ".join(found)
 
 
 @torch.no_grad()
@@ -303,7 +329,7 @@ def run_child(args: argparse.Namespace) -> None:
 
 def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", name]
-    for key in ("model", "sizes", "cache_gb", "slots", "seconds", "warm_s", "scale", "tool_s"):
+    for key in ("model", "sizes", "cache_gb", "cpu_blocks", "slots", "seconds", "warm_s", "scale", "tool_s"):
         command += [f"--{key.replace('_', '-')}", str(getattr(args, key))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -327,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--sizes", choices=tuple(SIZES), default="true")
     parser.add_argument("--cache-gb", type=float, default=29.0, help="of keys and values (default: %(default)s)")
+    parser.add_argument("--cpu-blocks", type=int, default=64, help="of 32 tokens, on a CPU (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each window")
     parser.add_argument("--warm-s", type=float, default=12.0, help="the longest wait for the window")
