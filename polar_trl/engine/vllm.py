@@ -95,7 +95,8 @@ class VllmEngine(TokenEngine):
         self.max_model_len: int = self._core.model_config.max_model_len
         self.vocab_size: int = self._core.model_config.get_vocab_size()
         self.dtype: torch.dtype = self._core.model_config.dtype
-        self.cache_tokens: int | None = find_cache_tokens(self._core.vllm_config.cache_config)
+        # of a hybrid model, in sessions of full length
+        self.cache_tokens: int | None = self._core.vllm_config.cache_config.kv_cache_size_tokens
         self._policy_version = 0
         self._inbox: queue.SimpleQueue[_Request | _Abort | _Pause | None] = queue.SimpleQueue()
         self._live: dict[str, _Request] = {}
@@ -307,12 +308,6 @@ def _answer(answers: Sequence[tuple[_Request, _Outcome]]) -> None:
 def _settle(answers: Sequence[tuple[_Request, _Outcome]]) -> None:
     for request, outcome in answers:
         request.settle(outcome)
-
-
-def find_cache_tokens(cache_config: Any) -> int:
-    """Tokens of histories for which vLLM's key-value cache has room; of a hybrid model, in sessions of full length."""
-    size = getattr(cache_config, "kv_cache_size_tokens", None)  # newer than vLLM 0.26
-    return int(size or cache_config.num_gpu_blocks * cache_config.block_size)
 
 
 def build_sampling_params(params: GenerationParams, *, live: bool = False) -> Any:

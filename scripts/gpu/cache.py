@@ -1,7 +1,7 @@
 """Measure prefix-cache hits of sessions that wait for tools, with admission by cache room, host offload and FP8.
 
   bash scripts/gpu/run.sh cache --model .cache/models/SmolLM2-135M-Instruct
-  bash scripts/gpu/run.sh cache --model MODEL --sizes tiny --cache-gb 0.0008 --slots 2 --seconds 3 --scale 0.02   # a CPU
+  bash scripts/gpu/run.sh cache --model MODEL --sizes tiny --slots 2 --seconds 4 --scale 0.02 --tool-s 0.1   # a CPU
 
 Sessions as agents have them, in one process with the engine: a shared prompt and one of its own, then calls that each
 add an answer and a tool's result; a tool takes its time, and a session that ends is followed by the next. They begin
@@ -116,7 +116,7 @@ def build_llm(args: argparse.Namespace) -> Any:
         vocab_size = VOCABULARY[kind] if args.sizes == "true" else len(tokenizer)
         config = build_config(kind, SIZES[args.sizes][kind], vocab_size, find_vision_ids(tokenizer))
         (folder / "config.json").write_text(json.dumps(config))
-        kwargs |= {"load_format": "dummy", "max_model_len": 40960}
+        kwargs |= {"load_format": "dummy", "max_model_len": 40960 if args.sizes == "true" else 1536}
         if on_gpu:
             kwargs["kv_cache_memory_bytes"] = int(args.cache_gb * 1e9)
         else:

@@ -1,7 +1,6 @@
 """The engine thread, on vLLM's real CPU build and a tiny random model."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 from serving import CHAT, HELLO, http, new_log, serve, wait_until
+from tiny_vllm import tiny_vllm
 
 from polar_trl.engine.base import GenerationParams
-from polar_trl.engine.colocate import set_environment
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import EngineError
 
@@ -21,30 +20,8 @@ PROMPTS = [tuple(range(10 + 7 * i, 22 + 7 * i)) for i in range(8)]
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[Any]:
-    """A vLLM made the way the trainer makes it."""
-    set_environment(cpu=True)
-    from polar_trl.engine import vllm_cpu
-
-    vllm_cpu.keep_weights_loadable()
-    from vllm import LLM
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # taken back afterwards: the processes that later tests start would join this process group
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ranks.items():
-            patch.setenv(name, value)
-        yield LLM(
-            model=str(tiny_model),
-            max_model_len=256,
-            max_num_seqs=8,
-            max_num_batched_tokens=512,
-            seed=0,
-            logprobs_mode="processed_logprobs",
-            distributed_executor_backend="external_launcher",
-            **vllm_cpu.LLM_KWARGS,
-        )
+    with tiny_vllm(tiny_model) as llm:
+        yield llm
 
 
 @pytest.fixture()
