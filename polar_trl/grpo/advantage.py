@@ -101,22 +101,19 @@ def _normalize_columns(values_NGF: Tensor) -> Tensor:
     return torch.where((spread_N1F == 0) & ~torch.isnan(values_NGF), 0.0, normalized_NGF)
 
 
-def replace_groups(constant_WN: Tensor, usable_WN: Tensor) -> list[list[tuple[int, int]]]:
-    """Pair each rank's constant groups with usable new ones, in order, for as many as there are of both.
+def replace_groups(constant_N: Tensor, usable_N: Tensor) -> list[tuple[int, int]]:
+    """Pair constant groups with usable new ones, in order, for as many as there are of both.
 
-    With constant groups 1 and 3 on a rank and new groups of which 0 is constant too and 1 is not: [(1, 1)].
+    With constant groups 1 and 3, and new groups of which 0 is constant too and 1 is not: [(1, 1)].
 
     Args:
-        constant_WN: Whether all rollouts have one score, of N groups of each of W ranks.
-        usable_WN: Whether they differ, of the new groups of each rank, which may be fewer.
+        constant_N: Whether all rollouts of a group have one score.
+        usable_N: Whether they differ, of the new groups.
 
     Returns:
-        Of each rank, pairs of an old and a new group.
+        Pairs of an old and a new group.
     """
-    return [
-        list(zip(old.nonzero()[:, 0].tolist(), new.nonzero()[:, 0].tolist(), strict=False))
-        for old, new in zip(constant_WN, usable_WN, strict=True)
-    ]
+    return list(zip(constant_N.nonzero()[:, 0].tolist(), usable_N.nonzero()[:, 0].tolist(), strict=False))
 
 
 def _find_constant(terms_NGF: Tensor, scored_NG: Tensor) -> Tensor:

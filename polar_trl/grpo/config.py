@@ -267,14 +267,6 @@ class PolarGRPOConfig(PackedGRPOConfig):
         share = self.vllm_gpu_memory_utilization
         self._require(0 < share <= 1, "vllm_gpu_memory_utilization", "must be above 0 and at most 1")
         self._require_policy_lag_works()
-        per_process = self.per_device_train_batch_size * self.steps_per_generation
-        for name in ("max_policy_lag", "resample_zero_variance"):
-            self._require(
-                not getattr(self, name) or per_process % self.num_generations == 0,
-                name,
-                f"needs whole groups in each process: per_device_train_batch_size x steps_per_generation is "
-                f"{per_process}, which num_generations={self.num_generations} does not divide",
-            )
         self._require(
             self.max_trajectory_tokens is None or self.max_trajectory_tokens >= 2,
             "max_trajectory_tokens",

@@ -52,6 +52,7 @@ from polar_trl.grpo.resume.hub import WithModelCard, refuse_uploads
 from polar_trl.grpo.resume.resume import Resume
 from polar_trl.grpo.reward_funcs import RewardFunction, list_reward_functions, match_processing_classes
 from polar_trl.grpo.rewards import Rewards
+from polar_trl.grpo.rollouts.distributed import connect_ranks
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.run.finish import explain_resume, finish_run
@@ -174,7 +175,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
                 self.proxy = self._build_proxy()
             self.proxy.start()
             self._open.add(self.proxy, self.proxy.stop)
-            runner = RolloutRunner(proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config)
+            ranks = connect_ranks(self.accelerator.num_processes)
+            runner = RolloutRunner(
+                proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config, ranks=ranks
+            )
             self._open.add(runner, runner.close)
             self._build_parts(runner, tasks, harness=harness, has_grader=grader is not None)
         except BaseException:

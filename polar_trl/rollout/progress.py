@@ -23,7 +23,7 @@ class StageProgress:
 
     @contextmanager
     def showing(self, num_sessions: int) -> Iterator[None]:
-        """Show a bar inside the block, which is full when so many sessions more have finished; on a terminal alone."""
+        """Show a bar inside the block, which is full when so many sessions have ended; on a terminal alone."""
         self._bar = tqdm(total=num_sessions, desc="rollouts", unit="session", leave=False, disable=None)
         try:
             yield
@@ -38,10 +38,10 @@ class StageProgress:
         """Count a session out of a stage."""
         self._change(stage, -1)
 
-    def finish(self) -> None:
-        """Count a session that has finished."""
+    def show_ended(self, num_sessions: int) -> None:
+        """Show how many sessions have ended, on all ranks; stages are those of this one."""
         with self._lock:
-            self._bar.update(1)
+            self._bar.update(num_sessions - self._bar.n)
 
     def _change(self, stage: str, by: int) -> None:
         with self._lock:

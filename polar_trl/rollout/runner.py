@@ -4,6 +4,10 @@
 started goes on until its turn to be taken, over any number of training steps, and `take` bounds its staleness by
 `RolloutConfig.max_policy_lag`. `take_finished` is for policies that never change: first come, first served.
 
+With several ranks, these are collectives: each rank gives all jobs of a batch and gets its equal part of the results,
+by their order. Where a session runs depends on which rank has a place for it (`JobQueues`); which groups are taken is
+decided by every rank from the same reports of all, so that all choose the same ones, and their results are exchanged.
+
 While the trainer trains, the proxy holds calls at its gate (`Proxy.hold`): agents wait for their answers, and
 everything that needs no model goes on (tools, grading, the making of sandboxes).
 """
@@ -11,23 +15,27 @@ everything that needs no model goes on (tools, grading, the making of sandboxes)
 import atexit
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-from polar_trl.errors import ConfigError
+from polar_trl.errors import ConfigError, PolarError
 from polar_trl.grade.base import Grader
 from polar_trl.harness.base import Harness, require_launch
 from polar_trl.proxy import Proxy
 from polar_trl.recording.session import SessionLimits
+from polar_trl.rollout.groups import Batch, Group, Member, Report, exchange_results, list_batches
 from polar_trl.rollout.progress import StageProgress
+from polar_trl.rollout.ranks import JobQueues, OneRank, Ranks, claim_oldest
 from polar_trl.rollout.session_run import STAGES, Job, RolloutResult, RunnerContext, SessionRun
 from polar_trl.rollout.staleness import GroupState, choose_groups
-from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.user_code import describe_error
 
 __all__ = ["STAGES", "Job", "RolloutConfig", "RolloutResult", "RolloutRunner"]
+
+REPORT_INTERVAL_S = 0.2
+"""How often ranks that wait for sessions report to each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,17 +69,26 @@ class RolloutRunner:
     Args:
         proxy: A started proxy.
         grader: None where rewards come from elsewhere; the rollouts then have none of their own.
+        ranks: The processes that share the jobs; None where this is the only one.
 
     Raises `ConfigError` where the agent's own prompt does not fit the engine's context window.
     """
 
     def __init__(
-        self, *, proxy: Proxy, backend: SandboxBackend, harness: Harness, grader: Grader | None, config: RolloutConfig
+        self,
+        *,
+        proxy: Proxy,
+        backend: SandboxBackend,
+        harness: Harness,
+        grader: Grader | None,
+        config: RolloutConfig,
+        ranks: Ranks | None = None,
     ) -> None:
         require_launch(harness, max_model_len=proxy.max_model_len, max_tokens=proxy.max_tokens)
         self.proxy = proxy
         self.backend = backend
         self.config = config
+        self.ranks: Ranks = ranks or OneRank()
         self._progress = StageProgress(STAGES)
         self._context = RunnerContext(
             proxy=proxy,
@@ -86,11 +103,20 @@ class RolloutRunner:
                 "grade": threading.BoundedSemaphore(config.max_grading),
             },
             progress=self._progress,
+            on_agent_end=self._leave_place,
         )
+        self._claiming = threading.RLock()
+        """Guards the next two; held while sessions are begun."""
+        self._waiting: list[JobQueues[tuple[Group, int]]] = []
+        """Of batches with jobs that nobody has begun, as far as this rank knows."""
+        self._placed: set[str] = set()
+        """Sessions that were begun and whose agents have not ended."""
         self._changed = threading.Condition()
         """Guards what follows; notified whenever a session ends."""
-        self._groups: list[_Group] = []
+        self._num_changes = 0
+        self._groups: list[Group] = []
         self._failure: BaseException | None = None
+        self._num_batches = 0
 
     def run(
         self, jobs: Sequence[Job], *, show_progress: bool = False, cut_stragglers: bool = True
@@ -98,31 +124,49 @@ class RolloutRunner:
         """Run all jobs and return their results in order. Groups that are open already stay so.
 
         Args:
+            jobs: Of all ranks, alike on each.
             cut_stragglers: False where `straggler_quantile` is not to apply.
 
+        Returns:
+            This rank's part of the results: with W ranks, the r-th of W equal parts.
+
         Raises:
-            LawError, DiskError: a law is broken, or a disk is full; every other session is stopped first.
+            LawError, DiskError: a law is broken, or a disk is full, on any rank; every other session is stopped first.
             KeyboardInterrupt: every session is stopped and its sandbox removed first.
         """
-        groups, members = self._start(jobs, self.config.straggler_quantile if cut_stragglers else None)
-        self._wait_for(lambda: groups if all(group.is_finished for group in groups) else None, show_progress)
-        return [member.result() for member in members]
+        batch = self._start(jobs, self.config.straggler_quantile if cut_stragglers else None)
+
+        def choose(states: Sequence[GroupState]) -> list[Group] | None:
+            pairs = zip(self._groups, states, strict=True)
+            finished = [group for group, state in pairs if group.batch is batch and state.finished_s is not None]
+            return finished if len(finished) == len(batch.groups) else None
+
+        self._wait_for(choose, show_progress)
+        return exchange_results(batch.places, self.ranks)
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Begin a batch of whole groups; `take` returns them. Raises `ValueError` for a group that is open already."""
+        """Begin a batch of whole groups; `take` returns them. Raises `ValueError` for a group that is open already.
+
+        Args:
+            jobs: Of all ranks, alike on each.
+        """
         self._start(jobs, self.config.straggler_quantile)
 
-    def take(self, num_groups: int, *, show_progress: bool = False) -> list[list[RolloutResult]]:
+    def take(self, num_groups: int, *, show_progress: bool = False) -> list[RolloutResult]:
         """Wait for `num_groups` groups whose sessions have all ended and been graded; they are no longer open then.
 
         Groups that would exceed `max_policy_lag` at the next step come first (earliest deadline first), then those
-        that finished first. Within a group, results come in the order of its jobs. The bound holds if each training
-        step takes `num_groups` and grows the policy version by one.
+        that finished first. Results come group by group, and within a group in the order of its jobs; each rank gets
+        its part of them, as from `run`. The bound holds if each training step takes `num_groups` and grows the policy
+        version by one.
+
+        Args:
+            num_groups: Of all ranks.
 
         Raises:
             ValueError: fewer groups are open than asked for, or more than (1 + max_policy_lag) * num_groups, which
                 cannot all be taken in time.
-            LawError, KeyboardInterrupt: as in `run`.
+            LawError, DiskError, KeyboardInterrupt: as in `run`.
         """
         num_open, lag = len(self._groups), self.config.max_policy_lag
         if not num_groups <= num_open <= num_groups * (1 + lag):
@@ -132,29 +176,27 @@ class RolloutRunner:
             )
         version = self.proxy.policy_version
 
-        def choose() -> list[_Group] | None:
-            states = [group.state() for group in self._groups]
+        def choose(states: Sequence[GroupState]) -> list[Group] | None:
             places = choose_groups(states, num_groups, version=version, max_policy_lag=lag)
             return None if places is None else [self._groups[place] for place in places]
 
-        return [group.results() for group in self._wait_for(choose, show_progress)]
+        return self._exchange(self._wait_for(choose, show_progress))
 
     def take_finished(self) -> list[RolloutResult]:
         """Wait for any open group to end, whatever its age, and take the one that finished first.
 
         Raises:
             ValueError: no group is open.
-            LawError, KeyboardInterrupt: as in `run`.
+            LawError, DiskError, KeyboardInterrupt: as in `run`.
         """
         if not self._groups:
             raise ValueError("no group is open")
 
-        def choose() -> list[_Group] | None:
-            finished = [group for group in self._groups if group.is_finished]
-            return [min(finished, key=_Group.finished_s)] if finished else None
+        def choose(states: Sequence[GroupState]) -> list[Group] | None:
+            ended = [(state.finished_s, place) for place, state in enumerate(states) if state.finished_s is not None]
+            return [self._groups[min(ended)[1]]] if ended else None
 
-        (group,) = self._wait_for(choose, show_progress=False)
-        return group.results()
+        return self._exchange(self._wait_for(choose, show_progress=False))
 
     @property
     def oldest_version(self) -> int:
@@ -162,116 +204,120 @@ class RolloutRunner:
         return self.proxy.policy_version - self.config.max_policy_lag
 
     def open_jobs(self) -> list[list[Job]]:
-        """List the jobs that were started and not yet taken, group by group: after a crash, those to start again."""
-        with self._changed:
-            return [[member.job for member in group.members] for group in self._groups]
+        """List the jobs of all ranks that were started and not yet taken, group by group: after a crash, those to
+        start again."""
+        return [list(group.jobs) for group in self._groups]
 
     def close(self) -> None:
         """Stop every open session; returns once they have ended and their sandboxes are gone. May be called twice."""
         atexit.unregister(self.close)
-        with self._changed:
+        with self._claiming, self._changed:
+            self._waiting.clear()
             groups, self._groups = self._groups, []
-        members = [member for group in groups for member in group.members]
+        members = [member for group in groups for member in group.members.values()]
         # until they end: a command may be about to start
         while alive := [member for member in members if member.thread.is_alive()]:
             for member in alive:
                 member.session.cancel()
             alive[-1].thread.join(timeout=0.2)
 
-    def _start(self, jobs: Sequence[Job], straggler_quantile: float | None) -> tuple[list["_Group"], list["_Member"]]:
-        """Begin sessions; their groups, in the order of first jobs, and the sessions in the order of the jobs."""
-        cut = StragglerCut(len(jobs), straggler_quantile)
-        by_group: dict[str, list[_Member]] = defaultdict(list)
-        with self._changed:
-            if opened := {group.id for group in self._groups} & {job.group_id for job in jobs}:
-                raise ValueError(f"groups {sorted(opened)} are open already")
-            members = [_Member(SessionRun(self._context, job, cut), self._end) for job in jobs]
-            for member in members:
-                by_group[member.job.group_id].append(member)
-            groups = [_Group(id=group_id, members=group) for group_id, group in by_group.items()]
-            self._groups += groups
+    def _start(self, jobs: Sequence[Job], straggler_quantile: float | None) -> Batch:
+        name = f"batch-{self._num_batches}"
+        batch = Batch(jobs, self.ranks, name=name, straggler_quantile=straggler_quantile)
+        if opened := {group.id for group in self._groups} & {group.id for group in batch.groups}:
+            raise ValueError(f"groups {sorted(opened)} are open already")
+        self._num_batches += 1
         atexit.register(self.close)  # a trainer that failed may have left agents waiting at the gate
-        for member in members:
-            member.thread.start()
-        return groups, members
+        with self._claiming, self._changed:
+            self._groups += batch.groups
+            self._waiting.append(batch.queues)
+        self._begin_sessions()
+        self.ranks.gather(None)  # all have begun what they have places for: jobs that are left do wait
+        batch.queues.is_shared = True
+        self._begin_sessions()
+        return batch
 
-    def _end(self, member: "_Member") -> None:
+    def _begin_sessions(self) -> None:
+        """Begin sessions that wait, those of the oldest batch first, while there are places. From any thread.
+
+        There are places for as many as run and are prepared at once: a rank that claimed more would keep jobs from
+        others that could begin them.
+        """
+        with self._claiming:
+            while len(self._placed) < self.config.max_agents + self.config.max_preparing:
+                if (claimed := claim_oldest(self._waiting)) is None:
+                    return
+                group, index = claimed
+                member = Member(SessionRun(self._context, group.jobs[index], group.batch.cut), self._end)
+                self._placed.add(member.session.job.rollout_id)
+                with self._changed:
+                    group.members[index] = member
+                member.thread.start()
+
+    def _leave_place(self, job: Job) -> None:
+        """Give a session's place to another one. On its own thread; again, nothing happens."""
+        with self._claiming:
+            self._placed.discard(job.rollout_id)
+        self._begin_sessions()
+
+    def _end(self, member: Member) -> None:
         """Note that a session has ended. On its own thread."""
-        self._progress.finish()
+        try:
+            self._leave_place(member.session.job)
+        except BaseException as failure:  # noqa: BLE001 - raised again by whoever waits
+            member.failure = member.failure or failure
         with self._changed:
             member.ended_s = time.monotonic()
             self._failure = self._failure or member.failure
+            self._num_changes += 1
             self._changed.notify_all()
 
-    def _wait_for(self, choose: Callable[[], list["_Group"] | None], show_progress: bool) -> list["_Group"]:
+    def _wait_for(
+        self, choose: Callable[[Sequence[GroupState]], list[Group] | None], show_progress: bool
+    ) -> list[Group]:
         """Wait until `choose` gives groups, which are no longer open then. Any other end stops every session."""
+        interval_s = None if self.ranks.num_ranks == 1 else REPORT_INTERVAL_S
+        num_left = sum(len(group.jobs) for group in self._groups)
         try:
-            with self._showing(show_progress), self._changed:
-                while self._failure is None:
-                    if (chosen := choose()) is not None:
-                        self._groups = [group for group in self._groups if group not in chosen]
+            with self._progress.showing(num_left) if show_progress else nullcontext():
+                while True:
+                    with self._changed:
+                        seen, report = self._num_changes, self._report()
+                    states = self._merge(self.ranks.gather(report))
+                    if (chosen := choose(states)) is not None:
+                        with self._changed:
+                            self._groups = [group for group in self._groups if group not in chosen]
                         return chosen
-                    self._changed.wait()
-                raise self._failure
+                    with self._changed:
+                        if self._num_changes == seen:
+                            self._changed.wait(interval_s)
         except BaseException:
             self.close()
             self._failure = None
             raise
 
-    @contextmanager
-    def _showing(self, show: bool) -> Iterator[None]:
-        num_running = sum(member.ended_s is None for group in self._groups for member in group.members)
-        with self._progress.showing(num_running) if show else nullcontext():
-            yield
-
-
-class _Member:
-    """One session of a group, and its thread."""
-
-    def __init__(self, session: SessionRun, on_end: Callable[["_Member"], None]) -> None:
-        self.session = session
-        self.job = session.job
-        self.ended_s: float | None = None
-        self.failure: BaseException | None = None
-        self._result: RolloutResult | None = None
-        self._on_end = on_end
-        # a daemon, so that the end of the process is not waited for here but brought about by `RolloutRunner.close`
-        self.thread = threading.Thread(target=self._run, name=f"polar-session-{self.job.rollout_id}", daemon=True)
-
-    def result(self) -> RolloutResult:
-        """Return the result of a session that has ended and did not fail."""
-        assert self._result is not None
-        return self._result
-
-    def _run(self) -> None:
-        try:
-            self._result = self.session.run()
-        except BaseException as failure:  # noqa: BLE001 - raised again by whoever waits
-            self.failure = failure
-        self._on_end(self)
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class _Group:
-    """The sessions of one group, in the order of its jobs."""
-
-    id: str
-    members: list[_Member]
-
-    @property
-    def is_finished(self) -> bool:
-        return all(member.ended_s is not None for member in self.members)
-
-    def finished_s(self) -> float:
-        """Return when the last session ended, of those that have."""
-        return max(member.ended_s for member in self.members if member.ended_s is not None)
-
-    def state(self) -> GroupState:
-        versions = [member.session.gate_stats.first_policy_version for member in self.members]
-        return GroupState(
-            first_policy_version=min((version for version in versions if version is not None), default=None),
-            finished_s=self.finished_s() if self.is_finished else None,
+    def _report(self) -> Report:
+        failure = self._failure
+        if failure is not None and self.ranks.num_ranks > 1 and not isinstance(failure, PolarError):
+            failure = PolarError(describe_error(failure))  # other ranks may be unable to read it
+        return Report(
+            failure=failure,
+            groups=[group.report() for group in self._groups],
+            agent_times_s=[batch.cut.take_noted() for batch in list_batches(self._groups)],
         )
 
-    def results(self) -> list[RolloutResult]:
-        return [member.result() for member in self.members]
+    def _merge(self, reports: Sequence[Report]) -> list[GroupState]:
+        """Return the states of the open groups. Raises what failed on any rank."""
+        for report in reports:
+            if report.failure is not None:
+                raise self._failure or report.failure
+        for rank, report in enumerate(reports):
+            if rank != self.ranks.rank:
+                for batch, times_s in zip(list_batches(self._groups), report.agent_times_s, strict=True):
+                    batch.cut.note_others(times_s)
+        of_groups = zip(*(report.groups for report in reports), strict=True)
+        self._progress.show_ended(sum(group.num_ended for report in reports for group in report.groups))
+        return [group.merge(of_ranks) for group, of_ranks in zip(self._groups, of_groups, strict=True)]
+
+    def _exchange(self, groups: Sequence[Group]) -> list[RolloutResult]:
+        return exchange_results([(group, index) for group in groups for index in range(len(group.jobs))], self.ranks)

@@ -12,7 +12,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +80,8 @@ class RunnerContext:
     train_auxiliary: bool
     stage_slots: Mapping[str, threading.BoundedSemaphore]
     progress: StageProgress
+    on_agent_end: Callable[[Job], None]
+    """Called once a session's agent has ended and another one may run."""
     repeats: Repeats = field(default_factory=Repeats)
     """Of the failures that the log has."""
 
@@ -135,6 +137,7 @@ class SessionRun:
             stop_reason = "agent_failed"
             stop_reason, failure = self._run_agent(self._sandbox)
             self._cut.note(None if failure else self._seconds["agent"])
+            self._context.on_agent_end(self.job)
             self._changes = self._redaction.clean(
                 render_changes(self._sandbox.base_tree, self._sandbox.host_workdir, self.job.task.files)
             )

@@ -128,7 +128,8 @@ def test_the_deviation_of_equal_rewards_is_zero() -> None:
     assert nan_std(torch.tensor([0.2, NAN])) != nan_std(torch.tensor([0.2, NAN]))  # of one there is none
 
 
-def test_constant_groups_are_paired_with_new_ones_that_vary_rank_by_rank() -> None:
-    constant_WN = torch.tensor([[False, True, False, True], [False, False, False, False], [True, True, True, True]])
-    usable_WN = torch.tensor([[False, True], [True, True], [True, True]])
-    assert replace_groups(constant_WN, usable_WN) == [[(1, 1)], [], [(0, 0), (1, 1)]]
+def test_constant_groups_are_paired_with_new_ones_that_vary() -> None:
+    constant_N = torch.tensor([False, True, False, True])
+    assert replace_groups(constant_N, torch.tensor([False, True])) == [(1, 1)]
+    assert replace_groups(constant_N, torch.tensor([True, True, True])) == [(1, 0), (3, 1)]
+    assert replace_groups(torch.zeros(2, dtype=torch.bool), torch.tensor([True])) == []

@@ -1,8 +1,10 @@
 """Real training while sessions stay open: every token has the version of the weights that sampled it."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from launch import run_worker
 from records import read_session
@@ -12,8 +14,10 @@ from polar_trl.reconstruct.merge import build_prefix_merged
 from polar_trl.types import Call
 
 
-def test_weights_change_in_mid_session(tiny_model: Path, tmp_path: Path) -> None:
-    run_worker("carry_over_worker.py", str(tiny_model), str(tmp_path))
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_change_in_mid_session(tiny_model: Path, tmp_path: Path, processes: int) -> None:
+    run_worker("carry_over_worker.py", str(tiny_model), str(tmp_path), processes=processes)
     rollouts = {r.id: r for r in (read_session(path) for path in tmp_path.glob("sessions/**/*.jsonl"))}
     models = {}
     for step in range(5):
@@ -31,7 +35,9 @@ def test_weights_change_in_mid_session(tiny_model: Path, tmp_path: Path) -> None
     trained = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
     assert [line["step"] for line in trained] == [1, 2, 3, 4]
     ids = [rollout_id for line in trained for rollout_id in line["rollouts"]]
-    assert len(ids) == len(set(ids))
+    assert len(ids) == len(set(ids)) == 4 * (8 if processes == 1 else 12)
+    # whole groups, wherever their sessions ran
+    assert set(Counter(rollout_id.rsplit("-", 1)[0] for rollout_id in ids).values()) == {4}
     straddling = 0
     for line in trained:
         for rollout in (rollouts[rollout_id] for rollout_id in line["rollouts"]):

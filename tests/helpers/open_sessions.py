@@ -17,6 +17,7 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
+from polar_trl.rollout.ranks import Ranks
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
@@ -72,7 +73,7 @@ class OpenSessions:
         wait_until(lambda: len(self.engine.params) >= count)
 
     def gate_stats(self) -> list[GateStats]:
-        return [member.session.gate_stats for group in self.runner._groups for member in group.members]
+        return [member.session.gate_stats for group in self.runner._groups for member in group.members.values()]
 
     def wait_until_held(self) -> None:
         """Wait until a call of every open session waits at the gate."""
@@ -90,16 +91,19 @@ def open_sessions(
     *,
     grade: Callable[..., Any] = lambda task, box: 1.0,
     reply: Callable[..., Any] = lambda prompt: REPLY,
+    ranks: Ranks | None = None,
+    seen: Path | None = None,
     **config: Any,
 ) -> Iterator[OpenSessions]:
     engine = ScriptedEngine(reply)
     with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=50), ping_interval_s=0.1) as proxy:
         runner = RolloutRunner(
             proxy=proxy,
-            backend=LocalSandboxBackend(root / "boxes", mounts=[root]),  # agents look for a test's files
+            backend=LocalSandboxBackend(root / "boxes", mounts=[seen or root]),  # agents look for a test's files
             harness=ShellHarness("bash -ec {instruction}", files={"ask.py": ASK}),
             grader=FunctionGrader(grade),
             config=RolloutConfig(**config),
+            ranks=ranks,
         )
         try:
             yield OpenSessions(root, runner, engine)

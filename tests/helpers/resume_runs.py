@@ -40,11 +40,12 @@ def start_worker(
         )
 
 
-def kill_workers(out: Path) -> None:
-    """The trainers and what launched them, but none of the agents."""
+def kill_workers(out: Path, rank: int | None = None) -> None:
+    """The trainers and what launched them, or one of several; none of the agents."""
     workers = [pid for pid in find_processes(out) if b"resume_worker.py" in read_command(pid)]
     for pid in workers:
-        os.kill(pid, signal.SIGKILL)
+        if rank is None or f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            os.kill(pid, signal.SIGKILL)
 
 
 def read_command(pid: int) -> bytes:
@@ -84,12 +85,18 @@ def list_sandboxes(out: Path) -> list[Path]:
     return list(out.glob("tmp/polar-trl-*/*/owner"))
 
 
-def kill_at(model: Path, out: Path, moment: str, step: int, processes: int = 1, **settings: Any) -> Start:
+def kill_at(
+    model: Path, out: Path, moment: str, step: int, processes: int = 1, only_rank: int | None = None, **settings: Any
+) -> Start:
+    """Start a run and kill it at a moment: all of its processes, or one, and the others end by themselves."""
     worker = start_worker(model, out, moment, step, settings, processes)
     try:
         # agents that wait in mid-session, all four; else the worker itself stands still
         wait_for(worker, out, *(("tmp/polar-trl-*/*/disk/work/waiting", 4) if moment == "rollout" else ("now", 1)))
         agents_alive, sandboxes = len(find_processes(out)) - processes, len(list_sandboxes(out))
+        if only_rank is not None:
+            kill_workers(out, only_rank)
+            worker.wait(timeout=120)
     finally:
         kill_workers(out)
         worker.wait()

@@ -17,7 +17,7 @@ class CarryOver:
     batches open and each later one begins one more.
 
     Args:
-        build_jobs: The jobs of a batch, given the task of each rollout.
+        build_jobs: The jobs of a batch on all ranks, given the task of each rollout on this one (a collective).
         group_size: Rollouts per group; groups are adjacent in a batch.
     """
 
@@ -32,10 +32,10 @@ class CarryOver:
     def roll_out(
         self, task_ids: Sequence[str], next_ids: Sequence[str] | None, *, show_progress: bool
     ) -> list[RolloutResult]:
-        """Return as many rollouts as `task_ids` has, in whole groups.
+        """Return as many rollouts as `task_ids` has, this rank's part of the groups that all take (a collective).
 
         Args:
-            task_ids: The current batch; begun here unless it was begun as the next one before.
+            task_ids: This rank's part of the current batch; begun here unless it was begun as the next one before.
             next_ids: The batch after it; None where there is none.
         """
         if not self._is_begun:
@@ -43,16 +43,19 @@ class CarryOver:
         self._is_begun = next_ids is not None
         if next_ids is not None:
             self._begin(next_ids)
-        num_groups = len(task_ids) // self._group_size
-        groups = self._runner.take(num_groups, show_progress=show_progress)
-        return [result for group in groups for result in group]
+        num_groups = len(task_ids) * self._runner.ranks.num_ranks // self._group_size
+        return self._runner.take(num_groups, show_progress=show_progress)
 
     def open_task_ids(self) -> list[str]:
-        """Return the task of each rollout of all open groups, to be given to `reopen` after a crash."""
-        return [job.task.id for group in self._runner.open_jobs() for job in group]
+        """Return the task of each rollout of the open groups, this rank's part of them: `reopen` takes it after a
+        crash. Batches are open or taken as a whole number of times their size, so that the parts are equal."""
+        task_ids = [job.task.id for group in self._runner.open_jobs() for job in group]
+        ranks = self._runner.ranks
+        length = len(task_ids) // ranks.num_ranks
+        return task_ids[ranks.rank * length : (ranks.rank + 1) * length]
 
     def reopen(self, task_ids: Sequence[str]) -> None:
-        """Begin anew what was open when the run was cut off; the current batch is among it."""
+        """Begin anew what was open when the run was cut off (a collective); the current batch is among it."""
         if task_ids:
             self._begin(task_ids)
             self._is_begun = True

@@ -22,31 +22,37 @@ def resample_constant_groups(
     compute_rewards: Callable[[list[RolloutResult]], Tensor],
     compute_advantages: Callable[[Tensor], Advantages],
 ) -> tuple[list[RolloutResult], Tensor, Advantages, int]:
-    """Return the batch with constant groups replaced, and how many groups of all ranks were rolled out (a collective).
+    """Return the batch with constant groups replaced, and how many groups were rolled out (a collective).
 
-    Every rank rolls out as many new groups as the rank with the most constant ones needs, since rewards are gathered.
-    Rewards are replaced on every rank alike, rollouts on the rank that has them.
+    As many new groups are rolled out as are constant, and a few more where the ranks could not share their rollouts
+    evenly. Rewards are replaced on every rank alike, rollouts on the ranks that have them.
 
     Args:
-        results: Rollouts of this rank, groups of G adjacent.
+        results: This rank's rollouts; those of a group are adjacent, and may go on on the next rank.
         rewards_RF: Of all ranks' R rollouts.
     """
-    size, num_rolled_out = source.num_generations["train"], 0
+    size, ranks, num_rolled_out = source.num_generations["train"], source.runner.ranks, 0
     for round_number in range(num_rounds):
-        constant_WN = source.by_rank(advantages.zero_variance_R[::size])
-        num_new = int(constant_WN.sum(dim=1).max())
+        constant_N = advantages.zero_variance_R[::size]
+        num_new = int(constant_N.sum())
         if num_new == 0:
             break
-        num_rolled_out += num_new * source.num_ranks
+        while num_new * size % ranks.num_ranks:
+            num_new += 1
+        num_rolled_out += num_new
         others = source.run_others(num_new, round_number)
         others_RF = compute_rewards(others)
-        usable_WN = source.by_rank(~compute_advantages(others_RF).zero_variance_R[::size])
+        usable_N = ~compute_advantages(others_RF).zero_variance_R[::size]
         rewards_RF, results = rewards_RF.clone(), list(results)
-        for rank, pairs in enumerate(replace_groups(constant_WN, usable_WN)):
-            for old, new in pairs:
-                first, new_first = (rank * constant_WN.shape[1] + old) * size, (rank * num_new + new) * size
-                rewards_RF[first : first + size] = others_RF[new_first : new_first + size]
-                if rank == source.rank:
-                    results[old * size : (old + 1) * size] = others[new * size : (new + 1) * size]
+        to_each: list[dict[int, RolloutResult]] = [{} for _ in range(ranks.num_ranks)]
+        for old_group, new_group in replace_groups(constant_N, usable_N):
+            for index in range(size):
+                old, new = old_group * size + index, new_group * size + index
+                rewards_RF[old] = others_RF[new]
+                if new // len(others) == ranks.rank:
+                    to_each[old // len(results)][old % len(results)] = others[new % len(others)]
+        for replaced in ranks.exchange(to_each):
+            for place, result in replaced.items():
+                results[place] = result
         advantages = compute_advantages(rewards_RF)
     return results, rewards_RF, advantages, num_rolled_out

@@ -1,11 +1,12 @@
-"""Run this rank's sessions of a batch: name them, start them, and return those that have ended."""
+"""Run the sessions of a batch: name them, start them, and return this rank's part of those that have ended."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from polar_trl.grpo.rollouts.carry_over import CarryOver
 from polar_trl.grpo.rollouts.upcoming import UpcomingBatches
@@ -51,7 +52,9 @@ class RolloutSource:
         self.upcoming: UpcomingBatches | None = None
         repeats = args.steps_per_generation * args.num_iterations
         if args.max_policy_lag:
-            self.carry_over = CarryOver(runner, self._build_train_jobs, group_size=num_generations["train"])
+            self.carry_over = CarryOver(
+                runner, partial(self._gather_jobs, mode="train"), group_size=num_generations["train"]
+            )
             # sessions that begin early order their own sandboxes
             self.upcoming = UpcomingBatches(None, tasks["train"], repeats=repeats)
         elif runner.backend.depth:
@@ -71,7 +74,7 @@ class RolloutSource:
         """Return as many rollouts as there are data rows, in groups; with `max_policy_lag`, of rows that were begun
         earlier or here."""
         if mode == "eval" or self.carry_over is None:
-            jobs = self.build_jobs([row["task_id"] for row in inputs], mode)
+            jobs = self._gather_jobs([row["task_id"] for row in inputs], mode)
             # an evaluation that cuts agents would measure how quick the others were
             return self.runner.run(jobs, show_progress=self._shows_progress(), cut_stragglers=mode == "train")
         args = self._args
@@ -85,11 +88,11 @@ class RolloutSource:
         )
 
     def run_others(self, num_groups: int, round_number: int) -> list[RolloutResult]:
-        """Return groups of other training tasks, drawn at random; other ranks draw others."""
+        """Return this rank's part of `num_groups` groups of other training tasks, drawn at random (a collective)."""
         seed = hash((self._args.seed, self.trl.global_step, round_number)) % 2**32  # of integers: alike everywhere
         ids = list(self.tasks["train"])
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
-        chosen = [ids[order[(self.rank * num_groups + index) % len(ids)]] for index in range(num_groups)]
+        chosen = [ids[order[index % len(ids)]] for index in range(num_groups)]
         size = self.num_generations["train"]
         jobs = self.build_jobs([task_id for task_id in chosen for _ in range(size)], "train")
         return self.runner.run(jobs, show_progress=self._shows_progress())
@@ -99,17 +102,12 @@ class RolloutSource:
         if self.upcoming is not None and mode == "train":
             self.upcoming.finish_rollouts()
 
-    def by_rank(self, values: Tensor) -> Tensor:
-        """View values of all ranks' groups as [W, N], a row for each of W ranks."""
-        return values.view(self.num_ranks, -1)
-
     def build_jobs(self, task_ids: Sequence[str], mode: str) -> list[Job]:
-        """Return a job for each rollout of a batch, with ids that no other batch of the run has."""
+        """Return a job for each rollout of a batch on all ranks, with ids that no other batch of the run has."""
         size, number = self.num_generations[mode], self.num_batches
         self.num_batches += 1
         jobs = []
-        for local_index, task_id in enumerate(task_ids):
-            index = self.rank * len(task_ids) + local_index
+        for index, task_id in enumerate(task_ids):
             group = f"{mode}-{number:05d}-g{index // size:03d}"
             rollout_id = f"{group}-r{index % size:03d}"
             record = self._folder / f"{mode}_{number:05d}" / f"{rollout_id}.jsonl"
@@ -117,8 +115,9 @@ class RolloutSource:
             jobs.append(Job(rollout_id=rollout_id, group_id=group, task=task, record_path=record))
         return jobs
 
-    def _build_train_jobs(self, task_ids: Sequence[str]) -> list[Job]:
-        return self.build_jobs(task_ids, "train")
+    def _gather_jobs(self, task_ids: Sequence[str], mode: str) -> list[Job]:
+        """Return the jobs of all ranks, given the tasks of this rank's rollouts (a collective)."""
+        return self.build_jobs(list(chain.from_iterable(self.runner.ranks.gather(list(task_ids)))), mode)
 
     def _shows_progress(self) -> bool:
         args = self._args

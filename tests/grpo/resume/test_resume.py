@@ -282,3 +282,42 @@ def test_sessions_that_were_open_begin_anew(tiny_model: Path, tmp_path: Path) ->
         trained = sorted(tasks[rollout_id] for line in epoch for rollout_id in line["rollouts"])
         assert len(set(trained)) == 4
         assert trained == sorted(2 * list(set(trained)))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("only_rank", [None, 1])
+def test_open_sessions_of_two_ranks_begin_anew(tiny_model: Path, tmp_path: Path, only_rank: int | None) -> None:
+    """All of a run's processes are killed in mid-training, or one, while sessions of the next group are open.
+
+    A step's only group lies on both ranks.
+    """
+    settings = {
+        "max_policy_lag": 1,
+        "per_device_train_batch_size": 2,
+        "steps_per_generation": 1,
+        "num_generations": 4,
+        "max_steps": 5,
+        "save_steps": 1,
+        "max_agents": 8,
+    }
+    kill_at(tiny_model, tmp_path, "training", 2, processes=2, only_rank=only_rank, **settings)
+    saved = [
+        torch.load(tmp_path / "checkpoint-2" / f"polar_rank{rank}.pt", weights_only=True)["open_task_ids"]
+        for rank in (0, 1)
+    ]
+    # each rank's part of the one group that was open
+    assert [len(task_ids) for task_ids in saved] == [2, 2]
+    assert len({*saved[0], *saved[1]}) == 1
+    assert find_processes(tmp_path) == []
+    finish(tiny_model, tmp_path, processes=2, **settings)
+    lines = read_lines(tmp_path / "trained.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    tasks = {path.stem: read_record(path).rollout.task_id for path in tmp_path.glob("sessions/*/*/*.jsonl")}
+    # the five tasks of an epoch, each once with its four rollouts
+    groups = [{tasks[rollout_id] for rollout_id in line["rollouts"]} for line in lines]
+    assert [len(line["rollouts"]) for line in lines] == [4] * 5
+    assert [len(group) for group in groups] == [1] * 5
+    assert len(set.union(*groups)) == 5
+    assert {*saved[0]} == groups[2] or {*saved[0]} == groups[3]
+    sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-9)

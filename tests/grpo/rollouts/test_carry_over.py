@@ -35,7 +35,7 @@ def test_a_session_is_held_across_a_policy_change(tmp_path: Path) -> None:
         wait_until(lambda: gate_stats.held_s > 6.0)
         assert len(sessions.engine.params) == 1
         sessions.change_policy()
-        ((result,),) = sessions.runner.take(1)
+        (result,) = sessions.runner.take(1)
     rollout = result.rollout
     assert (rollout.stop_reason, rollout.error, rollout.reward) == ("completed", None, 1.0)
     assert [call.completion.first_policy_version for call in rollout.calls] == [0, 1]
@@ -51,7 +51,7 @@ def test_an_agent_that_needs_no_model_is_stopped_at_its_limit_while_held(tmp_pat
         sessions.start_group("g", f"{TURN}; sleep 600", agent_timeout_s=3.0)
         sessions.wait_for_calls(1)
         sessions.proxy.hold()
-        ((result,),) = sessions.runner.take(1)
+        (result,) = sessions.runner.take(1)
     assert (result.rollout.stop_reason, result.rollout.reward) == ("agent_timeout", 1.0)
     assert versions(result) == [0] * len(REPLY)
 
@@ -67,9 +67,9 @@ def test_what_needs_no_model_goes_on_while_held(tmp_path: Path) -> None:
         sessions.start_group("new", TURN)
         wait_until(lambda: sessions.gate_stats()[1].held_s > 0.0)
         (tmp_path / "grade").touch()
-        ((old,),) = sessions.runner.take(1)
+        (old,) = sessions.runner.take(1)
         sessions.change_policy()
-        ((new,),) = sessions.runner.take(1)
+        (new,) = sessions.runner.take(1)
     assert (old.rollout.reward, versions(old)) == (1.0, [0] * len(REPLY))
     assert (new.rollout.reward, versions(new)) == (1.0, [1] * len(REPLY))
 
@@ -82,7 +82,7 @@ def test_holding_waits_for_calls_in_flight(tmp_path: Path) -> None:
         sessions.wait_for_calls(1)
         sessions.proxy.hold()
         sessions.change_policy()
-        ((result,),) = sessions.runner.take(1)
+        (result,) = sessions.runner.take(1)
     (call,) = result.rollout.calls
     assert (call.completion.first_policy_version, call.completion.last_policy_version) == (0, 0)
 
@@ -92,18 +92,18 @@ def test_the_older_group_is_waited_for_although_a_newer_one_has_finished(tmp_pat
         sessions.start_group("a", f"{TURN}; {sessions.build_wait('a')}")
         sessions.wait_for_calls(1)  # its first token has version 0
         sessions.start_group("b", TURN)
-        assert [[r.rollout.id for r in group] for group in sessions.runner.take(1)] == [["b-r0"]]
+        assert [result.rollout.id for result in sessions.runner.take(1)] == ["b-r0"]
         assert [[job.rollout_id for job in group] for group in sessions.runner.open_jobs()] == [["a-r0"]]
         sessions.proxy.hold()
         sessions.start_group("c", TURN)
         sessions.change_policy()
-        wait_until(lambda: sessions.runner._groups[1].is_finished)
+        wait_until(lambda: sessions.runner._groups[1].report().num_ended == 1)
         (tmp_path / "a").touch()
         taken = sessions.runner.take(1)
-        assert [[r.rollout.id for r in group] for group in taken] == [["a-r0"]]
+        assert [result.rollout.id for result in taken] == ["a-r0"]
         sessions.proxy.hold()
         sessions.change_policy()
-        ((last,),) = sessions.runner.take(1)
+        (last,) = sessions.runner.take(1)
         assert sessions.runner.open_jobs() == []
     assert versions(last) == [1] * len(REPLY)
 
@@ -150,7 +150,7 @@ def test_a_batch_of_its_own_runs_beside_open_groups(tmp_path: Path) -> None:
         assert [result.rollout.id for result in sessions.runner.run(jobs)] == ["e0", "e1"]
         assert [[job.rollout_id for job in group] for group in sessions.runner.open_jobs()] == [["train-r0"]]
         (tmp_path / "go").touch()
-        ((result,),) = sessions.runner.take(1)
+        (result,) = sessions.runner.take(1)
     assert result.rollout.reward == 1.0
 
 
@@ -192,7 +192,7 @@ def test_an_engine_that_failed_while_held_fails_all(tmp_path: Path) -> None:
         sessions.start_group("g", TURN, TURN)
         sessions.wait_until_held()
         sessions.proxy.release()
-        (group,) = sessions.runner.take(1)
+        group = sessions.runner.take(1)
     assert [result.rollout.reward for result in group] == [None, None]
     assert ["failed on our side" in (result.rollout.error or "") for result in group] == [True, True]
 
@@ -207,8 +207,8 @@ def test_a_group_is_graded_while_others_still_run(tmp_path: Path) -> None:
     with open_sessions(tmp_path, grade=grade) as sessions:
         sessions.start_group("a", TURN)
         sessions.start_group("b", f"{sessions.build_wait('graded')}; {TURN}", agent_timeout_s=60.0)
-        groups = sessions.runner.take(2)
-    assert [result.rollout.stop_reason for group in groups for result in group] == ["completed", "completed"]
+        results = sessions.runner.take(2)
+    assert [result.rollout.stop_reason for result in results] == ["completed", "completed"]
 
 
 def test_stragglers_are_cut_and_keep_their_traces(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_stragglers_are_cut_and_keep_their_traces(tmp_path: Path) -> None:
         sessions.start_group("g", f"{TURN}; sleep 600", quick, quick, f"{TURN}; sleep 600")
         sessions.wait_for_calls(2)  # an agent that is cut before its first answer would have no trace
         (tmp_path / "asked").touch()
-        (group,) = sessions.runner.take(1)
+        group = sessions.runner.take(1)
     reasons = [result.rollout.stop_reason for result in group]
     assert (reasons[0], reasons[3]) == ("straggler", "straggler")
     for result in group:
