@@ -1,7 +1,10 @@
 """Calls that wait at the gate for room in the engine's cache."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+
+from serving import CHAT, HELLO, GatedEngine, http, new_log, serve, wait_until
 
 from polar_trl.engine.gate import Gate, GateStats
 
@@ -122,3 +125,21 @@ def test_held_calls_wait_for_the_release_whatever_room_there_is() -> None:
         await calls[1]
 
     asyncio.run(scenario())
+
+
+def test_a_session_that_ends_lets_the_next_one_in_through_a_real_proxy() -> None:
+    engine = GatedEngine()
+    engine.cache_tokens = 1
+    with serve(engine) as proxy, ThreadPoolExecutor() as threads:
+        stats = [GateStats(), GateStats()]
+        endpoints = [proxy.open_session(new_log(f"s{i}"), gate_stats=stats[i]) for i in range(2)]
+        first = threads.submit(http(endpoints[0]).post, CHAT, json={"messages": HELLO})
+        assert engine.entered.acquire(timeout=20)
+        second = threads.submit(http(endpoints[1]).post, CHAT, json={"messages": HELLO})
+        wait_until(lambda: stats[1].held_s > 0.0)
+        assert engine.num_requests == 1 and not first.done()
+        proxy.close_session(endpoints[0].api_key)
+        assert engine.entered.acquire(timeout=20)
+        engine.gate.set()
+        assert second.result().status_code == 200
+    assert stats[0].held_s == 0.0
