@@ -13,8 +13,8 @@ from polar_trl.errors import ConfigError
 
 _KNOWN = ("kv_cache_dtype", "kv_cache_memory_bytes", "kv_offloading_size", "speculative_config")
 _NO_DRAFT_MODEL = (
-    "no push reaches the weights of a draft model or of a model's own MTP head, and sleep drops them; drafts that need "
-    "no weights are {'method': 'ngram', 'num_speculative_tokens': 4, 'prompt_lookup_max': 4}"
+    "no push reaches the weights of a draft model or of a model's own MTP head, and sleep drops them; drafts that "
+    "need no weights are {'method': 'ngram', 'num_speculative_tokens': 4, 'prompt_lookup_max': 4}"
 )
 
 
@@ -47,7 +47,9 @@ def _check_drafts(value: Any) -> None:
         raise ConfigError(f"engine_kwargs: speculative_config must be a mapping (it is {value!r})")
     if value.get("method") != "ngram" or "model" in value:
         method = value.get("model", value.get("method"))
-        raise ConfigError(f"engine_kwargs: speculative_config must have method 'ngram', not {method!r}: {_NO_DRAFT_MODEL}")
+        raise ConfigError(
+            f"engine_kwargs: speculative_config must have method 'ngram', not {method!r}: {_NO_DRAFT_MODEL}"
+        )
     count = value.get("num_speculative_tokens")
     if not isinstance(count, int) or count < 1:
         raise ConfigError(

@@ -5,7 +5,7 @@ Settings under which the trained distribution would not be the sampled one raise
 
 from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from trl import GRPOConfig
@@ -132,7 +132,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
     `gradient_accumulation_steps` count rollouts; a rollout may become several rows.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "engine_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "engine_kwargs"]
 
     logging_steps: float = field(
         default=1, metadata={"help": "Steps from one line of the log to the next; a step takes minutes here."}
@@ -229,8 +229,8 @@ class PolarGRPOConfig(PackedGRPOConfig):
     engine_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Arguments that are passed on to vllm.LLM: kv_cache_dtype ('fp8': twice the histories fit, and the "
-            "gap grows), kv_offloading_size (GiB of host memory for histories that the cache has no room for), "
+            "help": "Arguments that are passed on to vllm.LLM: kv_cache_dtype ('fp8': twice the histories fit, and "
+            "the gap grows), kv_offloading_size (GiB of host memory for histories that the cache has no room for), "
             "speculative_config (n-gram drafts, exact), kv_cache_memory_bytes. See the page on performance."
         },
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from polar_trl.errors import EngineError
+from polar_trl.errors import ConfigError, EngineError
 
 
 class SleepyLlm:
@@ -87,3 +87,16 @@ def test_waking_without_weights_is_refused(colocated: Any) -> None:
     backend.sleep()
     with pytest.raises(EngineError, match="sync_weights has to come first"):
         backend.wake()
+
+
+def test_host_copies_of_the_cache_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+    from trl.generation import vllm_generation
+
+    from polar_trl.engine import colocate
+
+    monkeypatch.setattr(vllm_generation, "LLM", SleepyLlm, raising=False)
+    policy = nn.Module()
+    policy.name_or_path, policy.config = "policy", LlamaConfig()
+    with pytest.raises(ConfigError, match="engine_kwargs: kv_offloading_size needs a GPU"):
+        colocate.ColocatedVllm(policy, Accelerator(cpu=True), None, llm_kwargs={"kv_offloading_size": 4})

@@ -12,6 +12,7 @@ from serving import CHAT, HELLO, http, new_log, serve, wait_until
 from tiny_vllm import tiny_vllm
 
 from polar_trl.engine.base import GenerationParams
+from polar_trl.engine.colocate import set_environment
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import EngineError
 

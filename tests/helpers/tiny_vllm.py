@@ -18,6 +18,7 @@ def tiny_vllm(model: Path, **llm_kwargs: Any) -> Iterator[Any]:
     from polar_trl.engine import vllm_cpu
 
     vllm_cpu.keep_weights_loadable()
+    vllm_cpu.keep_temperatures_of_drafts()
     from vllm import LLM
 
     with socket.create_server(("127.0.0.1", 0)) as free:
