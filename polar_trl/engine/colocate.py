@@ -91,8 +91,6 @@ class ColocatedVllm(vllm_generation.VLLMGeneration):
         if _is_adapted(self.model):
             require_mergeable(self.model)
         on_cpu = self.accelerator.device.type == "cpu"
-        if on_cpu and "kv_offloading_size" in self._llm_kwargs:
-            raise ConfigError("engine_kwargs: kv_offloading_size needs a GPU: on a CPU the cache is in host memory")
         self.pass_dtype = pass_dtype = find_pass_dtype(self.accelerator, self.model)
         self._llm_kwargs = {
             "dtype": str(pass_dtype).removeprefix("torch."),

@@ -2,8 +2,7 @@
 
 Keys and values in FP8 are the engine's own approximation: the log-probabilities that it records are those of what it
 sampled from, and its gap to the trainer grows. Drafts change neither: each draft token is accepted with the
-probability that the target model gives it, and recorded with that (Leviathan et al., 2023). Copies of keys and values
-in host memory are dropped with the cache at every push (`VllmEngine.paused`).
+probability that the target model gives it, and recorded with that (Leviathan et al., 2023).
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,13 @@ from typing import Any
 
 from polar_trl.errors import ConfigError
 
-_KNOWN = ("kv_cache_dtype", "kv_cache_memory_bytes", "kv_offloading_size", "speculative_config")
+_KNOWN = ("kv_cache_dtype", "kv_cache_memory_bytes", "speculative_config")
+_REFUSED = {
+    "kv_offloading_size": (
+        "copies of the cache in host memory end the engine at the step after a call was aborted (vLLM 0.26), and "
+        "agents abort calls. Sessions that the cache has no room for wait at the gate instead"
+    )
+}
 _NO_DRAFT_MODEL = (
     "no push reaches the weights of a draft model or of a model's own MTP head, and sleep drops them; drafts that "
     "need no weights are {'method': 'ngram', 'num_speculative_tokens': 4, 'prompt_lookup_max': 4}"
@@ -30,6 +35,8 @@ def check_engine_kwargs(given: Any) -> None:
     if not isinstance(given, Mapping):
         raise ConfigError(f"engine_kwargs must be a mapping of arguments for vllm.LLM (it is {given!r})")
     for name, value in given.items():
+        if name in _REFUSED:
+            raise ConfigError(f"engine_kwargs: {name} is not passed on: {_REFUSED[name]}")
         if name not in _KNOWN:
             raise ConfigError(f"engine_kwargs: {name!r} is not passed on to vLLM, only {', '.join(_KNOWN)} are")
         if name == "speculative_config":
@@ -37,9 +44,8 @@ def check_engine_kwargs(given: Any) -> None:
         elif name == "kv_cache_dtype":
             if not isinstance(value, str):
                 raise ConfigError(f"engine_kwargs: kv_cache_dtype must be a name, such as 'fp8' (it is {value!r})")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            unit = "bytes" if name == "kv_cache_memory_bytes" else "GiB"
-            raise ConfigError(f"engine_kwargs: {name} must be above 0, in {unit} (it is {value!r})")
+        elif isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ConfigError(f"engine_kwargs: {name} must be a whole number above 0 (it is {value!r})")
 
 
 def _check_drafts(value: Any) -> None:

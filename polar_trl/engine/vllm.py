@@ -11,7 +11,6 @@ import logging
 import queue
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +36,8 @@ REQUESTS_PER_STEP_APART = 8
 proportion. A step that computes prompts takes two to four times as long as one that only decodes, whether with one new
 prompt or with five, and at 64 sessions a third of all steps were such. A request that comes alone does not wait."""
 
-NUM_SETTLING_STEPS = 500
-"""Steps without a request, 10 ms apart, in which the cache has to become free of what is being copied."""
+NUM_SETTLING_STEPS = 10
+"""Steps without a request after which no block of the cache may be in use."""
 
 _Outcome = Completion | EngineError
 
@@ -168,12 +167,11 @@ class VllmEngine(TokenEngine):
             pause.resumed.set()
 
     def _forget_cache(self) -> None:
-        """Drop all keys and values, copies in host memory too. Raises `EngineError` where vLLM keeps some."""
+        """Drop all keys and values of the old weights. Raises `EngineError` where vLLM keeps some."""
         for _ in range(NUM_SETTLING_STEPS):
-            if self._llm.reset_prefix_cache(reset_connector=True):
+            if self._llm.reset_prefix_cache():
                 return
-            self._core.step()  # a copy to host memory keeps its blocks until a step notices that it is done
-            time.sleep(0.01)
+            self._core.step()  # an aborted request may keep its blocks until the batch that it is in has ended
         raise EngineError("vLLM keeps keys and values of the old weights: blocks of its cache are still in use")
 
     def close(self) -> None:

@@ -230,8 +230,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
         default=None,
         metadata={
             "help": "Arguments that are passed on to vllm.LLM: kv_cache_dtype ('fp8': twice the histories fit, and "
-            "the gap grows), kv_offloading_size (GiB of host memory for histories that the cache has no room for), "
-            "speculative_config (n-gram drafts, exact), kv_cache_memory_bytes. See the page on performance."
+            "the gap grows), kv_cache_memory_bytes, speculative_config (n-gram drafts, which are exact)."
         },
     )
     show_rollout_progress: bool = field(default=True, metadata={"help": "Draw a bar of sessions by stage."})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from polar_trl.errors import ConfigError, EngineError
+from polar_trl.errors import EngineError
 
 
 class SleepyLlm:
@@ -40,7 +40,7 @@ class SleepyLlm:
         assert "weights" not in self.asleep and self.weights is not None
         self.weights |= {name: value.item() for name, value in pairs}
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(self) -> bool:
         return True
 
 
@@ -87,16 +87,3 @@ def test_waking_without_weights_is_refused(colocated: Any) -> None:
     backend.sleep()
     with pytest.raises(EngineError, match="sync_weights has to come first"):
         backend.wake()
-
-
-def test_host_copies_of_the_cache_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import Accelerator
-    from trl.generation import vllm_generation
-
-    from polar_trl.engine import colocate
-
-    monkeypatch.setattr(vllm_generation, "LLM", SleepyLlm, raising=False)
-    policy = nn.Module()
-    policy.name_or_path, policy.config = "policy", LlamaConfig()
-    with pytest.raises(ConfigError, match="engine_kwargs: kv_offloading_size needs a GPU"):
-        colocate.ColocatedVllm(policy, Accelerator(cpu=True), None, llm_kwargs={"kv_offloading_size": 4})

@@ -19,7 +19,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3
     "given",
     [
         {},
-        {"kv_cache_dtype": "fp8", "kv_offloading_size": 32, "kv_cache_memory_bytes": 1 << 30},
+        {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 1 << 30},
         {"speculative_config": DRAFTS},
     ],
 )
@@ -33,9 +33,9 @@ def test_what_keeps_samples_exact_is_passed_on(given: dict[str, Any]) -> None:
         ("fp8", "engine_kwargs must be a mapping"),
         ({"block_size": 16}, "'block_size' is not passed on to vLLM, only kv_cache_dtype, "),
         ({"kv_cache_dtype": 8}, "kv_cache_dtype must be a name, such as 'fp8' (it is 8)"),
-        ({"kv_offloading_size": 0}, "kv_offloading_size must be above 0, in GiB (it is 0)"),
-        ({"kv_offloading_size": True}, "kv_offloading_size must be above 0, in GiB (it is True)"),
-        ({"kv_cache_memory_bytes": "8G"}, "kv_cache_memory_bytes must be above 0, in bytes (it is '8G')"),
+        ({"kv_offloading_size": 8}, "kv_offloading_size is not passed on: copies of the cache in host memory end"),
+        ({"kv_cache_memory_bytes": "8G"}, "kv_cache_memory_bytes must be a whole number above 0 (it is '8G')"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes must be a whole number above 0 (it is 0)"),
         ({"speculative_config": "ngram"}, "speculative_config must be a mapping (it is 'ngram')"),
         (
             {"speculative_config": {"method": "mtp"}},

@@ -122,6 +122,27 @@ def test_requests_are_held_while_paused_and_the_version_grows(engine: Any) -> No
     assert completion.first_policy_version == completion.last_policy_version == before + 1
 
 
+@pytest.mark.parametrize("num_refusals", [3, 1000])
+def test_a_push_waits_for_blocks_in_use_and_fails_where_they_stay(
+    engine: Any, llm: Any, monkeypatch: pytest.MonkeyPatch, num_refusals: int
+) -> None:
+    answers = iter([False] * num_refusals)
+    reset = llm.reset_prefix_cache
+    monkeypatch.setattr(llm, "reset_prefix_cache", lambda: next(answers, None) is None and reset())
+    before = engine.policy_version
+    if num_refusals == 3:
+        with engine.paused(new_policy=True):
+            pass
+        assert engine.policy_version == before + 1
+        return
+    with (
+        pytest.raises(EngineError, match="vLLM keeps keys and values of the old weights"),
+        engine.paused(new_policy=True),
+    ):
+        pass
+    assert engine.policy_version == before
+
+
 def test_a_call_held_at_the_gate_is_sampled_by_the_next_policy(engine: Any) -> None:
     """Through a proxy, as the trainer does it: the call in flight ends, the next one waits, and the engine is free."""
     before = engine.policy_version
