@@ -49,7 +49,6 @@ COLUMNS = {
     "prefilled_per_sampled": "prefilled per sampled",
     "tokens_per_s": "tok/s",
     "calls": "calls",
-    "host": "after a reset, a push, sleep: cached (gap)",
     "gap": "gap mean / p99 / max",
     "seconds": "seconds in all",
 }
@@ -66,7 +65,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4,
 MODEL_ENGINES = ("model plain", "model n-gram", "model FP8")
 ENGINES: dict[str, dict[str, Any]] = {
     "qwen3": {},
-    "qwen3 host": {"kv_offloading_size": 64.0, "enable_sleep_mode": True},
+    "qwen3 host": {"kv_offloading_size": 64.0},
     "qwen3 FP8": {"kv_cache_dtype": "fp8"},
     "qwen3.5": {"enable_prefix_caching": True},
     "model plain": {},
@@ -242,33 +241,7 @@ def measure_windows(llm: Any, args: argparse.Namespace) -> None:
             begun=len(load.begun),
             seconds=time.monotonic() - begun,
         )
-    if args.child == "qwen3 host":
-        tell(engine=args.child, host=check_host_copies(llm, engine))
     engine.close()
-
-
-def check_host_copies(llm: Any, engine: NotingEngine) -> str:
-    """What a prompt finds after the cache was emptied but for its copies, after a push, and after sleep."""
-    ids = tuple(random.Random(2).randrange(500) for _ in range(3000))
-
-    def ask() -> Any:
-        return asyncio.run(engine.generate(ids, GenerationParams(max_tokens=8, temperature=0.0)))
-
-    first = ask()
-    time.sleep(1)
-    ask()  # and its steps, in which copies are noticed
-    found = []
-    for change in ("reset", "push", "sleep"):
-        with engine.paused(new_policy=change == "push"):
-            if change == "reset":
-                llm.reset_prefix_cache()
-            elif change == "sleep":
-                llm.sleep(level=1)
-                llm.wake_up()
-        reply = ask()
-        gap = max(abs(a - b) for a, b in zip(first.logprobs, reply.logprobs, strict=True))
-        found.append(f"{engine.ended[-1][2]} ({gap:.1g}{'' if reply.token_ids == first.token_ids else ', other ids'})")
-    return ", ".join(found)
 
 
 @torch.no_grad()
