@@ -1,4 +1,4 @@
-"""Hold model calls in front of the engine while the weights change.
+"""Hold model calls in front of the engine while the weights change, or its cache has no room for their session.
 
 Sessions stay open over a training step this way: an agent waits for its HTTP answer, hears pings, and knows nothing of
 it. No call is cut in two: `hold` returns once every call that was let through has its answer, so all tokens of a call

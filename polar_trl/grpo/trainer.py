@@ -412,7 +412,7 @@ def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:
         dtype=args.engine_dtype,
         rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
         **cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs],
-        **(args.engine_kwargs or {}),
+        **cast(dict[str, Any], args.engine_kwargs or {}),
     )
 
 
