@@ -47,6 +47,8 @@ class Engine(Protocol):
     """Prompt and completion tokens together."""
     policy_version: int
     """Grows by one whenever the weights change."""
+    cache_tokens: int | None = None
+    """Tokens of histories for which its key-value cache has room; None where it does not say."""
     own_renderer: Renderer | None
     """None where prompts are token ids. Else the engine takes messages and gives `TextReply`s, which are recorded as
     `text_only`, and this stands where a renderer is asked for."""

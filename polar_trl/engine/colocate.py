@@ -173,6 +173,7 @@ def prepare_vllm(config: Any, *, cpu: bool) -> dict[str, Any]:
 
     vllm_cpu.inspect_models_here()
     vllm_cpu.keep_weights_loadable()
+    vllm_cpu.keep_temperatures_of_drafts()
     defaults = vllm_cpu.LLM_KWARGS
     if _is_qwen35(config):
         vllm_cpu.prepare_qwen35()

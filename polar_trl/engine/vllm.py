@@ -36,6 +36,9 @@ REQUESTS_PER_STEP_APART = 8
 proportion. A step that computes prompts takes two to four times as long as one that only decodes, whether with one new
 prompt or with five, and at 64 sessions a third of all steps were such. A request that comes alone does not wait."""
 
+NUM_SETTLING_STEPS = 10
+"""Steps without a request after which no block of the cache may be in use."""
+
 _Outcome = Completion | EngineError
 
 
@@ -91,6 +94,8 @@ class VllmEngine(TokenEngine):
         self.max_model_len: int = self._core.model_config.max_model_len
         self.vocab_size: int = self._core.model_config.get_vocab_size()
         self.dtype: torch.dtype = self._core.model_config.dtype
+        # of a hybrid model, in sessions of full length
+        self.cache_tokens: int | None = self._core.vllm_config.cache_config.kv_cache_size_tokens
         self._policy_version = 0
         self._inbox: queue.SimpleQueue[_Request | _Abort | _Pause | None] = queue.SimpleQueue()
         self._live: dict[str, _Request] = {}
@@ -156,10 +161,18 @@ class VllmEngine(TokenEngine):
         try:
             yield
             if new_policy:
-                self._llm.reset_prefix_cache()
+                self._forget_cache()
                 self._policy_version += 1
         finally:
             pause.resumed.set()
+
+    def _forget_cache(self) -> None:
+        """Drop all keys and values of the old weights. Raises `EngineError` where vLLM keeps some."""
+        for _ in range(NUM_SETTLING_STEPS):
+            if self._llm.reset_prefix_cache():
+                return
+            self._core.step()  # an aborted request may keep its blocks until the batch that it is in has ended
+        raise EngineError("vLLM keeps keys and values of the old weights: blocks of its cache are still in use")
 
     def close(self) -> None:
         """Fail what is in flight, end the thread, and release the engine. Safe to call twice."""

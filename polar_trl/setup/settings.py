@@ -25,7 +25,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("drop_zero_variance", "resample_zero_variance", "loss_type", "vllm_importance_sampling_mode"),
         *("max_tokens_per_device", "sequence_layout", "weight_rounding", "logging_steps"),
     ),
-    "Engine": ("engine_max_num_seqs", "engine_dtype", "engine_cuda_graphs", "use_vllm"),
+    "Engine": ("engine_max_num_seqs", "engine_dtype", "engine_cuda_graphs", "engine_kwargs", "use_vllm"),
 }
 """Group -> our settings, in the order in which they are shown. One that no group names is shown under "More"."""
 MOST_USED = (

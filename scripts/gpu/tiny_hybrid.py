@@ -49,15 +49,26 @@ def build_tiny_hybrid(
         head_dim: Of full attention, 256 in the published models; a multiple of 16.
         delta_head_dim: Of keys and values of the delta nets, 128 in the published models.
     """
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(_VISION_TOKENS.values())})
+    tokenizer = write_processor(tokenizer_folder, folder)
     torch.manual_seed(0)
     config = _build_config(tokenizer, hidden_size, num_layers, head_dim, delta_head_dim)
     Qwen3_5ForConditionalGeneration(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def write_processor(tokenizer_folder: Path, folder: Path) -> Any:
+    """Write the files of a processor, and return its tokenizer, which has tokens for images."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_VISION_TOKENS.values())})
     tokenizer.save_pretrained(folder)
     for name, settings in _PREPROCESSORS.items():
         (folder / name).write_text(json.dumps({**_PATCHES, **settings}, indent=1))
-    return folder
+    return tokenizer
+
+
+def find_vision_ids(tokenizer: Any) -> dict[str, int]:
+    """Find the ids that a configuration names, of tokens that stand for images."""
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in _VISION_TOKENS.items()}
 
 
 def _build_config(tokenizer: Any, hidden_size: int, num_layers: int, head_dim: int, delta_head_dim: int) -> Any:
@@ -97,5 +108,5 @@ def _build_config(tokenizer: Any, hidden_size: int, num_layers: int, head_dim: i
         "out_hidden_size": hidden_size,
         "num_position_embeddings": 256,
     }
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _VISION_TOKENS.items()}
+    ids = find_vision_ids(tokenizer)
     return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)

@@ -19,7 +19,7 @@ class SleepyLlm:
         self.llm_engine = self
         self.model_executor = self.driver_worker = self.model_runner = self.model = self
         self.model_config = self.vllm_config = self.compilation_config = self
-        self.cudagraph_mode = None
+        self.cache_config, self.cudagraph_mode, self.kv_cache_size_tokens = self, None, 64
         self.max_model_len, self.dtype = 8, torch.float32
 
     def get_vocab_size(self) -> int:
@@ -40,7 +40,8 @@ class SleepyLlm:
         assert "weights" not in self.asleep and self.weights is not None
         self.weights |= {name: value.item() for name, value in pairs}
 
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self) -> bool:
+        return True
 
 
 @pytest.fixture()

@@ -24,6 +24,7 @@ class SteppedCore:
 
     def __init__(self) -> None:
         self.model_config = SimpleNamespace(max_model_len=256, dtype=None, get_vocab_size=lambda: 1000)
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=4096))
         self.admitted: list[list[int]] = [[]]
         """The first ids of the prompts that came before each step."""
         self.aborted: list[str] = []

@@ -15,7 +15,8 @@ from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.grpo.weights.policy_weights import PolicyWeights
 from polar_trl.proxy import Proxy
 
-_PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,")
+_PROBES = ("The quick brown fox jumps over", "def add(a, b):\n    return", "1, 2, 3, 4,", "a b a b a b a b a b a b")
+"""The last one repeats itself, so that an engine that drafts from the prompt does so here."""
 
 
 @dataclass(eq=False)
