@@ -287,6 +287,10 @@ def _list_blocks(is_needed: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled_flex_attention() -> Any:
+    from torch import _dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
+    # Compiled anew for each kind of layer, dtype, and with or without gradients. Past the limit, 8 unless raised, torch
+    # would run it uncompiled, with all L x L scores.
+    _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=True)  # lengths differ at every micro-batch
