@@ -153,7 +153,7 @@ def _weigh(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scori
     scores = (query @ key.transpose(2, 3)).float() * scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: padding may see no key at all
     if scoring.s_aux is not None:
         sinks = scoring.s_aux.float()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
