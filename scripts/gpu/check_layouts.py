@@ -7,8 +7,9 @@
 
 Random small models, rows of odd lengths that share prefixes: log-probabilities and gradients of "packed" and "tree"
 against the same model on each row alone with SDPA, with transformers' eager attention where SDPA does not know the
-scores, and, for gated delta nets, with transformers' code in torch. In float32, and in bfloat16 against float32 (where the row alone is as far off). On a GPU with
-flash-linear-attention its kernels are what is checked: they multiply float32 in TF32 (10 bits), hence their limit.
+scores, and, for gated delta nets, with transformers' code in torch. In float32, and in bfloat16 against float32 (where
+the row alone is as far off). On a GPU with flash-linear-attention its kernels are what is checked: they multiply
+float32 in TF32 (10 bits), hence their limit.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def main() -> None:
         for dtype, limit in limits.items():
             try:
                 found = check(name, dtype, device, rows, scored)
-            except Exception as error:  # the other models are still checked
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other models are still checked
                 print(f"{name:8} {str(dtype)[6:]:9} {type(error).__name__}: {error}", flush=True)
                 table.append({"model": name, "dtype": str(dtype)[6:], "error": str(error), "passed": False})
                 continue

@@ -1,8 +1,8 @@
 """Attend over a `Layout` (tree attention): each token to itself and to what comes before it in its own rows.
 
 Registered in transformers as the attention implementation "polar", so that any model that asks that interface for its
-attention can be forwarded on a flat sequence of rows. Sliding windows count positions within a row, in a tree the depth
-of a token. Calls without a layout are answered for a batch of sequences.
+attention can be forwarded on a flat sequence of rows. Sliding windows count positions within a row, in a tree the
+depth of a token. Calls without a layout are answered for a batch of sequences.
 
 The rows abcd and abe as segments ab, cd and e of one flat sequence; x where a query (down) attends to a key (across):
 
@@ -104,7 +104,9 @@ def attend(
     if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
         raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
     if sliding_window is not None and sliding_window > layout.position_ids_L.max():
-        sliding_window = None  # as wide as the longest row: such layers are computed as, and share the mask of, full ones
+        sliding_window = (
+            None  # as wide as the longest row: such layers are computed as, and share the mask of, full ones
+        )
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)
     out = (_attend_in_blocks if query.is_cuda else _attend_by_segment)(query, key, value, layout, scoring)
     return out.transpose(1, 2).contiguous(), None
@@ -290,7 +292,7 @@ def _compiled_flex_attention() -> Any:
     from torch import _dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Compiled anew for each kind of layer, dtype, and with or without gradients. Past the limit, 8 unless raised, torch
-    # would run it uncompiled, with all L x L scores.
+    # Compiled anew for each kind of layer, dtype, and with or without gradients. Past the limit, 8 unless raised,
+    # torch would run it uncompiled, with all L x L scores.
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=True)  # lengths differ at every micro-batch

@@ -16,7 +16,7 @@ from polar_trl.grpo.packing.attention import ATTENTION, BLOCK_SIZE, Scoring, bui
 from polar_trl.grpo.packing.layout import Layout, build_layout
 from polar_trl.grpo.packing.supported import find_unsupported
 
-# shared prefixes and what follows them: shorter than the window of 40, as long, longer; and more than one block of queries
+# shared prefixes and what follows: shorter than the window of 40, as long, longer; and more than one block of queries
 LENGTHS: list[int | tuple[int, ...]] = [90, (40, 50), (40, 1), (38, 64), (38, 2, 400), (3, 5), 1, (1, 30), 7]
 TOLERANCE = 1e-5
 
@@ -35,9 +35,7 @@ def train_alone(model: Any, rows: list[list[int]], weights: list[Tensor]) -> tup
     return outputs, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def train_together(
-    model: Any, layout: Layout, weights: list[Tensor]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train_together(model: Any, layout: Layout, weights: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     register_attention()
     model.set_attn_implementation(ATTENTION)
     ids, positions = (torch.from_numpy(x)[None] for x in (layout.token_ids_L, layout.position_ids_L))
