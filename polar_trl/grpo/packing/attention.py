@@ -271,8 +271,8 @@ def _build_block_mask(layout: Layout, device: torch.device, window: int | None) 
         is_full &= positions.amin(dim=1)[None, :] > lows.amax(dim=1)[:, None]
         is_needed &= positions.amax(dim=1)[None, :] > lows.amin(dim=1)[:, None]
 
-        def is_in_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return is_in_context(b, h, q, k) & (positions_L[k] > lows_L[q])
+        def is_in_window(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return is_in_context(_b, _h, q, k) & (positions_L[k] > lows_L[q])
 
         is_seen = is_in_window
     return BlockMask.from_kv_blocks(
