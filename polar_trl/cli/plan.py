@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polar_trl.tools.memory_plan.memory import MemoryPlan
+    from polar_trl.grpo.memory.memory import MemoryPlan
     from polar_trl.tools.memory_plan.plan import Advice
 
 EPILOG = """\

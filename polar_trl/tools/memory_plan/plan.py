@@ -7,7 +7,6 @@ files whose sharding `memory` does not count, raise `ConfigError`.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.arguments import RunParser, parse_run
 from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.memory.memory import GIB, MemoryPlan, build_plan
+from polar_trl.grpo.memory.setup import QUANTIZED, Setup, Sharding, choose_kernels
 from polar_trl.grpo.resume.model_folder import load_config
-from polar_trl.tools.memory_plan.kernel_shapes import Kernels
-from polar_trl.tools.memory_plan.memory import GIB, MemoryPlan, build_plan
-from polar_trl.tools.memory_plan.setup import QUANTIZED, Setup, Sharding
 
 _REPORTED = 0.98
 """Of the memory in a GPU's name, what CUDA reports and vLLM counts from (79.2 GiB of an A100 "80GB")."""
@@ -94,6 +92,7 @@ def read_setup(
         bf16=in_half,
         optim=str(getattr(args.optim, "value", args.optim)),
         gradient_checkpointing=args.gradient_checkpointing,
+        checkpointed_layers=args.checkpointed_layers,
         # a trajectory that is longer than the budget is forwarded alone
         num_tokens=max(args.max_tokens_per_device, longest),
         peft_config=get_peft_config(model),
@@ -108,17 +107,6 @@ def read_setup(
         max_model_len=longest,
         kernels=choose_kernels(args, model_config),
     )
-
-
-def choose_kernels(args: PolarGRPOConfig, model_config: Any) -> Kernels:
-    """Choose the kernels that the run would compute with on its GPU.
-
-    A machine with a GPU is taken for the one that trains, so that what is installed decides. Any other plans for a
-    machine that has the extra `kernels`, as docs/packing.md asks for.
-    """
-    is_hybrid = "linear_attention" in (getattr(model_config.get_text_config(), "layer_types", None) or ())
-    has_fla = find_spec("fla") is not None or not torch.cuda.is_available()
-    return Kernels(fla=is_hybrid and has_fla, liger=bool(args.use_liger_kernel))
 
 
 def parse_memory(text: str) -> int:

@@ -11,10 +11,9 @@ from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from trl import ModelConfig, get_peft_config
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.meta_model import build_meta_model
-from polar_trl.tools.memory_plan.activations import count_activations
-from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels
-from polar_trl.tools.memory_plan.memory import (
+from polar_trl.grpo.memory.activations import count_activations
+from polar_trl.grpo.memory.kernel_shapes import IN_TORCH, Kernels
+from polar_trl.grpo.memory.memory import (
     GIB,
     build_plan,
     count_gradients,
@@ -24,7 +23,8 @@ from polar_trl.tools.memory_plan.memory import (
     count_optimizer,
     count_synced,
 )
-from polar_trl.tools.memory_plan.setup import Setup, read_weights
+from polar_trl.grpo.memory.setup import Setup, read_weights
+from polar_trl.grpo.meta_model import build_meta_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -261,7 +261,7 @@ def test_the_peak_of_training_is_within_15_percent_of_the_cards(case: str) -> No
 
 
 def test_a_few_of_many_layers_give_what_all_give() -> None:
-    from polar_trl.tools.memory_plan import activations
+    from polar_trl.grpo.memory import activations
 
     config = config_of("qwen3", num_hidden_layers=7)
     for checkpointing in (True, False):
@@ -274,7 +274,7 @@ def test_a_few_of_many_layers_give_what_all_give() -> None:
 
 
 def test_layers_that_are_not_alike_are_all_traced() -> None:
-    from polar_trl.tools.memory_plan import activations
+    from polar_trl.grpo.memory import activations
 
     def choose(num_layers: int, **options: Any) -> tuple[int, ...]:
         adapter = lora()
@@ -306,7 +306,7 @@ def test_recurrent_models_are_extrapolated_to_what_they_are() -> None:
             checkpointing=True,
         )
 
-    from polar_trl.tools.memory_plan import activations
+    from polar_trl.grpo.memory import activations
 
     whole = activations._trace(build_meta_model(config, dtype=torch.float32), 3072, autocast=False, checkpointing=True)
     assert count(3072).saved == pytest.approx(whole.saved, rel=0.01)
