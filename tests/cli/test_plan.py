@@ -83,7 +83,7 @@ def test_the_tables_name_the_phases_and_the_answer(capsys: pytest.CaptureFixture
 def test_no_advice_puts_trained_weights_in_bfloat16(qwen3_4b: str) -> None:
     def list_changes(use_peft: str) -> list[str]:
         flags = ["--model_name_or_path", qwen3_4b, "--use_peft", use_peft]
-        setup = planning.read_setup(Path(RUN), flags, gpu="80GB")
+        setup, _ = planning.read_run(Path(RUN), flags, gpu="80GB")
         return [change for change, _ in planning._list_variants(setup, planning.plan(setup))]
 
     half = 'model_init_kwargs: {"dtype": "bfloat16"}'
@@ -106,7 +106,7 @@ def test_it_says_which_kernels_were_counted(
     has_gpu: bool,
     words: str,
 ) -> None:
-    monkeypatch.setattr("polar_trl.tools.memory_plan.plan.find_spec", lambda _name: object() if is_installed else None)
+    monkeypatch.setattr("polar_trl.grpo.memory.setup.find_spec", lambda _name: object() if is_installed else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=128,
