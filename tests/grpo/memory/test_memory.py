@@ -15,6 +15,7 @@ from polar_trl.grpo.memory.activations import count_activations
 from polar_trl.grpo.memory.kernel_shapes import IN_TORCH, Kernels
 from polar_trl.grpo.memory.memory import (
     GIB,
+    PassMemory,
     build_plan,
     count_gradients,
     count_kept,
@@ -250,6 +251,34 @@ def test_peak_of_a_pass_against_the_allocator(architecture: str, checkpointing: 
     )
     measured = measure_peak(real, 1024)
     assert measured < max(predicted.forward_peak, predicted.backward_peak) < 1.06 * measured
+
+
+@pytest.mark.parametrize("checkpointed", range(4))
+def test_peak_with_the_first_layers_checkpointed_against_the_allocator(checkpointed: int) -> None:
+    config = config_of("qwen3")
+    real = build_real(config, torch.float32).train()
+    real.gradient_checkpointing_enable()
+    for index, layer in enumerate(real.model.layers):
+        layer.gradient_checkpointing = index < checkpointed
+    every, none = (
+        count_activations(
+            lambda c: build_meta_model(c, dtype=torch.float32),
+            config,
+            num_tokens=1024,
+            autocast=False,
+            checkpointing=side,
+        )
+        for side in (True, False)
+    )
+    predicted = PassMemory(
+        num_layers=3,
+        every_peak=max(every.forward_peak, every.backward_peak),
+        none_peak=max(none.forward_peak, none.backward_peak),
+        every_saved=every.saved,
+        none_saved=none.saved,
+    )
+    measured = measure_peak(real, 1024)
+    assert 0.99 * measured < predicted.peak(checkpointed) < 1.08 * measured
 
 
 @pytest.mark.parametrize("case", MEASURED)
