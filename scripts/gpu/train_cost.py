@@ -14,7 +14,6 @@ shared) and an AdamW step. Every layer is checkpointed unless the case says othe
   80gb      of the card's memory 80 GB are used
   liger     Liger's norms, SwiGLU and rotary embedding
   peft      PEFT's own LoRA layers, operation by operation
-  varlen    FlashAttention by row in the place of FlexAttention
   profile   one step more is profiled
 
 Where all weights are trained a step is two passes, as the second meets the gradients of the first. The first step
@@ -84,9 +83,8 @@ from polar_trl.grpo.memory.memory import (
     count_training,
 )
 from polar_trl.grpo.memory.setup import Setup
-from polar_trl.grpo.packing import adapters, attention, fla_kernels, forward
+from polar_trl.grpo.packing import adapters, fla_kernels, forward
 from polar_trl.grpo.packing.linear_attention import is_gated_delta_net
-from polar_trl.grpo.packing.varlen import attend_to_rows
 from polar_trl.grpo.rows import Row
 
 MODELS = {"qwen3.5-4b": QWEN35_4B, "qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_06B}
@@ -100,7 +98,7 @@ TURN, SAMPLED = 1000, 300
 TINY_SCALE = 64
 CARD_80GB = int(79.2 * (1 << 30))
 """What an 80 GB card reports."""
-OPTIONS = ("keep", "auto", "80gb", "liger", "peft", "varlen", "profile")
+OPTIONS = ("keep", "auto", "80gb", "liger", "peft", "profile")
 CASES = tuple(
     f"{name}:{tokens}"
     for tokens in TOKENS
@@ -258,12 +256,10 @@ def own_module(case: Case) -> Iterator[None]:
     """Compute as the case says, only as long as it runs. Liger replaces classes and functions of transformers'
     module, and the others are replaced in ours."""
     make: Any = Qwen3_5ForCausalLM if case.model == "qwen3.5-4b" else Qwen3ForCausalLM
-    modules = [vars(sys.modules[make.__module__]), vars(forward), vars(attention)]
+    modules = [vars(sys.modules[make.__module__]), vars(forward)]
     before = [dict(module) for module in modules]
     if "peft" in case.options:
         forward.fuse_adapters = spare_casts  # type: ignore[assignment]
-    if "varlen" in case.options and torch.cuda.is_available():
-        attention._attend_in_blocks = attend_to_rows  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -362,13 +358,7 @@ def describe_kernels(case: Case, model: Any, device: torch.device) -> dict[str, 
     net = next((module for module in model.modules() if is_gated_delta_net(module)), None)
     kernels = "flash-linear-attention" if net is not None and fla_kernels.find_kernels(net, device) else "torch"
     return {
-        "attention": (
-            "SDPA by segment"
-            if device.type != "cuda"
-            else "FlashAttention by row"
-            if "varlen" in case.options
-            else "FlexAttention"
-        ),
+        "attention": "FlexAttention" if device.type == "cuda" else "SDPA by segment",
         "lora": "none" if case.tuning == "full" else "PEFT's" if "peft" in case.options else "in the products",
         "delta_rule": "none" if net is None else kernels,
         "norms": "Liger" if case.liger else "torch",

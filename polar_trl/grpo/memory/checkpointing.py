@@ -6,6 +6,10 @@ pass runs out of memory in spite of it, its whole step is trained again with mor
 """
 
 import logging
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -103,9 +107,10 @@ class Checkpointing:
         if self._counted is None:
             setup = build_setup(self._args, self._accelerator, self._model)
             half = max(1, setup.num_tokens // 2)
-            setups = (replace(setup, num_tokens=half), setup)
-            first, second = ((side.num_tokens, count_pass(side)) for side in setups)
-            self._counted = first, second
+            setups = [replace(setup, num_tokens=half), setup]
+            is_apart = self._accelerator.device.type == "cuda"
+            first, second = count_apart(setups) if is_apart else map(count_pass, setups)
+            self._counted = (half, first), (setup.num_tokens, second)
         (low, first_bytes), (high, second_bytes) = self._counted
         share = (num_tokens - low) / max(1, high - low)
 
@@ -176,6 +181,29 @@ class Checkpointing:
         per_layer = (counted.none_saved - counted.every_saved) / max(1, len(self._layers))
         if over > 0 and per_layer > 0:
             self._extra = max(self._extra, ceil(over / per_layer))
+
+
+def count_apart(setups: list[Setup]) -> list[PassMemory]:
+    """Count passes in a process that sees no GPU: there, a kernel that `kernel_shapes` does not know would be run on
+    tensors without memory. Raises `ConfigError`."""
+    code = "from polar_trl.grpo.memory.checkpointing import answer_count; answer_count()"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(setups),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        check=False,
+    )
+    if found.returncode:
+        raise ConfigError(f"a pass could not be counted: {found.stderr.decode(errors='replace')[-2000:]}")
+    counted: list[PassMemory] = pickle.loads(found.stdout)
+    return counted
+
+
+def answer_count() -> None:
+    """Count the passes that are on standard input, and write them to standard output, as pickles."""
+    answer, sys.stdout = sys.stdout.buffer, sys.stderr
+    answer.write(pickle.dumps([count_pass(setup) for setup in pickle.load(sys.stdin.buffer)]))
 
 
 def build_setup(args: Any, accelerator: Any, model: Any) -> Setup:

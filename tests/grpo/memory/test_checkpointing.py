@@ -1,6 +1,7 @@
 """Layers are checkpointed as memory needs, and no number of a step changes by it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PackedGRPOConfig
-from polar_trl.grpo.memory.checkpointing import Checkpointing
-from polar_trl.grpo.memory.memory import PassMemory
+from polar_trl.grpo.memory.checkpointing import Checkpointing, build_setup, count_apart
+from polar_trl.grpo.memory.memory import PassMemory, count_pass
 
 COUNTED = PassMemory(num_layers=4, every_peak=300, none_peak=1000, every_saved=100, none_saved=900)
 
@@ -154,6 +155,13 @@ def test_ranks_agree_on_the_longest_pass_and_the_least_room() -> None:
     passes = [{"packed": SimpleNamespace(layout=SimpleNamespace(num_tokens=n))} for n in (20, 25)]
     assert found.choose(passes) == [2, 2]  # 1000 - 2 * 200 is within 700; one layer is not enough
     assert asked[-2:] == [20, 30]
+
+
+def test_a_process_without_a_gpu_counts_the_same(trainer: Any) -> None:
+    setup = build_setup(trainer.args, trainer.accelerator, trainer.model)
+    assert count_apart([setup]) == [count_pass(setup)]
+    with pytest.raises(ConfigError, match="a pass could not be counted: Traceback"):
+        count_apart([replace(setup, model_config="no configuration")])
 
 
 def test_the_fewest_layers_that_fit() -> None:
