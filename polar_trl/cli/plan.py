@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polar_trl.tools.memory_plan.memory import MemoryPlan
+    from polar_trl.grpo.memory.memory import MemoryPlan
+    from polar_trl.tools.memory_plan.hours import Hours
     from polar_trl.tools.memory_plan.plan import Advice
 
 EPILOG = """\
@@ -31,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "plan",
-        help="where the memory of a GPU would go, and whether a run fits",
-        description="Count the memory of one GPU, phase by phase, before anything is started.",
+        help="where the memory of a GPU would go, whether a run fits, and its hours",
+        description="Count the memory of one GPU, phase by phase, and estimate hours, before anything is started.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # what is left are keys of the run
@@ -45,6 +46,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--accelerate", metavar="FILE", help="as polar-trl train gets it: a file, or the name of one of ours"
     )
+    parser.add_argument(
+        "--session_tokens",
+        type=int,
+        metavar="N",
+        help="of a session at its end, for the run's hours (default: half of vllm_max_model_length)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run, overrides=[])
 
@@ -52,19 +59,20 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """`polar-trl plan`."""
     # torch, transformers and TRL; the other subcommands start without
-    from polar_trl.tools.memory_plan.plan import find_advice, plan, read_setup
+    from polar_trl.tools.memory_plan.plan import estimate, find_advice, plan, read_run
 
-    setup = read_setup(args.config, args.overrides, gpu=args.gpu, gpus=args.gpus, accelerate=args.accelerate)
+    setup, settings = read_run(args.config, args.overrides, gpu=args.gpu, gpus=args.gpus, accelerate=args.accelerate)
     found = plan(setup)
+    hours = estimate(setup, settings, found, session_tokens=args.session_tokens)
     advice = [] if found.fits else find_advice(setup, found)
     if args.json:
-        print(json.dumps(_build_plan_json(found, advice)))
+        print(json.dumps(_build_plan_json(found, hours, advice)))
     else:
-        _print_plan(found, advice)
+        _print_plan(found, hours, advice)
     return 0 if found.fits else 1
 
 
-def _build_plan_json(found: "MemoryPlan", advice: Sequence["Advice"]) -> dict[str, Any]:
+def _build_plan_json(found: "MemoryPlan", hours: "Hours", advice: Sequence["Advice"]) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "gpu_bytes": found.gpu_bytes,
@@ -73,11 +81,14 @@ def _build_plan_json(found: "MemoryPlan", advice: Sequence["Advice"]) -> dict[st
         "kv_sessions": found.kv_sessions,
         "max_model_len": found.max_model_len,
         "kernels": asdict(found.kernels),
+        "checkpointed_layers": found.checkpointed_layers,
+        "num_layers": found.num_layers,
+        "hours": {**asdict(hours), "step_s": hours.step_s, "hours": hours.hours},
         "advice": [asdict(item) for item in advice],
     }
 
 
-def _print_plan(found: "MemoryPlan", advice: Sequence["Advice"]) -> None:
+def _print_plan(found: "MemoryPlan", hours: "Hours", advice: Sequence["Advice"]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -97,6 +108,11 @@ def _print_plan(found: "MemoryPlan", advice: Sequence["Advice"]) -> None:
     )
     if found.is_hybrid:
         console.print(f"gated delta nets: {_DELTA_NETS[found.kernels.fla]}", markup=False)
+    console.print(
+        f"checkpointed: {found.checkpointed_layers} of {found.num_layers} layers in the largest pass, "
+        f"{_gib(found.total('training'))} GiB at its worst moment"
+    )
+    console.print(_describe_hours(hours), markup=False)
     console.print("it fits" if found.fits else "it does not fit")
     fullest = max(found.phases, key=found.total)
     for item in advice:
@@ -105,6 +121,15 @@ def _print_plan(found: "MemoryPlan", advice: Sequence["Advice"]) -> None:
             markup=False,
             highlight=False,
         )
+
+
+def _describe_hours(hours: "Hours") -> str:
+    steps = "a step" if hours.hours is None else f"{hours.hours:.3g} h for {hours.num_steps:,} steps"
+    return (
+        f"time, by rates of an H200: {steps} of {hours.sessions} sessions on each GPU that end at "
+        f"{hours.session_tokens:,} tokens, 30% of them sampled; a step's rollouts {hours.rollouts_s:.0f} s, training "
+        f"{hours.training_s:.0f} s; tools, graders and stragglers come on top"
+    )
 
 
 def _gib(num_bytes: int) -> str:

@@ -43,6 +43,14 @@ class PackedGRPOConfig(GRPOConfig):
         },
     )
 
+    checkpointed_layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Decoder layers, the first ones, that are computed again in the backward pass instead of keeping "
+            "their activations, with gradient_checkpointing: true. None: as few as each pass needs to fit into the "
+            "GPU's free memory (on a CPU all)."
+        },
+    )
     weight_rounding: Literal["dithered", "nearest"] = field(
         default="dithered",
         metadata={
@@ -88,6 +96,8 @@ class PackedGRPOConfig(GRPOConfig):
                 "RUN --accelerate ddp_8gpu, or accelerate launch), or set CUDA_VISIBLE_DEVICES=0"
             )
         self._require(self.max_tokens_per_device >= 1, "max_tokens_per_device", "must be at least 1")
+        layers = self.checkpointed_layers
+        self._require(layers is None or layers >= 0, "checkpointed_layers", "must be 0 or more, or left out")
         self._require(
             self.sequence_layout in (None, "tree", "packed", "single"),
             "sequence_layout",

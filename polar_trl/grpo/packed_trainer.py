@@ -19,6 +19,7 @@ from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.logs.phases import PhaseClock
 from polar_trl.grpo.loss.step_loss import StepLoss
 from polar_trl.grpo.loss.token_loss import MicroBatch
+from polar_trl.grpo.memory.checkpointing import Checkpointing
 from polar_trl.grpo.packing.batch import to_rows
 from polar_trl.grpo.packing.forward import choose_layout, prepare_model, score
 from polar_trl.grpo.packing.packer import Packer
@@ -78,6 +79,7 @@ class PackedGRPOTrainer(GRPOTrainer):
             loss=self.step_loss,
             guard=self.step_guard,
             phases=self.phases,
+            checkpointing=Checkpointing(self.args, self.accelerator, self.accelerator.unwrap_model(self.model)),
         )
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:

@@ -20,6 +20,7 @@ Four things differ from the textbook:
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from polar_trl.grpo.logs.rollout_log import RolloutLog
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.loss.step_loss import StepLoss
 from polar_trl.grpo.loss.token_loss import MicroBatch
+from polar_trl.grpo.memory.checkpointing import Checkpointing
 from polar_trl.grpo.packing.packer import Packer, Window
 from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.resampling import resample_constant_groups
@@ -168,6 +170,7 @@ class TrainingStep:
     loss: StepLoss
     guard: StepGuard
     phases: PhaseClock
+    checkpointing: Checkpointing
     windows: list[Window] | None = field(default=None, init=False)
     """Passes of each window of the last generation batch."""
     _pending: list[Window] = field(default_factory=list, init=False)
@@ -209,17 +212,30 @@ class TrainingStep:
     def train(self, model: Any, passes: list[MicroBatch]) -> Tensor:
         """Run forward and backward of all passes of a step; gradients are exchanged after the last one only."""
         self.guard.has_rows = bool(passes)  # as many on every rank, and none where no rank has rows
-        loss = torch.zeros((), device=self.accelerator.device)
-        for micro_batch in passes[:-1]:
-            with self.trl.no_gradient_exchange(model):
-                loss += self.trl.run_pass(model, micro_batch)
-        for micro_batch in passes[-1:]:
-            loss += self.trl.run_pass(model, micro_batch)
+        layers = self.checkpointing.choose(passes)
+        while (loss := self._run_passes(model, passes, layers)) is None:
+            # the pass that ran out of memory may have added a part of its gradients
+            model.zero_grad(set_to_none=True)
+            self.loss.forget()
+            layers = self.checkpointing.choose(passes)
+        self.trl.log("train", self.checkpointing.end_step(layers))
         self.loss.log("train")
         rows = [row for micro_batch in passes for row in micro_batch["rows"]]
         self.guard.note(loss, (row["rollout"] for row in rows))
         if self.trained_log is not None:
             self.trained_log.note_rows(rows)
+        return loss
+
+    def _run_passes(self, model: Any, passes: list[MicroBatch], layers: Sequence[int]) -> Tensor | None:
+        """Return the sum of the passes' losses; None where one ran out of memory that another try can have."""
+        loss = torch.zeros((), device=self.accelerator.device)
+        for index, (micro_batch, checkpointed) in enumerate(zip(passes, layers, strict=True), start=1):
+            exchange = nullcontext() if index == len(passes) else self.trl.no_gradient_exchange(model)
+            try:
+                with exchange, self.checkpointing.apply(micro_batch, checkpointed):
+                    loss += self.trl.run_pass(model, micro_batch)
+            except torch.OutOfMemoryError:
+                return None
         return loss
 
     def evaluate(self, model: Any, inputs: Any) -> Tensor:

@@ -101,7 +101,7 @@ DIFFERS: dict[str, str] = {
     "report_to": "all trackers; those that upload checkpoints are refused",
     "resume_from_checkpoint": "also `auto`: the newest that is whole, or a new run",
     "output_dir": "belongs to one run; also holds sessions, rows and logs",
-    "gradient_checkpointing": "as TRL's; also for rows that share prefixes",
+    "gradient_checkpointing": "on a GPU for as many layers as a pass needs; checkpointed_layers sets how many",
     "bf16": (
         "false by default without a GPU or with `use_cpu`; the engine computes in the same, with weights rounded "
         "alike (docs/precision.md)"

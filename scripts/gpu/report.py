@@ -1,6 +1,8 @@
 """Write what an experiment measured to a JSON file, row by row, and render it as a table for docs/performance.md.
 
   python scripts/gpu/report.py docs/results/*.json          prints the tables again
+  python scripts/gpu/report.py --learning docs/results/*.json
+                                                            prints the reward gained per GPU-hour of each learning run
 
 The file is written after every row, so that a run that is cut short keeps what it had.
 """
@@ -14,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -133,6 +136,61 @@ def read_versions() -> dict[str, str]:
     return found
 
 
+def tabulate_learning(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Render the reward that runs gained per GPU-hour: Markdown of a row for each arm of each experiment on GPUs.
+
+    Gained is the mean reward of a run's last quarter of steps less that of its first; GPU-hours are those of all its
+    steps on all its GPUs, over the runs that shared a GPU. Starts and runs that failed are left out.
+    """
+    columns = {
+        "experiment": "experiment",
+        "arm": "arm",
+        "runs": "runs",
+        "gained": "reward gained",
+        "minutes": "GPU-minutes",
+        "per_hour": "gained per GPU-hour",
+        "range": "least and most",
+    }
+    rows = []
+    for name, content in results.items():
+        if "CPU" in content["machine"]:
+            continue
+        words = shlex.split(content["command"])
+        per_gpu = int(words[words.index("--per_gpu") + 1]) if "--per_gpu" in words else 1
+        arms: dict[tuple[str, int], list[dict[str, float]]] = {}
+        for row in content["rows"]:
+            if "error" not in row and "reward" in (row.get("log") or [{}])[0] and "seed" in row:
+                arm = row.get("arm", ""), row["processes"]
+                arms.setdefault(arm, []).append(_measure_gain(row, row["processes"] / per_gpu))
+        for (arm, processes), runs in arms.items():
+            gains = [run["gained"] / run["hours"] for run in runs]
+            shown = " ".join(filter(None, (arm, f"{processes} GPUs" if processes > 1 else "")))
+            rows.append(
+                {
+                    "experiment": name,
+                    "arm": shown or "–",
+                    "runs": len(runs),
+                    "gained": fmean(run["gained"] for run in runs),
+                    "minutes": 60 * fmean(run["hours"] for run in runs),
+                    "per_hour": fmean(gains),
+                    "range": f"{min(gains):.3g} to {max(gains):.3g}",
+                }
+            )
+    return render_table(rows, columns)
+
+
+def _measure_gain(row: Mapping[str, Any], num_gpus: float) -> dict[str, float]:
+    rewards = [step["reward"] for step in row["log"]]
+    quarter = max(1, len(rewards) // 4)
+    return {
+        "gained": fmean(rewards[-quarter:]) - fmean(rewards[:quarter]),
+        "hours": len(rewards) * row["step_s"] * num_gpus / 3600,
+    }
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--learning"]:
+        print(tabulate_learning({Path(name).stem: json.loads(Path(name).read_text()) for name in sys.argv[2:]}))
+        sys.exit()
     for name in sys.argv[1:]:
         print(f"### {Path(name).stem}\n\n{render_report(json.loads(Path(name).read_text()))}\n")

@@ -2,19 +2,27 @@
 
   bash scripts/gpu/run.sh train_cost                                          all cases, at most 330 s
   bash scripts/gpu/run.sh train_cost --cases qwen3.5-4b:lora:16384 --seconds 120
-  bash scripts/gpu/run.sh train_cost --cases qwen3-4b:lora:16384:keep qwen3-4b:full:16384
+  bash scripts/gpu/run.sh train_cost --cases qwen3-4b:lora:16384:liger:auto qwen3-4b:full:16384
   bash scripts/gpu/run.sh train_cost --tiny                                   a CPU: small sizes, short rows
 
 Weights are random, made on the device: in bfloat16 beside an adapter, in float32 (bfloat16 products) where all are
-trained. A step is `PackedGRPOTrainer.training_step` over rows that fill one pass (gradient checkpointing unless the
-case says "keep", 30% of the tokens trained, no prefix shared) and an AdamW step. Where all weights are trained it is
-two passes, as the second meets the gradients of the first. The first step compiles; the median of three more counts.
-MFU is what `train_flops.Flops.model` counts, which leaves out what gradient checkpointing computes again, per second,
-over the card's peak; "hardware %" has it in. `plan GB` is what `polar-trl plan` predicts for the same pass, beside the
-engine, what CUDA takes, and the low halves of masters, which a plain AdamW has not; `peak GB` is torch's own count.
+trained. A step is `PackedGRPOTrainer.training_step` over rows that fill one pass (30% of the tokens trained, no prefix
+shared) and an AdamW step. Every layer is checkpointed unless the case says otherwise: after its tokens it may have
 
-Where Liger's kernels are installed, 16k tokens of a 4B model with an adapter are trained with them too (TRL's
-`use_liger_kernel`). Sizes: Qwen3-0.6B and Qwen3-4B as published (arXiv:2505.09388, table 1, and their model cards);
+  keep      no layer is checkpointed
+  auto      as many layers are checkpointed as the card's memory needs
+  80gb      of the card's memory 80 GB are used
+  liger     Liger's norms, SwiGLU and rotary embedding
+  peft      PEFT's own LoRA layers, operation by operation
+  profile   one step more is profiled
+
+Where all weights are trained a step is two passes, as the second meets the gradients of the first. The first step
+compiles; the median of three more counts. MFU is what `train_flops.Flops.model` counts, which leaves out what gradient
+checkpointing computes again, per second, over the card's peak; "hardware %" has it in. `plan GB` is what `polar-trl
+plan` predicts for the same pass, beside the engine, what CUDA takes, and the low halves of masters, which a plain
+AdamW has not; `peak GB` is torch's own count.
+
+Sizes: Qwen3-0.6B and Qwen3-4B as published (arXiv:2505.09388, table 1, and their model cards);
 Qwen3.5-4B's text model as on its model card. What that does not say is the default of transformers'
 `Qwen3_5TextConfig`: head_dim 256, delta net heads of 128, full attention in one layer of four. That makes 4.02, 0.60
 and 4.21 billion weights.
@@ -33,9 +41,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -44,6 +54,7 @@ import torch._dynamo
 from bench_train import PresetRows, read_peak, reset_peak
 from datasets import Dataset
 from fla_tuning import limit_tuning
+from kernel_shares import profile_step
 from model_sizes import QWEN3_06B, QWEN3_4B, QWEN35_4B, VOCABULARY, build_sizes
 from peft import LoraConfig
 from report import Report
@@ -60,12 +71,21 @@ from transformers import (
 from transformers.integrations.liger import apply_liger_kernel
 
 from polar_trl.grpo.config import PackedGRPOConfig
-from polar_trl.grpo.packing import fla_kernels
+from polar_trl.grpo.memory.checkpointing import Checkpointing
+from polar_trl.grpo.memory.kernel_shapes import Kernels
+from polar_trl.grpo.memory.memory import (
+    ALLOWANCE,
+    SPARE,
+    choose_checkpointed,
+    count_gradients,
+    count_kept,
+    count_low_halves,
+    count_training,
+)
+from polar_trl.grpo.memory.setup import Setup
+from polar_trl.grpo.packing import adapters, fla_kernels, forward
 from polar_trl.grpo.packing.linear_attention import is_gated_delta_net
 from polar_trl.grpo.rows import Row
-from polar_trl.tools.memory_plan.kernel_shapes import Kernels
-from polar_trl.tools.memory_plan.memory import count_kept, count_low_halves, count_training
-from polar_trl.tools.memory_plan.setup import Setup
 
 MODELS = {"qwen3.5-4b": QWEN35_4B, "qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_06B}
 TINY = build_sizes(4, 64, 128, 4, 2, 16)
@@ -76,6 +96,9 @@ TOKENS = (16384, 32768, 65536)
 TURN, SAMPLED = 1000, 300
 """Of each so many tokens of a row, the last so many are trained."""
 TINY_SCALE = 64
+CARD_80GB = int(79.2 * (1 << 30))
+"""What an 80 GB card reports."""
+OPTIONS = ("keep", "auto", "80gb", "liger", "peft", "profile")
 CASES = tuple(
     f"{name}:{tokens}"
     for tokens in TOKENS
@@ -89,7 +112,8 @@ COLUMNS = {
     "attention": "attention",
     "delta_rule": "linear attention",
     "norms": "norms, MLP",
-    "checkpointing": "checkpointing",
+    "lora": "LoRA",
+    "checkpointing": "layers checkpointed",
     "step_s": "forward, backward s",
     "optimizer_s": "optimizer s",
     "tokens_per_s": "tokens/s",
@@ -109,29 +133,30 @@ class Case:
     """"lora" or "full"."""
     tokens: int
     """Of a pass."""
-    checkpointing: bool = True
-    liger: bool = False
+    options: tuple[str, ...] = ()
+
+    @property
+    def checkpointed_layers(self) -> int | None:
+        """For `checkpointed_layers` of the config."""
+        return None if "auto" in self.options else 0 if "keep" in self.options else 1 << 10
+
+    @property
+    def liger(self) -> bool:
+        return "liger" in self.options
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """MODEL:TUNING:TOKENS, and after it :keep for activations that are kept, :liger for Liger's kernels."""
+        """MODEL:TUNING:TOKENS and options, with colons between."""
         model, tuning, tokens, *options = text.split(":")
         if model not in MODELS or tuning not in ("lora", "full") or int(tokens) not in TOKENS:
             raise ValueError(text)
-        if not {*options} <= {"keep", "liger"}:
+        if not {*options} <= {*OPTIONS}:
             raise ValueError(text)
-        return cls(
-            model=model,
-            tuning=tuning,
-            tokens=int(tokens),
-            checkpointing="keep" not in options,
-            liger="liger" in options,
-        )
+        return cls(model=model, tuning=tuning, tokens=int(tokens), options=tuple(options))
 
     @property
     def label(self) -> str:
-        options = " keep" * (not self.checkpointing) + " liger" * self.liger
-        return f"{self.model} {self.tuning} {self.tokens}{options}"
+        return " ".join((self.model, self.tuning, str(self.tokens), *self.options))
 
     @property
     def passes(self) -> int:
@@ -173,7 +198,8 @@ def build_trainer(case: Case, out: str, *, tiny: bool) -> Any:
         num_generations=8,
         use_cpu=not on_gpu,
         bf16=on_gpu,
-        gradient_checkpointing=case.checkpointing,
+        gradient_checkpointing=True,
+        checkpointed_layers=case.checkpointed_layers,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         use_liger_kernel=case.liger,
         sequence_layout="packed",
@@ -193,23 +219,59 @@ def build_trainer(case: Case, out: str, *, tiny: bool) -> Any:
     )
     trainer.model.train()
     # transformers would do these in train()
-    if case.checkpointing:
-        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if case.liger:
         apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+    trainer.step.checkpointing = build_checkpointing(case, trainer)
     trainer.preset = build_rows(case.passes * case.tokens, config.vocab_size, scale=TINY_SCALE if tiny else 1)
     return trainer
 
 
+def build_checkpointing(case: Case, trainer: Any) -> Checkpointing:
+    """The trainer's, within the memory that the case may use; what a pass takes is counted once for a model."""
+    found: Checkpointing = trainer.step.checkpointing
+    read_room = found._read_room
+
+    def read_less() -> float:
+        room = read_room()
+        if room is None:  # a CPU, whose small model has room for all
+            return 1e12
+        return room - (torch.cuda.get_device_properties(0).total_memory - find_memory(case)) * (1 - SPARE)
+
+    found._read_room = read_less
+    found.count = partial(_count_once, (case.model, case.tuning, case.liger), found.count)  # type: ignore[method-assign]
+    return found
+
+
+_COUNTED: dict[Any, Any] = {}
+
+
+def _count_once(key: Any, count: Callable[[int], Any], num_tokens: int) -> Any:
+    """The first trainer of a model counts for the others: it takes a processor's time while the card waits."""
+    return _COUNTED.setdefault(key, count)(num_tokens)
+
+
 @contextmanager
 def own_module(case: Case) -> Iterator[None]:
-    """Liger replaces classes and functions of transformers' module: only as long as the case runs."""
-    module = vars(sys.modules[(Qwen3_5ForCausalLM if case.model == "qwen3.5-4b" else Qwen3ForCausalLM).__module__])
-    before = dict(module)
+    """Compute as the case says, only as long as it runs. Liger replaces classes and functions of transformers'
+    module, and the others are replaced in ours."""
+    make: Any = Qwen3_5ForCausalLM if case.model == "qwen3.5-4b" else Qwen3ForCausalLM
+    modules = [vars(sys.modules[make.__module__]), vars(forward)]
+    before = [dict(module) for module in modules]
+    if "peft" in case.options:
+        forward.fuse_adapters = spare_casts  # type: ignore[assignment]
     try:
         yield
     finally:
-        module.update(before)
+        for module, names in zip(modules, before, strict=True):
+            module.update(names)
+
+
+def spare_casts(model: Any) -> None:
+    """Leave LoRA's layers as PEFT has them, but for their inputs' way to float32 and back."""
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "_cast_input_dtype"):
+            module._cast_input_dtype = MethodType(adapters._cast_input, module)
 
 
 def build_rows(num_tokens: int, vocab_size: int, *, scale: int) -> list[Row]:
@@ -262,11 +324,13 @@ def run_case(case: Case, args: argparse.Namespace, report: Report) -> dict[str, 
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     num_scored = sum(row.num_trainable for row in trainer.preset)
-    flops = count_flops(policy, lengths, num_scored, checkpointing=case.checkpointing)
-    return {
+    num_layers = policy.config.get_text_config().num_hidden_layers
+    chosen = round(trainer._metrics["train"]["polar/checkpointed_layers"][-1])
+    flops = count_flops(policy, lengths, num_scored, checkpointed=chosen / num_layers)
+    row = {
         "tokens": sum(lengths),
         **describe_kernels(case, policy, device),
-        "checkpointing": "yes" if case.checkpointing else "no",
+        "checkpointing": f"{chosen} of {num_layers}",
         "step_s": step_s,
         "optimizer_s": optimizer_s,
         "tokens_per_s": sum(lengths) / (step_s + optimizer_s),
@@ -277,6 +341,9 @@ def run_case(case: Case, args: argparse.Namespace, report: Report) -> dict[str, 
         "all_steps_s": [sum(times) for times in steps],
         "flops": {name: getattr(flops, name) for name in Flops.__slots__},
     }
+    if "profile" in case.options:
+        row["profile"] = profile_step(step, report.say)
+    return row
 
 
 def compare_with_peak(flops: Flops, seconds: float) -> dict[str, float]:
@@ -292,12 +359,13 @@ def describe_kernels(case: Case, model: Any, device: torch.device) -> dict[str, 
     kernels = "flash-linear-attention" if net is not None and fla_kernels.find_kernels(net, device) else "torch"
     return {
         "attention": "FlexAttention" if device.type == "cuda" else "SDPA by segment",
+        "lora": "none" if case.tuning == "full" else "PEFT's" if "peft" in case.options else "in the products",
         "delta_rule": "none" if net is None else kernels,
         "norms": "Liger" if case.liger else "torch",
     }
 
 
-def build_setup(case: Case, *, tiny: bool) -> Setup:
+def build_setup(case: Case, gpu_bytes: int = CARD_80GB, *, tiny: bool) -> Setup:
     """Of the training phase of such a run, without an engine."""
     has_fla = not tiny and importlib.util.find_spec("fla") is not None
     return Setup(
@@ -305,13 +373,14 @@ def build_setup(case: Case, *, tiny: bool) -> Setup:
         dtype=torch.float32 if tiny else case.dtype,
         bf16=not tiny,
         optim="adamw_torch_fused",
-        gradient_checkpointing=case.checkpointing,
+        gradient_checkpointing=True,
+        checkpointed_layers=case.checkpointed_layers,
         num_tokens=case.tokens // (TINY_SCALE if tiny else 1),
         peft_config=build_adapter(case),
         has_reference=False,
         sharding="none",
         num_gpus=1,
-        gpu_bytes=80 << 30,
+        gpu_bytes=gpu_bytes,
         engine_share=0.0,
         engine_num_seqs=1,
         sleeps=True,
@@ -322,11 +391,19 @@ def build_setup(case: Case, *, tiny: bool) -> Setup:
 
 def predict_bytes(setup: Setup) -> int:
     """Predict torch's peak in the training phase as `polar-trl plan` does, with a plain AdamW."""
-    return sum(count_kept(setup).values()) - count_low_halves(setup) + sum(count_training(setup).values())
+    kept = sum(count_kept(setup).values()) - count_low_halves(setup)
+    checkpointed = choose_checkpointed(setup, kept + count_gradients(setup) + ALLOWANCE)
+    return kept + sum(count_training(setup, checkpointed).values())
 
 
-def predict_case(case: Case, *, tiny: bool) -> int:
-    return predict_bytes(build_setup(case, tiny=tiny))
+def predict_case(case: Case, gpu_bytes: int, *, tiny: bool) -> int:
+    return predict_bytes(build_setup(case, gpu_bytes, tiny=tiny))
+
+
+def find_memory(case: Case) -> int:
+    """Bytes of the card that the case may use."""
+    has = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CARD_80GB
+    return CARD_80GB if "80gb" in case.options else has
 
 
 def read_clock() -> float:
@@ -335,21 +412,11 @@ def read_clock() -> float:
     return time.perf_counter()
 
 
-def list_cases(args: argparse.Namespace) -> Iterator[Case]:
-    has_liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
-    for case in args.cases:
-        yield case
-        is_compared = case.tokens == TOKENS[0] and case.model.endswith("-4b") and case.tuning == "lora"
-        if has_liger and is_compared and not case.liger:
-            yield replace(case, liger=True)
-
-
 def run(args: argparse.Namespace, report: Report, predict: Callable[[Case], Future[int]]) -> None:
     started = time.monotonic()
-    cases = list(list_cases(args))
-    predicted = {case: predict(case) for case in cases}
+    predicted = {case: predict(case) for case in args.cases}
     done: list[tuple[Case, dict[str, Any]]] = []
-    for case in cases:
+    for case in args.cases:
         names = {"model": case.model, "tuning": case.tuning, "tokens": case.tokens}
         if time.monotonic() - started > args.seconds:
             report.add(**names, error=f"not run: {args.seconds} s were over")
@@ -398,7 +465,7 @@ def main() -> None:
     report = Report("train_cost", args.out, COLUMNS)
     # predictions take a processor's time, not the GPU's
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        run(args, report, lambda case: pool.submit(predict_case, case, tiny=args.tiny))
+        run(args, report, lambda case: pool.submit(predict_case, case, find_memory(case), tiny=args.tiny))
         pool.shutdown(wait=False, cancel_futures=True)
     report.finish()
 

@@ -46,8 +46,11 @@ class Flops:
         return self.model + self.recomputed
 
 
-def count_flops(model: Any, row_lengths: Sequence[int], num_scored: int, *, checkpointing: bool) -> Flops:
+def count_flops(model: Any, row_lengths: Sequence[int], num_scored: int, *, checkpointed: float) -> Flops:
     """Of a step of a causal language model of transformers, with or without PEFT's LoRA.
+
+    Args:
+        checkpointed: Share of the layers that are computed again.
 
     Norms, activations, rotations, the short convolution and the optimizer are left out. With frozen embeddings the
     first layer's input has no gradient to compute, which is not subtracted.
@@ -70,7 +73,7 @@ def count_flops(model: Any, row_lengths: Sequence[int], num_scored: int, *, chec
         attention=3 * attention,
         delta_rule=3 * delta_rule,
         head=head * (3 if weight.requires_grad else 2),
-        recomputed=(forward + attention + delta_rule if checkpointing else 0) + head,
+        recomputed=checkpointed * (forward + attention + delta_rule) + head,
     )
 
 

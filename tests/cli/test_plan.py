@@ -59,6 +59,43 @@ def test_the_engine_computes_as_the_pass_does(
     assert rollouts.get("trainer: low halves of the masters", 0) == low_bytes * 4_022_468_096
 
 
+def test_layers_are_checkpointed_as_the_card_needs(capsys: pytest.CaptureFixture[str], qwen3_4b: str) -> None:
+    keys = ("--config", RUN, "--model_name_or_path", qwen3_4b, "--use_liger_kernel", "true")
+    small, large = (plan(capsys, 0, *keys, "--gpu", size) for size in ("80GB", "141GB"))
+    assert 36 == small["num_layers"] > small["checkpointed_layers"] > large["checkpointed_layers"] > 0
+    for report in (small, large):
+        # one layer less would not have fitted
+        training = report["phases"]["training"]["total"]
+        per_layer = report["phases"]["training"]["saved activations"] / (36 - report["checkpointed_layers"])
+        assert 0.95 * report["gpu_bytes"] - per_layer < training <= 0.95 * report["gpu_bytes"]
+    by_hand = plan(capsys, 0, *keys, "--gpu", "80GB", "--checkpointed_layers", "36")
+    assert by_hand["checkpointed_layers"] == 36
+    assert by_hand["phases"]["training"]["total"] < small["phases"]["training"]["total"]
+
+
+def test_hours_are_steps_times_sampling_and_training(capsys: pytest.CaptureFixture[str], qwen3_4b: str) -> None:
+    keys = ("--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b, "--checkpointed_layers", "36")
+    half, short = (plan(capsys, 0, *keys, *more)["hours"] for more in ((), ("--session_tokens", "4096")))
+    assert (half["num_steps"], half["sessions"], half["session_tokens"]) == (200, 32, 16384)
+    assert half["hours"] == pytest.approx(200 * half["step_s"] / 3600)
+    assert half["step_s"] == pytest.approx((half["rollouts_s"] + half["training_s"]) / 0.97)
+    # 12 sessions at once are in the cache, 4.02 billion weights: 32 x 16,384 x 30% at about 1,430 tokens a second
+    assert half["rollouts_s"] == pytest.approx(110, rel=0.05)
+    # Qwen3-4B with every layer computed again took 1.31 s for 16,384 tokens in rows of 5,000 (train_cost_plan.json)
+    assert short["training_s"] == pytest.approx(32 * 4096 / 12_500, rel=0.1)
+    assert half["training_s"] > 4 * short["training_s"]
+    endless = plan(capsys, 0, *keys, "--max_steps", "-1")["hours"]
+    assert endless["hours"] is endless["num_steps"] is None
+
+
+@pytest.mark.parametrize("tokens", ["0", "32769"])
+def test_sessions_of_no_length_are_refused(qwen3_4b: str, tokens: str) -> None:
+    setup, args = planning.read_run(Path(RUN), ["--model_name_or_path", qwen3_4b], gpu="80GB")
+    found = planning.plan(setup)
+    with pytest.raises(ConfigError, match=f"--session_tokens is {tokens}; it must be from 1 to 32768"):
+        planning.estimate(setup, args, found, session_tokens=int(tokens))
+
+
 def test_what_to_change_when_it_does_not(capsys: pytest.CaptureFixture[str], qwen3_4b: str) -> None:
     keys = ("--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b, "--use_peft", "false")
     report = plan(capsys, 1, *keys)
@@ -75,7 +112,14 @@ def test_the_tables_name_the_phases_and_the_answer(capsys: pytest.CaptureFixture
     keys = ["--config", RUN, "--gpu", "80GB", "--model_name_or_path", qwen3_4b]
     assert main(["plan", *keys]) == 0
     printed = capsys.readouterr().out
-    for words in ("weight sync", "saved activations", "6 sessions of 32,768"):
+    known = (
+        "weight sync",
+        "saved activations",
+        "6 sessions of 32,768",
+        "of 36 layers in the largest",
+        "h for 200 steps",
+    )
+    for words in known:
         assert words in printed
     assert "it fits" in printed
 
@@ -83,7 +127,7 @@ def test_the_tables_name_the_phases_and_the_answer(capsys: pytest.CaptureFixture
 def test_no_advice_puts_trained_weights_in_bfloat16(qwen3_4b: str) -> None:
     def list_changes(use_peft: str) -> list[str]:
         flags = ["--model_name_or_path", qwen3_4b, "--use_peft", use_peft]
-        setup = planning.read_setup(Path(RUN), flags, gpu="80GB")
+        setup, _ = planning.read_run(Path(RUN), flags, gpu="80GB")
         return [change for change, _ in planning._list_variants(setup, planning.plan(setup))]
 
     half = 'model_init_kwargs: {"dtype": "bfloat16"}'
@@ -106,7 +150,7 @@ def test_it_says_which_kernels_were_counted(
     has_gpu: bool,
     words: str,
 ) -> None:
-    monkeypatch.setattr("polar_trl.tools.memory_plan.plan.find_spec", lambda _name: object() if is_installed else None)
+    monkeypatch.setattr("polar_trl.grpo.memory.setup.find_spec", lambda _name: object() if is_installed else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=128,

@@ -58,6 +58,7 @@ def test_windows_are_trained_in_the_step_that_they_end_in(
         loss=SimpleNamespace(prepare=lambda windows: [item for window in windows for item in window]),  # type: ignore[arg-type]
         guard=SimpleNamespace(),  # type: ignore[arg-type]
         phases=SimpleNamespace(measure=lambda *_: nullcontext()),  # type: ignore[arg-type]
+        checkpointing=SimpleNamespace(),  # type: ignore[arg-type]
     )
     step.trained = []  # type: ignore[attr-defined]
     model = SimpleNamespace(train=lambda: None)

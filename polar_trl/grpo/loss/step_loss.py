@@ -102,6 +102,12 @@ class StepLoss:
             self.trained_rows.note(micro_batch["rows"], trainer_BC)
         return loss * self.accelerator.num_processes
 
+    def forget(self) -> None:
+        """Forget the passes since the last `log`: they are run again."""
+        self._figures, self._ratio_stats = LossFigures(), RatioStats()
+        if self.trained_rows is not None:
+            self.trained_rows.forget()
+
     # After the last pass.
 
     def log(self, mode: str) -> None:

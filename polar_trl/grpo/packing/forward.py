@@ -8,16 +8,16 @@ them it is as before. `choose_layout` refuses to pack rows for models whose laye
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.packing.adapters import fuse_adapters
 from polar_trl.grpo.packing.attention import ATTENTION, BLOCK_SIZE, register_attention
 from polar_trl.grpo.packing.layout import Ids, Layout, build_layout
 from polar_trl.grpo.packing.linear_attention import wrap_linear_attention
@@ -73,24 +73,10 @@ def prepare_model(model: PreTrainedModel, kind: LayoutKind) -> None:
         register_attention()
         model.set_attn_implementation(ATTENTION)
         wrap_linear_attention(model)
-    keep_adapter_inputs(model)
+    fuse_adapters(model)
     scored = _ScoredOnly()
     model.base_model.register_forward_pre_hook(scored.take, with_kwargs=True)
     model.base_model.register_forward_hook(scored.apply)
-
-
-def keep_adapter_inputs(model: nn.Module) -> None:
-    """Spare PEFT's adapters a detour: their weights are float32, so that each raises its input to float32, which
-    autocast lowers again before it multiplies. Both copies are as large as the layer's input."""
-    for module in model.modules():
-        if hasattr(module, "lora_A") and hasattr(module, "_cast_input_dtype"):
-            module._cast_input_dtype = MethodType(_cast_input, module)
-
-
-def _cast_input(layer: Any, x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
-        return x
-    return type(layer)._cast_input_dtype(layer, x, dtype)
 
 
 class _ScoredOnly:

@@ -7,7 +7,6 @@ files whose sharding `memory` does not count, raise `ConfigError`.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from polar_trl.configs import find_config
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.arguments import RunParser, parse_run
 from polar_trl.grpo.config import PolarGRPOConfig
+from polar_trl.grpo.memory.memory import GIB, MemoryPlan, build_plan
+from polar_trl.grpo.memory.setup import QUANTIZED, Setup, Sharding, choose_kernels
 from polar_trl.grpo.resume.model_folder import load_config
-from polar_trl.tools.memory_plan.kernel_shapes import Kernels
-from polar_trl.tools.memory_plan.memory import GIB, MemoryPlan, build_plan
-from polar_trl.tools.memory_plan.setup import QUANTIZED, Setup, Sharding
+from polar_trl.tools.memory_plan.hours import Hours, estimate_hours
 
 _REPORTED = 0.98
 """Of the memory in a GPU's name, what CUDA reports and vLLM counts from (79.2 GiB of an A100 "80GB")."""
@@ -63,10 +62,10 @@ class PlanParser(RunParser):
         return found, rest
 
 
-def read_setup(
+def read_run(
     config: Path, overrides: Sequence[str], *, gpu: str, gpus: int | None = None, accelerate: str | Path | None = None
-) -> Setup:
-    """Read the settings of a run that its memory depends on. Raises `ConfigError`.
+) -> tuple[Setup, PolarGRPOConfig]:
+    """Read the settings of a run that its memory depends on, and all its arguments. Raises `ConfigError`.
 
     Args:
         config: The run file.
@@ -88,12 +87,13 @@ def read_setup(
     in_half = bool(args.bf16 or args.fp16) or precision in ("bf16", "fp16")
     engine_dtype = getattr(torch, args.engine_dtype) if args.engine_dtype else torch.bfloat16 if in_half else dtype
     longest = args.vllm_max_model_length or model_config.get_text_config().max_position_embeddings
-    return Setup(
+    setup = Setup(
         model_config=model_config,
         dtype=dtype,
         bf16=in_half,
         optim=str(getattr(args.optim, "value", args.optim)),
         gradient_checkpointing=args.gradient_checkpointing,
+        checkpointed_layers=args.checkpointed_layers,
         # a trajectory that is longer than the budget is forwarded alone
         num_tokens=max(args.max_tokens_per_device, longest),
         peft_config=get_peft_config(model),
@@ -108,17 +108,23 @@ def read_setup(
         max_model_len=longest,
         kernels=choose_kernels(args, model_config),
     )
+    return setup, args
 
 
-def choose_kernels(args: PolarGRPOConfig, model_config: Any) -> Kernels:
-    """Choose the kernels that the run would compute with on its GPU.
-
-    A machine with a GPU is taken for the one that trains, so that what is installed decides. Any other plans for a
-    machine that has the extra `kernels`, as docs/packing.md asks for.
-    """
-    is_hybrid = "linear_attention" in (getattr(model_config.get_text_config(), "layer_types", None) or ())
-    has_fla = find_spec("fla") is not None or not torch.cuda.is_available()
-    return Kernels(fla=is_hybrid and has_fla, liger=bool(args.use_liger_kernel))
+def estimate(setup: Setup, args: PolarGRPOConfig, found: MemoryPlan, *, session_tokens: int | None) -> Hours:
+    """Estimate the hours of a run whose sessions end at so many tokens; None: at half of the longest. Raises
+    `ConfigError`."""
+    if session_tokens is not None and not 0 < session_tokens <= setup.max_model_len:
+        raise ConfigError(f"--session_tokens is {session_tokens}; it must be from 1 to {setup.max_model_len}")
+    with _quiet():
+        return estimate_hours(
+            setup,
+            found,
+            sessions=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            max_agents=args.max_agents,
+            session_tokens=session_tokens or setup.max_model_len // 2,
+            num_steps=args.max_steps if args.max_steps > 0 else None,
+        )
 
 
 def parse_memory(text: str) -> int:

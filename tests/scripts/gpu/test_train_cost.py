@@ -27,7 +27,7 @@ PAIRS = 5 * 6 // 2 + 3 * 4 // 2
 
 def test_full_fine_tuning_counts_six_operations_per_weight_and_token() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=2))
-    found = train_flops.count_flops(model, [5, 3], 4, checkpointing=True)
+    found = train_flops.count_flops(model, [5, 3], 4, checkpointed=1)
     attention = 2 * 4 * (2 * 4) * PAIRS
     assert found.linear == 6 * 8 * 2 * WEIGHTS
     assert found.attention == 3 * attention
@@ -41,7 +41,7 @@ def test_full_fine_tuning_counts_six_operations_per_weight_and_token() -> None:
 def test_lora_counts_four_for_frozen_weights_and_six_for_its_own() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=1))
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).get_base_model()
-    found = train_flops.count_flops(adapted, [5, 3], 4, checkpointing=False)
+    found = train_flops.count_flops(adapted, [5, 3], 4, checkpointed=0)
     assert found.linear == 8 * (4 * WEIGHTS + 6 * 2 * (8 + 8))
     assert found.head == found.recomputed * 2 == 4 * 4 * 11 * 8
 
@@ -51,7 +51,7 @@ def test_a_delta_rule_counts_its_state_three_times_per_token() -> None:
     dims = {"linear_key_head_dim": 4, "linear_value_head_dim": 6}
     layers = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **heads, **dims, **layers))
-    found = train_flops.count_flops(model, [5, 3], 4, checkpointing=True)
+    found = train_flops.count_flops(model, [5, 3], 4, checkpointed=1)
     assert found.delta_rule == 3 * 2 * (6 * 8 * 2 * 4 * 6)
     assert found.attention == 3 * 4 * (2 * 4) * PAIRS
 

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 
 from polar_trl.errors import ConfigError
-from polar_trl.tools.memory_plan.kernel_shapes import Kernels
-from polar_trl.tools.memory_plan.setup import QUANTIZED, Setup, Weight
+from polar_trl.grpo.memory.kernel_shapes import Kernels
+from polar_trl.grpo.memory.setup import QUANTIZED, Setup, Weight
 
 GIB = 1 << 30
 
 ALLOWANCE = GIB * 3 // 2
 """CUDA context, libraries, CUDA graphs and what the allocator cannot use. A sleeping engine and its context were
 measured at 1.1 GiB; the rest is an allowance for fragments."""
+SPARE = 0.05
+"""Share of a GPU's memory that layers which keep their activations do not fill: for fragments, and for what a count is
+below the peak (3% at most where it was measured)."""
 ENGINE_BATCH_TOKENS = 4096
 """`max_num_batched_tokens` that TRL gives the engine."""
 HEAD_TILE = (4096, 32768)
@@ -46,6 +49,9 @@ class MemoryPlan:
     max_model_len: int
     kernels: Kernels
     """That the passes were counted with."""
+    checkpointed_layers: int
+    """Decoder layers whose activations the largest pass computes again, of `num_layers`."""
+    num_layers: int
 
     def total(self, phase: str) -> int:
         return sum(self.phases[phase].values())
@@ -94,11 +100,13 @@ def build_plan(setup: Setup) -> MemoryPlan:
     at_start = {} if setup.sharding in ("fsdp2", "zero2") else trainer
     syncing = {"engine: weights": engine_weights} if setup.sleeps else engine_awake
     training_engine = {"engine, awake": asleep_or_share} if asleep_or_share else {}
+    taken = sum(kept.values()) + count_gradients(setup) + asleep_or_share + ALLOWANCE
+    checkpointed = choose_checkpointed(setup, taken)
     phases = {
         "load": at_start | engine_awake,
         "weight sync": kept | {"one weight, gathered or merged": count_synced(setup)} | syncing,
         "rollouts": kept | engine_awake,
-        "training": kept | count_training(setup) | training_engine,
+        "training": kept | count_training(setup, checkpointed) | training_engine,
         "save": kept | {"one weight, gathered": _largest(setup.weights) if setup.is_sharded else 0} | training_engine,
     }
     return MemoryPlan(
@@ -109,6 +117,8 @@ def build_plan(setup: Setup) -> MemoryPlan:
         state_bytes_per_session=state,
         max_model_len=setup.max_model_len,
         kernels=setup.kernels,
+        checkpointed_layers=checkpointed,
+        num_layers=setup.num_layers,
     )
 
 
@@ -205,22 +215,85 @@ def count_gradients(setup: Setup) -> int:
     return ceil(setup.num_trained * setup.compute_bytes / setup.num_gpus)
 
 
-def count_training(setup: Setup) -> dict[str, int]:
-    """Bytes that a forward and backward pass adds to what is kept, at its worst moment."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassMemory:
+    """Bytes that a forward and backward pass adds, by how many decoder layers are checkpointed.
+
+    A checkpointed layer keeps its input only, and is computed again in the backward pass (Chen et al. 2016,
+    arXiv:1604.06174). It is the first layers that are: the backward pass comes to them last, when all that the others
+    kept is freed, so that computing them again adds nothing to the peak.
+    """
+
+    num_layers: int
+    every_peak: int
+    """At the worst moment, with every layer checkpointed."""
+    none_peak: int
+    every_saved: int
+    """Kept for the backward pass, with every layer checkpointed."""
+    none_saved: int
+
+    def saved(self, checkpointed: int) -> int:
+        """Bytes that are kept for the backward pass."""
+        return self.none_saved - (self.none_saved - self.every_saved) * checkpointed // self.num_layers
+
+    def peak(self, checkpointed: int) -> int:
+        """Bytes at the worst moment."""
+        if checkpointed >= self.num_layers:
+            return self.every_peak
+        return max(self.every_peak, self.none_peak - self.none_saved + self.saved(checkpointed))
+
+    def choose(self, room: float) -> int:
+        """Return the fewest layers with which the peak is within `room` bytes; all of them where none is enough."""
+        return next((n for n in range(self.num_layers) if self.peak(n) <= room), self.num_layers)
+
+
+def count_pass(setup: Setup) -> PassMemory:
+    """Count a pass of `setup.num_tokens` tokens."""
+    sides = [replace(setup, gradient_checkpointing=every) for every in (True, False)]
+    every, none = (side.activations.saved for side in sides)
+    every_peak, none_peak = (_find_peak(side) + count_gathered(setup) for side in sides)
+    return PassMemory(
+        num_layers=setup.num_layers,
+        every_peak=every_peak,
+        none_peak=none_peak,
+        every_saved=every,
+        none_saved=none,
+    )
+
+
+def _find_peak(setup: Setup) -> int:
     found = setup.activations
     head_forward, head_backward = count_head(setup)
-    moments = (
+    return max(
         found.forward_peak,
         found.saved + found.copies + head_forward,
         found.saved + head_backward,
         found.backward_peak,
     )
+
+
+def count_training(setup: Setup, checkpointed: int) -> dict[str, int]:
+    """Bytes that a step's passes add to what is kept, with so many layers checkpointed."""
+    found, gathered = count_pass(setup), count_gathered(setup)
     return {
         "gradients": count_gradients(setup),
-        "gathered weights": count_gathered(setup),
-        "saved activations": found.saved,
-        "worst moment of a pass": max(moments) - found.saved,
+        "gathered weights": gathered,
+        "saved activations": found.saved(checkpointed),
+        "worst moment of a pass": found.peak(checkpointed) - gathered - found.saved(checkpointed),
     }
+
+
+def choose_checkpointed(setup: Setup, taken: int) -> int:
+    """Choose the decoder layers to checkpoint: as the run says, or as few as the GPU has memory for.
+
+    Args:
+        taken: Bytes of the training phase but for its passes.
+    """
+    if not setup.gradient_checkpointing:
+        return 0
+    if setup.checkpointed_layers is not None:
+        return min(setup.checkpointed_layers, setup.num_layers)
+    return count_pass(setup).choose(setup.gpu_bytes * (1 - SPARE) - taken)
 
 
 def count_head(setup: Setup) -> tuple[int, int]:

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.memory.activations import Activations, count_activations
+from polar_trl.grpo.memory.kernel_shapes import IN_TORCH, Kernels
 from polar_trl.grpo.meta_model import build_meta_model
-from polar_trl.tools.memory_plan.activations import Activations, count_activations
-from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels
 
 Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
 QUANTIZED = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
@@ -48,6 +49,8 @@ class Setup:
     """Autocast to bfloat16 (or float16, which takes as much); under FSDP2 and DeepSpeed the dtype of the pass."""
     optim: str
     gradient_checkpointing: bool
+    checkpointed_layers: int | None = None
+    """Of the decoder, with gradient checkpointing; None: as many as the GPU's memory needs."""
     num_tokens: int
     """Tokens of the largest forward pass."""
     peft_config: Any
@@ -97,6 +100,11 @@ class Setup:
         return self.sharding in ("fsdp2", "zero3")
 
     @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return int(self.model_config.get_text_config().num_hidden_layers)
+
+    @property
     def num_shards(self) -> int:
         return self.num_gpus if self.is_sharded else 1
 
@@ -138,6 +146,17 @@ class Setup:
                 kernels=self.kernels,
             )
         return self.traces[key]
+
+
+def choose_kernels(args: Any, model_config: Any) -> Kernels:
+    """Choose the kernels that the run would compute with on its GPU.
+
+    A machine with a GPU is taken for the one that trains, so that what is installed decides. Any other plans for a
+    machine that has the extra `kernels`, as docs/packing.md asks for.
+    """
+    is_hybrid = "linear_attention" in (getattr(model_config.get_text_config(), "layer_types", None) or ())
+    has_fla = find_spec("fla") is not None or not torch.cuda.is_available()
+    return Kernels(fla=is_hybrid and has_fla, liger=bool(args.use_liger_kernel))
 
 
 def read_weights(model: Any) -> tuple[Weight, ...]:

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from trl import ModelConfig, get_peft_config
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.meta_model import build_meta_model
-from polar_trl.tools.memory_plan.activations import count_activations
-from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels
-from polar_trl.tools.memory_plan.memory import (
+from polar_trl.grpo.memory.activations import count_activations
+from polar_trl.grpo.memory.kernel_shapes import IN_TORCH, Kernels
+from polar_trl.grpo.memory.memory import (
     GIB,
+    PassMemory,
     build_plan,
     count_gradients,
     count_kept,
@@ -24,7 +24,8 @@ from polar_trl.tools.memory_plan.memory import (
     count_optimizer,
     count_synced,
 )
-from polar_trl.tools.memory_plan.setup import Setup, read_weights
+from polar_trl.grpo.memory.setup import Setup, read_weights
+from polar_trl.grpo.meta_model import build_meta_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -252,6 +253,34 @@ def test_peak_of_a_pass_against_the_allocator(architecture: str, checkpointing: 
     assert measured < max(predicted.forward_peak, predicted.backward_peak) < 1.06 * measured
 
 
+@pytest.mark.parametrize("checkpointed", range(4))
+def test_peak_with_the_first_layers_checkpointed_against_the_allocator(checkpointed: int) -> None:
+    config = config_of("qwen3")
+    real = build_real(config, torch.float32).train()
+    real.gradient_checkpointing_enable()
+    for index, layer in enumerate(real.model.layers):
+        layer.gradient_checkpointing = index < checkpointed
+    every, none = (
+        count_activations(
+            lambda c: build_meta_model(c, dtype=torch.float32),
+            config,
+            num_tokens=1024,
+            autocast=False,
+            checkpointing=side,
+        )
+        for side in (True, False)
+    )
+    predicted = PassMemory(
+        num_layers=3,
+        every_peak=max(every.forward_peak, every.backward_peak),
+        none_peak=max(none.forward_peak, none.backward_peak),
+        every_saved=every.saved,
+        none_saved=none.saved,
+    )
+    measured = measure_peak(real, 1024)
+    assert 0.99 * measured < predicted.peak(checkpointed) < 1.08 * measured
+
+
 @pytest.mark.parametrize("case", MEASURED)
 def test_the_peak_of_training_is_within_15_percent_of_the_cards(case: str) -> None:
     setup = train_cost.build_setup(train_cost.Case.parse(case), tiny=False)
@@ -261,7 +290,7 @@ def test_the_peak_of_training_is_within_15_percent_of_the_cards(case: str) -> No
 
 
 def test_a_few_of_many_layers_give_what_all_give() -> None:
-    from polar_trl.tools.memory_plan import activations
+    from polar_trl.grpo.memory import activations
 
     config = config_of("qwen3", num_hidden_layers=7)
     for checkpointing in (True, False):
@@ -274,7 +303,7 @@ def test_a_few_of_many_layers_give_what_all_give() -> None:
 
 
 def test_layers_that_are_not_alike_are_all_traced() -> None:
-    from polar_trl.tools.memory_plan import activations
+    from polar_trl.grpo.memory import activations
 
     def choose(num_layers: int, **options: Any) -> tuple[int, ...]:
         adapter = lora()
@@ -306,7 +335,7 @@ def test_recurrent_models_are_extrapolated_to_what_they_are() -> None:
             checkpointing=True,
         )
 
-    from polar_trl.tools.memory_plan import activations
+    from polar_trl.grpo.memory import activations
 
     whole = activations._trace(build_meta_model(config, dtype=torch.float32), 3072, autocast=False, checkpointing=True)
     assert count(3072).saved == pytest.approx(whole.saved, rel=0.01)

@@ -169,9 +169,10 @@ def _computed_by_liger(model: nn.Module) -> Iterator[None]:
     """Replace a model's norms and SwiGLU by the stand-ins, for good, and rotary embedding inside the block."""
     attentions = set()
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        name = type(module).__name__
+        if name.endswith("RMSNorm") or name.startswith("LigerRMSNorm"):
             module.forward = MethodType(_normalise, module)  # type: ignore[assignment]
-        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
             module.forward = MethodType(_feed_forward, module)  # type: ignore[assignment]
         elif hasattr(module, "q_norm") or hasattr(module, "q_proj"):
             attentions.add(sys.modules[type(module).__module__])

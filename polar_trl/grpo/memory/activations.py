@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polar_trl.grpo.packing.forward import keep_adapter_inputs
+from polar_trl.grpo.memory.kernel_shapes import IN_TORCH, Kernels, computed_with
+from polar_trl.grpo.packing.adapters import fuse_adapters
 from polar_trl.grpo.packing.layout import Layout, build_layout
 from polar_trl.grpo.packing.linear_attention import (
     computed_in_torch,
@@ -30,7 +31,6 @@ from polar_trl.grpo.packing.linear_attention import (
     plan_layout,
     wrap_linear_attention,
 )
-from polar_trl.tools.memory_plan.kernel_shapes import IN_TORCH, Kernels, computed_with
 
 _TRACED_TOKENS = (1024, 2048)
 """Of a model with gated delta nets in torch, which are a loop over the tokens: more take minutes."""
@@ -132,7 +132,7 @@ def _trace(
         model.gradient_checkpointing_enable()
         if is_adapted:
             model.enable_input_require_grads()
-    keep_adapter_inputs(model)
+    fuse_adapters(model)
     layout = _lay_out(model, num_tokens) if kernels.fla else None
     # a GPU's kernels would be called on tensors that have no memory
     with FakeTensorMode(), computed_in_torch(model), computed_with(kernels, model):
