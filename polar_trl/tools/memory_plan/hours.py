@@ -15,9 +15,9 @@ from polar_trl.grpo.memory.setup import Setup
 
 PEAK_FLOPS = 989.4e12
 """Dense bfloat16 of an H200 and of an H100."""
-USED = {"attention": 0.37, "hybrid": 0.32}
+USED = {"attention": 0.37, "hybrid": 0.30}
 """Share of the peak in a pass, with what checkpointing computes again, by whether some layers are recurrent
-(train_cost.json, 4B with LoRA and Liger's kernels)."""
+(docs/results/train_cost_needed.json and train_cost_needed_hybrid.json: 4B, LoRA, Liger's kernels)."""
 SAMPLED_PER_S = ((1, 120), (32, 3850), (64, 3910), (256, 6440))
 """Sessions at once, and tokens per second that a 4B model samples for all of them together."""
 SMALL_GAIN = 1.34
