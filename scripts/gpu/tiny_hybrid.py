@@ -40,6 +40,7 @@ def build_tiny_hybrid(
     head_dim: int = 128,
     delta_head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
+    **text: Any,
 ) -> Path:
     """Write config, weights, tokenizer and processor files to `folder`.
 
@@ -48,11 +49,16 @@ def build_tiny_hybrid(
         num_layers: The last of every four has full attention; of fewer, the last.
         head_dim: Of full attention, 256 in the published models; a multiple of 16.
         delta_head_dim: Of keys and values of the delta nets, 128 in the published models.
+        text: Keys of `Qwen3_5TextConfig` that shall be others. A `vocab_size` above the tokenizer's is filled with
+            tokens that no text is encoded to, so that each sampled one can be decoded.
     """
     tokenizer = write_processor(tokenizer_folder, folder)
     torch.manual_seed(0)
-    config = _build_config(tokenizer, hidden_size, num_layers, head_dim, delta_head_dim)
-    Qwen3_5ForConditionalGeneration(config).to(dtype).save_pretrained(folder)
+    config = _build_config(tokenizer, hidden_size, num_layers, head_dim, delta_head_dim, text)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        Qwen3_5ForConditionalGeneration(config).to(dtype).save_pretrained(folder)
+    if "vocab_size" in text:
+        _fill_vocabulary(folder / "tokenizer.json", range(len(tokenizer), text["vocab_size"]))
     return folder
 
 
@@ -71,7 +77,15 @@ def find_vision_ids(tokenizer: Any) -> dict[str, int]:
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in _VISION_TOKENS.items()}
 
 
-def _build_config(tokenizer: Any, hidden_size: int, num_layers: int, head_dim: int, delta_head_dim: int) -> Any:
+def _fill_vocabulary(path: Path, ids: range) -> None:
+    content = json.loads(path.read_text())
+    content["model"]["vocab"].update({f"\u0120unused{number}": number for number in ids})
+    path.write_text(json.dumps(content))
+
+
+def _build_config(
+    tokenizer: Any, hidden_size: int, num_layers: int, head_dim: int, delta_head_dim: int, others: dict[str, Any]
+) -> Any:
     end = tokenizer.eos_token_id
     pairs = head_dim // 8  # the first quarter of a head is rotated, in pairs
     text = {
@@ -99,6 +113,7 @@ def _build_config(tokenizer: Any, hidden_size: int, num_layers: int, head_dim: i
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": end,
         "pad_token_id": end,
+        **others,
     }
     vision = {
         "depth": 1,
