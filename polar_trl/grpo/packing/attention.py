@@ -17,6 +17,7 @@ The rows abcd and abe as segments ab, cd and e of one flat sequence; x where a q
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,6 +26,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from polar_trl.grpo.packing.layout import Layout
+from polar_trl.grpo.packing.prefix import attach_keys
 
 ATTENTION = "polar"
 BLOCK_SIZE = 128
@@ -81,6 +83,7 @@ def attend(
         )
     if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
         raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
+    key, value = attach_keys(module, layout, key, value)
     if query.is_cuda:
         out = _attend_in_blocks(query, key, value, layout, scaling)
     else:
@@ -99,12 +102,15 @@ def _attend_by_segment(
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     outs = []
+    before = layout.num_before  # keys of a prefix that is read lie in front
     for index, segment in enumerate(layout.segments):
         context = layout.context_of(index)
-        spans = [slice(part.start, part.end) for part in (*context, segment)]
+        spans = [slice(before + part.start, before + part.end) for part in (*context, segment)]
+        if before and layout.continues_prefix(index):
+            spans.insert(0, slice(0, before))
         keys = torch.cat([key[:, :, span] for span in spans], dim=2)
         values = torch.cat([value[:, :, span] for span in spans], dim=2)
-        queries = query[:, :, spans[-1]]
+        queries = query[:, :, segment.start : segment.end]
         if not segment.depth:
             outs.append(
                 scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, dropout_p=dropout)
@@ -144,22 +150,30 @@ def build_block_mask(layout: Layout, device: torch.device) -> Any:
 def _build_block_mask(layout: Layout, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    if layout.num_tokens % BLOCK_SIZE:
-        raise ValueError(f"a layout of {layout.num_tokens} tokens is not a multiple of {BLOCK_SIZE}")
-    ends_L = torch.from_numpy(layout.subtree_ends_L).to(device=device, dtype=torch.int32)
-    ends = ends_L.view(-1, BLOCK_SIZE)  # [blocks of keys, keys of a block]
-    num_blocks = len(ends)
+    if layout.num_tokens % BLOCK_SIZE or layout.num_before % BLOCK_SIZE:
+        raise ValueError(
+            f"a layout of {layout.num_before} + {layout.num_tokens} tokens is not one of multiples of {BLOCK_SIZE}"
+        )
+    # A prefix that is read is before them all: its keys' subtree is what continues it, which lies first.
+    before = layout.num_before
+    ends_of_keys = np.concatenate([np.full(before, layout.num_continuing), layout.subtree_ends_L])
+    ends_K = torch.from_numpy(ends_of_keys).to(device=device, dtype=torch.int32)
+    ends = ends_K.view(-1, BLOCK_SIZE)  # [blocks of keys, keys of a block]
+    num_blocks, blocks_before = layout.num_tokens // BLOCK_SIZE, before // BLOCK_SIZE
     starts = torch.arange(num_blocks, device=device) * BLOCK_SIZE  # [blocks of queries]
     # All [blocks of queries, blocks of keys]. Left of the diagonal a block is full, and computed without a mask, where
     # all subtrees of its keys reach the end of its queries; it is empty where none reaches their start. On the
     # diagonal some query always comes before some key.
-    is_left = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
+    not_right = torch.ones(num_blocks, len(ends), dtype=torch.bool, device=device).tril(blocks_before)
+    is_left = not_right.tril(blocks_before - 1)
     is_full = is_left & (ends.amin(dim=1)[None, :] >= starts[:, None] + BLOCK_SIZE)
     is_partial = is_left & (ends.amax(dim=1)[None, :] > starts[:, None]) & ~is_full
-    is_partial |= torch.eye(num_blocks, dtype=torch.bool, device=device)
+    is_partial |= not_right & ~is_left
+
+    shift = torch.tensor(before, device=device)  # a tensor, as a number would be compiled anew for each prefix
 
     def is_in_context(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < ends_L[k])
+        return (k <= q + shift) & (q < ends_K[k])
 
     return BlockMask.from_kv_blocks(
         *_list_blocks(is_partial), *_list_blocks(is_full), BLOCK_SIZE=BLOCK_SIZE, mask_mod=is_in_context

@@ -12,12 +12,16 @@ No token of a row is dropped or reordered: `Layout.positions_of` gives each row 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from polar_trl.grpo.packing.prefix import SharedPrefix
 
 Ids = NDArray[np.int64]
 
@@ -45,13 +49,23 @@ class Layout:
     """In depth-first order; they tile the flat sequence."""
     chains: tuple[tuple[int, ...], ...]
     """[B]: the segments that each row is made of, from its root."""
+    prefix: "SharedPrefix | None" = None
+    """What layers read or keep, if the rows of several passes begin with it."""
+    role: Literal["fill", "read", "close"] = "fill"
+    """The prefix is all of this layout and is kept; it is read, and roots that begin after it continue it; or it is
+    the first segment, and receives the gradients of the passes that read it."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids_L)
 
+    @property
+    def num_before(self) -> int:
+        """Tokens of a prefix that is read, and so is not in the flat sequence."""
+        return self.prefix.num_tokens if self.prefix is not None and self.role == "read" else 0
+
     def positions_of(self, row: int) -> Ids:
-        """[T]: positions of a row's tokens in the flat sequence."""
+        """[T]: positions of a row's tokens in the flat sequence, without those of a prefix that is read."""
         parts = [np.arange(self.segments[i].start, self.segments[i].end) for i in self.chains[row]]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
@@ -70,12 +84,22 @@ class Layout:
         if rest == 0:
             return self
         filler = Segment(start=self.num_tokens, end=self.num_tokens + rest, parent=None, depth=0)
-        return Layout(
+        return replace(
+            self,
             token_ids_L=np.pad(self.token_ids_L, (0, rest)),
             position_ids_L=np.concatenate([self.position_ids_L, np.arange(rest)]),
             segments=(*self.segments, filler),
-            chains=self.chains,
         )
+
+    @property
+    def num_continuing(self) -> int:
+        """Tokens of the rows that continue a prefix that is read; they come first."""
+        return max((s.end for i, s in enumerate(self.segments) if self.continues_prefix(i)), default=0)
+
+    def continues_prefix(self, segment: int) -> bool:
+        """Tell whether a segment's rows begin with a prefix that is read: their root does not begin at 0."""
+        root = [*self.context_of(segment), self.segments[segment]][0]
+        return root.depth > 0
 
     @cached_property
     def subtree_ends_L(self) -> Ids:
@@ -112,6 +136,42 @@ def build_layout(rows: Sequence[Sequence[int] | Ids], *, share_prefixes: bool) -
             segments.append(Segment(start=end, end=end + len(array), parent=None, depth=0))
             end += len(array)
     return _build(segments, chains, [array for array in arrays if len(array)])
+
+
+def build_layout_after(
+    rows: Sequence[Ids], prefix: "SharedPrefix", *, role: Literal["read", "close"]
+) -> Layout:
+    """Lay rows out as a forest that reads a prefix from memory, or has it as its first segment to close it.
+
+    Rows that begin with the prefix and go on come first and continue it; the others are whole.
+    """
+    num_prefix = prefix.num_tokens
+    members = [i for i, row in enumerate(rows) if begins_with(row, prefix.token_ids)]
+    others = sorted(set(range(len(rows))) - set(members))
+    segments = [Segment(start=0, end=num_prefix, parent=None, depth=0)] if role == "close" else []
+    parts = [prefix.token_ids] if role == "close" else []
+    chains: list[tuple[int, ...]] = [()] * len(rows)
+    for indices, depth, root in ((members, num_prefix, 0 if role == "close" else None), (others, 0, None)):
+        forest = _build_forest([rows[i][depth:] for i in indices])
+        start, first = segments[-1].end if segments else 0, len(segments)
+        segments += [
+            Segment(
+                start=start + s.start,
+                end=start + s.end,
+                parent=root if s.parent is None else first + s.parent,
+                depth=depth + s.depth,
+            )
+            for s in forest.segments
+        ]
+        parts.append(forest.token_ids_L)
+        for index, chain in zip(indices, forest.chains, strict=True):
+            chains[index] = (*(() if root is None else (root,)), *(first + segment for segment in chain))
+    return replace(_build(segments, chains, parts), prefix=prefix, role=role)
+
+
+def begins_with(row: Ids, prefix: Ids) -> bool:
+    """Tell whether a row begins with the prefix and goes on."""
+    return len(row) > len(prefix) and common_prefix(row, prefix) == len(prefix)
 
 
 def sort_by_prefix(rows: Sequence[Ids]) -> tuple[list[int], list[int]]:

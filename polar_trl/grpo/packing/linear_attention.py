@@ -102,16 +102,66 @@ def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
     # the logarithm of the decay, which is in float32 whatever the layer computes in: the rule sums it over a chunk
     decay_LH = -net.A_log.float().exp() * functional.softplus(a_LH.float() + net.dt_bias)
     z_LHV = z.reshape(layout.num_tokens, -1, net.head_v_dim)
+    memory = _PrefixMemory(net, layout, net.conv_kernel_size - 1)
+    qkv_LD = memory.pass_inputs(qkv_LD)
+    with_before = memory.put_in_front(qkv_LD)
     if fla is None:
-        qkv_LD = _convolve(net, qkv_LD, plan)
-        out_LHV = _run_delta_rule(net, qkv_LD, decay_LH, beta_LH, plan)
+        qkv_LD = _convolve(net, qkv_LD, with_before, plan)
+        out_LHV = _run_delta_rule(net, qkv_LD, decay_LH, beta_LH, plan, memory)
         gated = net.norm(out_LHV.flatten(0, 1), z_LHV.flatten(0, 1)).view(layout.num_tokens, -1)
     else:
-        qkv_LD = fla_kernels.convolve(fla, net, qkv_LD, plan.offsets, _gather_context(qkv_LD, plan))
-        out_LHV = _run_generations(fla, net, (qkv_LD, decay_LH, beta_LH), plan)
+        qkv_LD = fla_kernels.convolve(fla, net, qkv_LD, plan.offsets, _gather_context(with_before, plan))
+        out_LHV = _run_generations(fla, net, (qkv_LD, decay_LH, beta_LH), plan, memory)
         gated = fla_kernels.gate(fla, net, out_LHV, z_LHV)
     output: Tensor = net.out_proj(gated[None])
     return output
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefixMemory:
+    """What a gated delta net keeps of a layout's prefix: the last X inputs of its convolution, and its state."""
+
+    net: Any
+    layout: Layout
+    reach: int
+
+    def pass_inputs(self, qkv_LD: Tensor) -> Tensor:
+        """Hand over the inputs of the convolution, in a pass that has the prefix."""
+        prefix = self.layout.prefix
+        if prefix is None or self.layout.num_before:
+            return qkv_LD
+        part = (0, prefix.num_tokens - self.reach, self.reach)
+        return prefix.hand_over(self.layout, self.net, 0, qkv_LD, part)
+
+    def put_in_front(self, qkv_LD: Tensor) -> Tensor:
+        """[X + L, D]: with the prefix's last inputs, in a pass that reads them."""
+        prefix = self.layout.prefix
+        return qkv_LD if prefix is None or not self.layout.num_before else torch.cat([prefix.read(self.net, 0), qkv_LD])
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if the state after the first segment is wanted even if nothing continues it."""
+        return self.layout.prefix is not None and self.layout.role == "fill"
+
+    def pass_state(self, states_EHKV: Tensor) -> Tensor:
+        """Hand over the state after the first segment, in a pass that has the prefix.
+
+        Args:
+            states_EHKV: Of segments of the first generation, the first one's first.
+        """
+        prefix = self.layout.prefix
+        if prefix is None or self.layout.num_before:
+            return states_EHKV
+        return prefix.hand_over(self.layout, self.net, 1, states_EHKV, (0, 0, 1))
+
+    def read_states(self, segments: list[int]) -> Tensor | None:
+        """[E, H, K, V]: states that these roots go on from, zeros where they do not continue the prefix; or None."""
+        prefix = self.layout.prefix
+        if prefix is None or not self.layout.num_before:
+            return None
+        state_1HKV = prefix.read(self.net, 1)
+        continues = [self.layout.continues_prefix(index) for index in segments]
+        return torch.cat([state_1HKV if goes_on else torch.zeros_like(state_1HKV) for goes_on in continues])
 
 
 def _project(net: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,6 +180,8 @@ def _project(net: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 class _Plan:
     """Indices of a layout's E segments for a gated delta net whose convolution reaches X tokens back."""
 
+    reach: int
+    """X"""
     lengths: list[int]
     """[E]: tokens per segment."""
     parents: list[int | None]
@@ -143,11 +195,13 @@ class _Plan:
     parent_places: list[Tensor | None]
     """Per generation: places, in the one before, of the segments that its own go on from; None for the roots."""
     context: Tensor | None
-    """[E, X]: of each segment, the X tokens before it in its rows; None where there is no shared prefix."""
+    """[E, X]: of each segment, the X tokens before it in its rows; None where there is no shared prefix. Here and in
+    `windows`, the last X tokens of a prefix that is read count as the first of the flat sequence."""
     context_missing: Tensor
     """Bool, like `context`: there is no such token."""
     windows: Tensor
-    """[(E - 1) * 2X]: of each segment but the first, the X tokens before it in its rows and its first X."""
+    """[(E - 1) * 2X]: of each segment but the first, the X tokens before it in its rows and its first X. All E, if a
+    prefix is read."""
     missing: Tensor
     """Bool, like `windows`: there is no such token."""
     heads: Tensor
@@ -166,7 +220,8 @@ def plan_layout(layout: Layout, reach: int, device: torch.device) -> _Plan:
 
 def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
     parents = [segment.parent for segment in layout.segments]
-    spans = [range(segment.start, segment.end) for segment in layout.segments]
+    before = reach if layout.num_before else 0
+    spans = [range(before + segment.start, before + segment.end) for segment in layout.segments]
     lengths = [len(span) for span in spans]
     generations: list[list[int]] = []
     generation_of: list[int] = []
@@ -174,7 +229,10 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
     tails: list[list[int]] = []  # per segment: the last tokens, at most X, of its rows up to its end
     for index, (parent, span) in enumerate(zip(parents, spans, strict=True)):
         generation = 0 if parent is None else generation_of[parent] + 1
-        context = [] if parent is None else tails[parent]
+        if parent is None:
+            context = list(range(before)) if layout.segments[index].depth else []
+        else:
+            context = tails[parent]
         if generation == len(generations):
             generations.append([])
         generations[generation].append(index)
@@ -184,12 +242,13 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
         tails.append([*context, *span[-reach:]][-reach:])
     heads = [[*span[:reach], *[-1] * (reach - len(span))] for span in spans]
     contexts_EX, heads_EX = (torch.tensor(x, dtype=torch.int64).view(len(spans), reach) for x in (contexts, heads))
-    # the first segment has no tokens before it, so that the convolution over all tokens is right for it
-    windows = torch.cat([contexts_EX, heads_EX], dim=1)[1:]
+    # a first segment has no tokens before it, so that the convolution over all tokens is right for it
+    windows = torch.cat([contexts_EX, heads_EX], dim=1)[0 if before else 1 :]
     is_head = windows >= 0
     is_head[:, :reach] = False
-    has_context = reach > 0 and len(generations) > 1
+    has_context = before > 0 or (reach > 0 and len(generations) > 1)
     return _Plan(
+        reach=reach,
         lengths=lengths,
         parents=parents,
         generations=generations,
@@ -200,7 +259,7 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
         context_missing=(contexts_EX < 0).to(device),
         windows=windows.flatten().clamp(min=0).to(device),
         missing=(windows < 0).flatten().to(device),
-        heads=windows[is_head].to(device),
+        heads=(windows[is_head] - before).to(device),
         heads_in_windows=is_head.flatten().nonzero()[:, 0].to(device),
     )
 
@@ -214,7 +273,11 @@ def _find_places(members: list[int], earlier: list[int], parents: list[int | Non
 
 
 def _gather_context(qkv_LD: Tensor, plan: _Plan) -> Tensor | None:
-    """[E, D, X + 1]: the inputs before each segment, after one column that the convolution does not read."""
+    """[E, D, X + 1]: the inputs before each segment, after one column that the convolution does not read.
+
+    Args:
+        qkv_LD: With those of a prefix that is read in front.
+    """
     if plan.context is None:
         return None
     inputs_EXD = qkv_LD.index_select(0, plan.context.flatten()).unflatten(0, plan.context.shape)
@@ -222,14 +285,17 @@ def _gather_context(qkv_LD: Tensor, plan: _Plan) -> Tensor | None:
     return functional.pad(inputs_EXD, (0, 0, 1, 0)).transpose(1, 2)
 
 
-def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan) -> Tensor:
+def _run_generations(
+    fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan, memory: _PrefixMemory
+) -> Tensor:
     """[L, H, V]: the gated delta rule, a call for each generation of segments.
 
     Args:
         inputs: Queries, keys and values [L, D], decay and beta [L, H].
     """
-    if len(plan.generations) == 1:
-        return fla_kernels.run_rule(fla, net, *inputs, plan.offsets, initial_EHKV=None, with_final=False)[0]
+    from_prefix = memory.read_states(plan.generations[0])
+    if len(plan.generations) == 1 and not memory.keeps_state:
+        return fla_kernels.run_rule(fla, net, *inputs, plan.offsets, initial_EHKV=from_prefix, with_final=False)[0]
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
     parts = [x.split(plan.lengths) for x in inputs]
     outs: list[Tensor] = [inputs[0]] * len(plan.lengths)
@@ -239,9 +305,11 @@ def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Te
     ):
         out_LHV, states = fla_kernels.run_rule(
             *(fla, net, *(torch.cat([part[i] for i in members]) for part in parts), offsets),
-            initial_EHKV=None if places is None or states is None else states.index_select(0, places),
-            with_final=number + 1 < len(plan.generations),
+            initial_EHKV=from_prefix if places is None or states is None else states.index_select(0, places),
+            with_final=number + 1 < len(plan.generations) or memory.keeps_state,
         )
+        if number == 0 and states is not None:
+            states = memory.pass_state(states)
         for index, piece in zip(members, out_LHV.split([plan.lengths[i] for i in members]), strict=True):
             outs[index] = piece
     return torch.cat(outs)
@@ -250,7 +318,7 @@ def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Te
 # With transformers' functions.
 
 
-def _convolve(net: Any, qkv_LD: Tensor, plan: _Plan) -> Tensor:
+def _convolve(net: Any, qkv_LD: Tensor, with_before: Tensor, plan: _Plan) -> Tensor:
     """Convolve over all tokens, then over each segment's first again, in their own context.
 
     Only the first X tokens of a segment see beyond it, in the flat sequence at tokens that are not before them. With
@@ -259,8 +327,8 @@ def _convolve(net: Any, qkv_LD: Tensor, plan: _Plan) -> Tensor:
     out_LD = _convolve_rows(net, qkv_LD[None])[0]
     if len(plan.windows) == 0:
         return out_LD
-    windows = qkv_LD.index_select(0, plan.windows).masked_fill(plan.missing[:, None], 0.0)
-    again = _convolve_rows(net, windows.view(len(plan.lengths) - 1, -1, windows.shape[-1])).flatten(0, 1)
+    windows = with_before.index_select(0, plan.windows).masked_fill(plan.missing[:, None], 0.0)
+    again = _convolve_rows(net, windows.unflatten(0, (-1, 2 * plan.reach))).flatten(0, 1)
     return out_LD.index_copy(0, plan.heads, again.index_select(0, plan.heads_in_windows))
 
 
@@ -271,7 +339,9 @@ def _convolve_rows(net: Any, rows_BTD: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _run_delta_rule(net: Any, qkv_LD: Tensor, decay_LH: Tensor, beta_LH: Tensor, plan: _Plan) -> Tensor:
+def _run_delta_rule(
+    net: Any, qkv_LD: Tensor, decay_LH: Tensor, beta_LH: Tensor, plan: _Plan, memory: _PrefixMemory
+) -> Tensor:
     """[L, H, V]: the gated delta rule in torch, one generation of segments after the other."""
     rule = _look_up(net, _RULE, qkv_LD.device)
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
@@ -279,16 +349,19 @@ def _run_delta_rule(net: Any, qkv_LD: Tensor, decay_LH: Tensor, beta_LH: Tensor,
     outs: list[Tensor] = [qkv_LD] * len(inputs)
     states: dict[int, Tensor] = {}
     with_children = set(plan.parents)  # only their states are kept: one is H x K x V numbers
+    if memory.keeps_state:
+        with_children.add(0)
     for generation in plan.generations:
         earlier, states = states, {}
         for group in _group_by_length(generation, plan.lengths):
             lengths = [plan.lengths[i] for i in group]
             starts = [earlier[parent] for i in group if (parent := plan.parents[i]) is not None]
+            initial = torch.stack(starts) if starts else memory.read_states(group)
             out, final = _apply_rule(
                 net,
                 rule,
                 *(_fill_up(parts, max(lengths)) for parts in zip(*(inputs[i] for i in group), strict=True)),
-                initial_state=torch.stack(starts) if starts else None,
+                initial_state=initial,
                 output_final_state=not with_children.isdisjoint(group),
             )
             for place, index in enumerate(group):
@@ -296,6 +369,8 @@ def _run_delta_rule(net: Any, qkv_LD: Tensor, decay_LH: Tensor, beta_LH: Tensor,
             if final is not None:
                 rows = final.unbind()
                 states.update({i: rows[place] for place, i in enumerate(group) if i in with_children})
+                if 0 in group and 0 in states:
+                    states[0] = memory.pass_state(states[0][None])[0]
     return torch.cat(outs)
 
 
