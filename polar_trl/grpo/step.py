@@ -34,6 +34,7 @@ from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.loss.step_loss import StepLoss
 from polar_trl.grpo.loss.token_loss import MicroBatch
 from polar_trl.grpo.packing.packer import Packer, Window
+from polar_trl.grpo.packing.supported import find_causal_model
 from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.resampling import resample_constant_groups
 from polar_trl.grpo.rollouts.source import RolloutSource
@@ -212,14 +213,28 @@ class TrainingStep:
         loss = torch.zeros((), device=self.accelerator.device)
         for micro_batch in passes[:-1]:
             with self.trl.no_gradient_exchange(model):
-                loss += self.trl.run_pass(model, micro_batch)
+                loss += self._run_pass(model, micro_batch)
         for micro_batch in passes[-1:]:
-            loss += self.trl.run_pass(model, micro_batch)
+            loss += self._run_pass(model, micro_batch)
         self.loss.log("train")
         rows = [row for micro_batch in passes for row in micro_batch["rows"]]
         self.guard.note(loss, (row["rollout"] for row in rows))
         if self.trained_log is not None:
             self.trained_log.note_rows(rows)
+        return loss
+
+    def _run_pass(self, model: Any, micro_batch: MicroBatch) -> Tensor:
+        """Run forward and backward of a pass; a prefix that several begin with is kept from the first to the last."""
+        prefix = micro_batch.get("prefix")
+        if prefix is None:
+            return self.trl.run_pass(model, micro_batch)
+        packed = micro_batch["packed_after_prefix"]
+        if not prefix.is_filled:
+            with self.accelerator.autocast():
+                prefix.fill(find_causal_model(self.accelerator.unwrap_model(model)), self.accelerator.device)
+        loss = self.trl.run_pass(model, micro_batch | {"packed": packed})
+        if packed.layout.role == "close":
+            prefix.clear()
         return loss
 
     def evaluate(self, model: Any, inputs: Any) -> Tensor:

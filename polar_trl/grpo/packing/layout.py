@@ -138,9 +138,7 @@ def build_layout(rows: Sequence[Sequence[int] | Ids], *, share_prefixes: bool) -
     return _build(segments, chains, [array for array in arrays if len(array)])
 
 
-def build_layout_after(
-    rows: Sequence[Ids], prefix: "SharedPrefix", *, role: Literal["read", "close"]
-) -> Layout:
+def build_layout_after(rows: Sequence[Ids], prefix: "SharedPrefix", *, role: Literal["read", "close"]) -> Layout:
     """Lay rows out as a forest that reads a prefix from memory, or has it as its first segment to close it.
 
     Rows that begin with the prefix and go on come first and continue it; the others are whole.

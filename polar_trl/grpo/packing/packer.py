@@ -10,15 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 
 from polar_trl.grpo.logs.trained_rows import describe_row
 from polar_trl.grpo.loss.token_loss import MicroBatch
-from polar_trl.grpo.packing.balance import CostModel, plan_micro_batches
+from polar_trl.grpo.packing.attention import BLOCK_SIZE
+from polar_trl.grpo.packing.balance import CostModel, Plan, plan_micro_batches
 from polar_trl.grpo.packing.batch import build_micro_batch
+from polar_trl.grpo.packing.forward import pack_rows
+from polar_trl.grpo.packing.layout import Ids, begins_with
+from polar_trl.grpo.packing.prefix import SharedPrefix, choose_prefix, has_dropout
 from polar_trl.grpo.rows import Row, rollout_tokens, token_shares
 
 Window = list[MicroBatch]
+Member = tuple[Row, float, int]
+"""A row, the share of its tokens in the loss, and the tokens of its rollout."""
 
 
 class Packer:
@@ -36,6 +42,7 @@ class Packer:
         self._args = args
         self._accelerator = accelerator
         self._cost = _build_cost_model(model)
+        self._can_keep_prefix = not _gathers_weights(accelerator) and not has_dropout(model)
 
     @property
     def micro_steps_per_window(self) -> int:
@@ -58,31 +65,71 @@ class Packer:
             rows, loss_type=self._args.loss_type, max_completion_length=self._args.max_completion_length
         )
         members = list(zip(rows, [share * num_windows for share in shares], rollout_tokens(rows), strict=True))
-        windows, plans = [], []
+        windows, plans, spared = [], [], 0
         for part in deal_rollouts(rows, num_windows, seed=self._args.seed + step):
-            plan = plan_micro_batches(
-                [rows[i].token_ids_T for i in part],
-                num_ranks=self._accelerator.num_processes,
-                max_tokens=1 if self.layout_kind == "single" else self._args.max_tokens_per_device,
-                share_prefixes=self.layout_kind == "tree",
-                cost=self._cost,
-            )
+            plan = self._plan_window([rows[i].token_ids_T for i in part])
             plans.append(plan)
-            mine = plan.micro_batches[self._accelerator.process_index]
-            windows.append([self._build_pass([members[part[i]] for i in of_pass]) for of_pass in mine])
+            for rank, of_rank in enumerate(plan.micro_batches):
+                passes = [[members[part[i]] for i in of_pass] for of_pass in of_rank]
+                prefix = self._choose_prefix(passes) if mode == "train" else None
+                if prefix is not None:
+                    spared += (len(_find_readers(passes, prefix)) - 2) * len(prefix)
+                if rank == self._accelerator.process_index:
+                    windows.append(self._build_window(passes, prefix))
         return windows, {
             "polar/trained_tokens": sum(row.num_trainable for row in rows),
-            "polar/forwarded_tokens": sum(plan.forwarded_tokens for plan in plans),
+            "polar/forwarded_tokens": sum(plan.forwarded_tokens for plan in plans) - spared,
             "polar/unique_tokens": sum(plan.unique_tokens for plan in plans),
             "polar/forward_passes": sum(plan.num_micro_batches for plan in plans),
             "polar/rank_imbalance": max(_imbalance(plan.costs_W) for plan in plans),
         }
 
-    def _build_pass(self, members: Sequence[tuple[Row, float, int]]) -> MicroBatch:
+    def _plan_window(self, rows: list[Ids]) -> Plan:
+        return plan_micro_batches(
+            rows,
+            num_ranks=self._accelerator.num_processes,
+            max_tokens=1 if self.layout_kind == "single" else self._args.max_tokens_per_device,
+            share_prefixes=self.layout_kind == "tree",
+            cost=self._cost,
+        )
+
+    def _choose_prefix(self, passes: Sequence[Sequence[Member]]) -> Ids | None:
+        """Return the prefix that a rank's passes keep from one to the next."""
+        if self.layout_kind != "tree" or not self._can_keep_prefix:
+            return None
+        rows = [[(row.token_ids_T, int(row.trainable_T.argmax())) for row, _, _ in of_pass] for of_pass in passes]
+        return choose_prefix(rows, multiple=BLOCK_SIZE if self._accelerator.device.type == "cuda" else 1)
+
+    def _build_window(self, passes: Sequence[Sequence[Member]], prefix_ids: Ids | None) -> Window:
+        window = [self._build_pass(members) for members in passes]
+        if prefix_ids is not None:
+            prefix, readers = SharedPrefix(prefix_ids), _find_readers(passes, prefix_ids)
+            for number in readers:
+                rows = [row for row, _, _ in passes[number]]
+                window[number]["prefix"] = prefix
+                window[number]["packed_after_prefix"] = pack_rows(
+                    [row.token_ids_T for row in rows],
+                    [row.trainable_T for row in rows],
+                    kind=self.layout_kind,
+                    device=self._accelerator.device,
+                    after=(prefix, "close" if number == readers[-1] else "read"),
+                )
+        return window
+
+    def _build_pass(self, members: Sequence[Member]) -> MicroBatch:
         """A pass over rows, with the share of each row's tokens and the tokens of its rollout."""
         rows, shares, tokens = zip(*members, strict=True) if members else ((), (), ())
         micro_batch = build_micro_batch(rows, shares, tokens, kind=self.layout_kind, device=self._accelerator.device)
         return micro_batch | {"rows": [describe_row(row) for row in rows]}
+
+
+def _find_readers(passes: Sequence[Sequence[Member]], prefix: Ids) -> list[int]:
+    """List the passes that have a row which begins with the prefix."""
+    return [
+        number
+        for number, members in enumerate(passes)
+        if any(begins_with(row.token_ids_T, prefix) for row, _, _ in members)
+    ]
 
 
 def deal_rollouts(rows: Sequence[Row], num_windows: int, *, seed: int) -> list[list[int]]:
@@ -100,6 +147,12 @@ def _build_cost_model(model: Any) -> CostModel:
     embeddings = {id(module.weight) for module in (model.get_input_embeddings(),) if module is not None}
     num_parameters = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
     return CostModel.of(model.config, num_parameters)
+
+
+def _gathers_weights(accelerator: Any) -> bool:
+    """Tell whether ranks gather weights at each forward (FSDP, ZeRO-3), of which they all make equally many then."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
 
 
 def _imbalance(costs_W: Sequence[float]) -> float:

@@ -65,7 +65,9 @@ class SharedPrefix:
         """Return what a layer kept under this index (0, 1, ... in the order of its calls of `hand_over`)."""
         return self._kept[module][index]
 
-    def hand_over(self, layout: Layout, module: nn.Module, index: int, x: Tensor, part: tuple[int, int, int]) -> Tensor:
+    def hand_over(
+        self, layout: Layout, module: nn.Module, index: int, x: Tensor, part: tuple[int, int, int]
+    ) -> Tensor:
         """Keep a part of x, in the pass that fills; give it the gradients of the passes that read it, in the last.
 
         Args:
@@ -153,3 +155,11 @@ def choose_prefix(passes: Sequence[Sequence[tuple[Ids, int]]], *, multiple: int)
         if length >= LEAST_TOKENS and saved > most and len({number for _, _, number in members}) > 1:
             best, most = members[0][0][:length], saved
     return best
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Tell whether two forwards of the same tokens differ in training."""
+    config = getattr(model, "config", None)
+    if getattr(config, "attention_dropout", 0.0):
+        return True
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Measure a training step: TRL's padded path against flat layouts, on the lengths of agents' sessions.
 
-  python scripts/bench/bench_train.py                                     # CPU: tiny model, lengths scaled down
-  python scripts/bench/bench_train.py --model 0.6b --scale 1 --groups 1 --group_size 8 --json bench.json      # a GPU
+  python scripts/bench_train.py                                     # CPU: tiny model, lengths scaled down
+  python scripts/bench_train.py --model 0.6b --scale 1 --groups 1 --group_size 8 --json bench.json      # a GPU
+  python scripts/bench_train.py --sets qwen_code claude_code codex pi     # each agent's own prompt and tools, 16 rollouts
 
 Every set of lengths (session_lengths.py) is trained in four ways, in this order and in one process:
 
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 from session_lengths import SETS, build_rows, build_sessions
@@ -86,6 +88,16 @@ MODELS: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    # those of Qwen3-4B
+    "4b": {
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
 }
 
 
@@ -118,6 +130,7 @@ def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> A
         "use_cpu": not on_gpu,
         "bf16": on_gpu,
         "gradient_checkpointing": not args.keep_activations,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -131,6 +144,9 @@ def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> A
         ),
         "train_dataset": Dataset.from_dict({"prompt": ["x"] * 8}),
     }
+    if args.lora_rank:
+        rank = args.lora_rank
+        common["peft_config"] = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     if "padded" in way:
         return GRPOTrainer(args=GRPOConfig(**settings, steps_per_generation=1), **common)
     layout: Any = way.removesuffix("_merged")
@@ -139,7 +155,8 @@ def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> A
 
 
 def load_rows(name: str, way: str, args: argparse.Namespace, vocab_size: int) -> list[Row]:
-    sessions = build_sessions(name, num_groups=args.groups, group_size=args.group_size, scale=args.scale)
+    group_size = args.group_size or SETS[name].group_size
+    sessions = build_sessions(name, num_groups=args.groups, group_size=group_size, scale=args.scale)
     merged = way != "trl_padded_per_request"
     rng = np.random.default_rng(1)
     advantages = rng.normal(size=len(sessions))
@@ -166,7 +183,7 @@ def measure(trainer: Any, rows: list[Row], way: str, args: argparse.Namespace) -
     if not args.keep_activations:  # transformers would, in train()
         trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     device = trainer.accelerator.device
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW((p for p in trainer.model.parameters() if p.requires_grad), lr=1e-6)
     trainer.model.zero_grad()
     trainer._step, trainer.current_gradient_accumulation_steps = 0, 1
     started = _now(device)
@@ -240,7 +257,9 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
                 reset_peak(device)
                 best = min((measure(trainer, rows, way, args) for _ in range(args.repeat)), key=lambda r: r["seconds"])
                 sets[name][way] = {**best, "rows": len(rows), "peak_bytes": read_peak(device)}
-                say(f"{name} {way}: {best['seconds']:.2f} s")
+                say(
+                    f"{name} {way}: {best['seconds']:.2f} s, {best['tokens']:.0f} tokens in {best['passes']:.0f} passes"
+                )
             del trainer
     return {
         "machine": describe_machine(device),
@@ -292,7 +311,8 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--groups", type=int, default=1, help="tasks per step")
-    parser.add_argument("--group_size", type=int, default=4, help="rollouts per task")
+    parser.add_argument("--group_size", type=int, help="rollouts per task; 16 in agents' sets and 4 in others")
+    parser.add_argument("--lora_rank", type=int, help="train LoRA of this rank, on all linear layers")
     parser.add_argument("--scale", type=float, default=0.03, help="factor of all lengths")
     parser.add_argument("--max_tokens", type=int, default=8192, help="tokens of one forward pass")
     parser.add_argument("--max_passes", type=int, default=8, help="padded passes that are run; the rest is estimated")
