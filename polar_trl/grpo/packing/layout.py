@@ -70,12 +70,17 @@ class Layout:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def context_of(self, segment: int) -> list[Segment]:
-        """List the segments before this one in its rows, from the root."""
+        """List the segments before this one in its rows, from the root.
+
+        A prefix that is read is the first of them, and ends where the flat sequence begins.
+        """
         context = []
-        parent = self.segments[segment].parent
-        while parent is not None:
-            context.append(self.segments[parent])
-            parent = self.segments[parent].parent
+        root = self.segments[segment]
+        while root.parent is not None:
+            root = self.segments[root.parent]
+            context.append(root)
+        if root.depth:
+            context.append(Segment(start=-root.depth, end=0, parent=None, depth=0))
         return context[::-1]
 
     def pad(self, multiple: int) -> "Layout":
@@ -97,9 +102,8 @@ class Layout:
         return max((s.end for i, s in enumerate(self.segments) if self.continues_prefix(i)), default=0)
 
     def continues_prefix(self, segment: int) -> bool:
-        """Tell whether a segment's rows begin with a prefix that is read: their root does not begin at 0."""
-        root = [*self.context_of(segment), self.segments[segment]][0]
-        return root.depth > 0
+        """Tell whether a segment's rows begin with a prefix that is read."""
+        return any(part.start < 0 for part in self.context_of(segment))
 
     @cached_property
     def subtree_ends_L(self) -> Ids:

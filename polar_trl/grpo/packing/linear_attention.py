@@ -136,9 +136,9 @@ class _PrefixMemory:
     def put_in_front(self, qkv_LD: Tensor) -> Tensor:
         """[X + L, D]: with the prefix's last inputs, in a pass that reads them."""
         prefix = self.layout.prefix
-        return (
-            qkv_LD if prefix is None or not self.layout.num_before else torch.cat([prefix.read(self.net, 0), qkv_LD])
-        )
+        if prefix is None or not self.layout.num_before:
+            return qkv_LD
+        return torch.cat([prefix.read(self.net, 0), qkv_LD])
 
     @property
     def keeps_state(self) -> bool:

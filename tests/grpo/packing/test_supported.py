@@ -18,10 +18,22 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "Mistral": {"sliding_window": None},
     "SmolLM3": {},
+    "Phi3": {},
+    "Gemma3": {},
+    "Gemma2": {},
+    "GptOss": {"num_local_experts": 4},
+    "GptOss without windows": {"num_local_experts": 4, "layer_types": ["full_attention"] * 2},
+    "Ministral": {"layer_types": ["sliding_attention", "full_attention"]},
+    "Qwen3 with windows in some layers": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 64,
+    },
 }
 
 
 def build_from_config(name: str, settings: dict[str, Any]) -> Any:
+    name = name.split()[0]
     config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0} | settings
     with torch.device("meta"):
@@ -29,7 +41,7 @@ def build_from_config(name: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_full_attention_is_supported(name: str) -> None:
+def test_causal_attention_is_supported(name: str) -> None:
     assert find_unsupported(build_from_config(name, SUPPORTED[name])) is None
 
 
@@ -45,14 +57,38 @@ def test_lora_changes_nothing() -> None:
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("Mistral", {"sliding_window": 64}, "it has attention with a sliding window (sliding_window=64)"),
-    ("Gemma3", {}, "it has attention with a sliding window (sliding_window=4096)"),
-    ("Gemma2", {"sliding_window": None}, "it has soft-capped attention scores (attn_logit_softcapping=50.0)"),
-    ("GptOss", {"num_local_experts": 4}, "it has attention with a sliding window (sliding_window=128)"),
+    ("Olmoe", {"sliding_window": 64}, "it has a sliding window (64) that its masks do not have"),
     (
-        "GptOss",
-        {"num_local_experts": 4, "sliding_window": None, "layer_types": ["full_attention"] * 2},
-        "its layer 0 has self_attn, a GptOssAttention with parameters of its own (sinks), as attention sinks are",
+        "Exaone4",
+        {"layer_types": ["full_attention"] * 2, "sliding_window": 64},
+        "its layer 0 has self_attn, a Exaone4Attention whose sliding_window is not that of its layer's type, "
+        "full_attention",
+    ),
+    (
+        "Qwen3",
+        {"attn_logit_softcapping": 30.0},
+        "its layer 0 has self_attn, a Qwen3Attention that does not pass on its soft cap of 30.0",
+    ),
+    ("Gemma4", {}, "its layer 0 has act_fn, a GELUTanh, which is not known to treat each token alone"),
+    (
+        "Gemma3",
+        {"use_bidirectional_attention": True},
+        "it has bidirectional attention (use_bidirectional_attention=True)",
+    ),
+    (
+        "Phi3",
+        {
+            "head_dim": 24,
+            "original_max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 12,
+                "long_factor": [2.0] * 12,
+                "original_max_position_embeddings": 2048,
+            },
+        },
+        "its rotary frequencies depend on the longest row (rope_type=longrope)",
     ),
     ("Llama4", {}, "it has chunked attention (attention_chunk_size=8192)"),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "it has layers of the types conv"),
