@@ -3,7 +3,7 @@
 
   python scripts/bench_train.py                                     # CPU: tiny model, lengths scaled down
   python scripts/bench_train.py --model 0.6b --scale 1 --groups 1 --group_size 8 --json bench.json      # a GPU
-  python scripts/bench_train.py --sets qwen_code claude_code codex pi     # each agent's own prompt and tools, 16 rollouts
+  python scripts/bench_train.py --sets qwen_code claude_code codex pi            # agents' own prompts, 16 rollouts
 
 Every set of lengths (session_lengths.py) is trained in four ways, in this order and in one process:
 
@@ -22,10 +22,13 @@ import argparse
 import json
 import math
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from session_lengths import SETS, build_rows, build_sessions
+from session_lengths import AGENT_TOKENS, SETS, build_rows, build_sessions
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -51,6 +54,9 @@ from trl_padded import build_padded_batch, split_padded_batch
 
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.packing.layout import build_layout
+from polar_trl.grpo.packing.packer import build_cost_model
+from polar_trl.grpo.packing.supported import find_causal_model
 from polar_trl.grpo.rows import Row
 
 WAYS = ("trl_padded_per_request", "padded_merged", "packed_merged", "tree_merged")
@@ -87,6 +93,20 @@ MODELS: dict[str, dict[str, int]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
+    },
+    # those of Qwen3.5-4B
+    "3.5-4b": {
+        "vocab_size": 248320,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
     },
     # those of Qwen3-4B
     "4b": {
@@ -247,29 +267,64 @@ def read_peak(device: torch.device) -> int:
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sets: dict[str, Any] = {name: {} for name in args.sets}
+    report: dict[str, Any] = {
+        "machine": describe_machine(device),
+        "versions": {package: version(package) for package in ("torch", "transformers", "trl")},
+        "date": str(date.today()),
+        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+        "allowed": {},
+        "sets": sets,
+    }
     with tempfile.TemporaryDirectory() as out:
         for way in args.ways:
             trainer = build_trainer(build_model(args.model, device), way, out, args)
             for name in args.sets:
                 rows = load_rows(name, way, args, trainer.model.config.vocab_size)
-                small = [row for row in rows if row.rollout_id == "r0"][:1]
-                measure(trainer, small, way, args)  # compiles and allocates
+                # as in two passes, so that the second has what the first one leaves it
+                trainer.args.max_tokens_per_device = 1
+                measure(trainer, shorten(rows), way, args)
+                trainer.args.max_tokens_per_device = args.max_tokens
                 reset_peak(device)
                 best = min((measure(trainer, rows, way, args) for _ in range(args.repeat)), key=lambda r: r["seconds"])
                 sets[name][way] = {**best, "rows": len(rows), "peak_bytes": read_peak(device)}
-                say(
-                    f"{name} {way}: {best['seconds']:.2f} s, {best['tokens']:.0f} tokens in {best['passes']:.0f} passes"
-                )
+                if way == "tree_merged":
+                    report["allowed"][name] = find_allowed(rows, trainer.model)
+                say(f"{name} {way}: {best['seconds']:.2f} s, {best['tokens']:.0f} tokens, {best['passes']:.0f} passes")
+                add_sums(report)
+                if args.json:
+                    args.json.write_text(json.dumps(report, indent=1) + "\n")
             del trainer
+    return report
+
+
+def shorten(rows: list[Row]) -> list[Row]:
+    """Two rows, each with its prompt and little more: what has to be compiled and allocated is so once."""
+    short = []
+    for row in rows[:2]:
+        end = int(row.trainable_T.argmax()) + 64
+        arrays = ("token_ids_T", "trainable_T", "logprobs_T", "policy_versions_T")
+        short.append(replace(row, **{name: getattr(row, name)[:end] for name in arrays}))
+    return short
+
+
+def find_allowed(rows: list[Row], model: Any) -> dict[str, float]:
+    """How many times fewer tokens, and floating-point operations of a forward, a tree of all rows has than packed."""
+    ids = [row.token_ids_T for row in rows]
+    cost = build_cost_model(find_causal_model(model))
+    segments = build_layout(ids, share_prefixes=True).segments
+    packed = sum(cost.cost_of(len(row)) for row in ids)
     return {
-        "machine": describe_machine(device),
-        "versions": {package: version(package) for package in ("torch", "transformers", "trl")},
-        "date": str(date.today()),
-        "settings": {key: value for key, value in vars(args).items() if key != "json"},
-        "seconds_per_step": {way: sum(sets[name][way]["seconds"] for name in sets) for way in args.ways},
-        "peak_bytes": {way: max(sets[name][way]["peak_bytes"] for name in sets) for way in args.ways},
-        "sets": sets,
+        "tokens": sum(map(len, ids)) / segments[-1].end,
+        "operations": packed / sum(cost.cost_of(s.end - s.start, s.depth) for s in segments),
     }
+
+
+def add_sums(report: dict[str, Any]) -> None:
+    """Over all sets, of the ways that have been through them."""
+    sets = report["sets"].values()
+    ways = [way for way in report["settings"]["ways"] if all(way in measured for measured in sets)]
+    report["seconds_per_step"] = {way: sum(measured[way]["seconds"] for measured in sets) for way in ways}
+    report["peak_bytes"] = {way: max(measured[way]["peak_bytes"] for measured in sets) for way in ways}
 
 
 def describe_machine(device: torch.device) -> str:
@@ -302,13 +357,18 @@ def print_report(report: dict[str, Any], ways: Sequence[str]) -> None:
                 f"{ratio:.1f}x",
             )
     Console(width=140).print(table)
+    for name, allowed in report["allowed"].items():
+        print(
+            f"{name}: a tree of all rows has {allowed['tokens']:.2f} times fewer tokens than packed rows, and "
+            f"{allowed['operations']:.2f} times fewer operations"
+        )
     print(json.dumps(report["seconds_per_step"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=[name for name in SETS if name not in AGENT_TOKENS])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--groups", type=int, default=1, help="tasks per step")
     parser.add_argument("--group_size", type=int, help="rollouts per task; 16 in agents' sets and 4 in others")
@@ -318,12 +378,14 @@ def main() -> None:
     parser.add_argument("--max_passes", type=int, default=8, help="padded passes that are run; the rest is estimated")
     parser.add_argument("--repeat", type=int, default=1, help="the fastest of so many steps counts")
     parser.add_argument("--keep_activations", action="store_true", help="no gradient checkpointing")
+    parser.add_argument("--fla_configs", type=int, default=0, help="that each of its kernels tries; 0 for all")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     args = parser.parse_args()
+    if args.fla_configs:
+        sys.path.append(str(Path(__file__).parent / "gpu"))
+        import_module("fla_tuning").limit_tuning(args.fla_configs)
     report = run(args, lambda text: print(text, flush=True))
     print_report(report, args.ways)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

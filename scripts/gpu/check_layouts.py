@@ -21,10 +21,13 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwe
 from trl.trainer.utils import add_fused_lm_head
 
 from polar_trl.grpo.packing import fla_kernels
-from polar_trl.grpo.packing.forward import LayoutKind, pack_rows, prepare_model, score
+from polar_trl.grpo.packing.forward import pack_rows, prepare_model, score
 from polar_trl.grpo.packing.linear_attention import computed_in_torch
+from polar_trl.grpo.packing.prefix import SharedPrefix
 
 VOCAB = 1000
+KEPT = 256
+"""Tokens that the layers keep from pass to pass."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
@@ -53,13 +56,17 @@ def build_rows() -> tuple[list[Any], list[Any]]:
     lengths = [(700, 500), (700, 90), (700, 1300), (shorter, 640), (0, 33), (700, 1)]
     rows = [np.concatenate([common[:shared], rng.integers(VOCAB, size=own)]) for shared, own in lengths]
     scored = [np.concatenate([[False], rng.random(len(row) - 1) < 0.3]) for row in rows]
-    for mask in scored:
-        mask[-1] = True
+    for row, mask in zip(rows, scored, strict=True):
+        mask[: min(KEPT + 1, len(row) - 1)], mask[-1] = False, True
     return rows, scored
 
 
-def train(model: Any, kind: LayoutKind | None, rows: list[Any], scored: list[Any]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [S], and the gradient of their weighted sum; kind None is each row alone."""
+def train(model: Any, kind: Any, rows: list[Any], scored: list[Any]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [S], and the gradient of their weighted sum.
+
+    Args:
+        kind: "packed", "tree", None for each row alone, or "kept": three passes, whose prefix the layers keep.
+    """
     device = next(model.parameters()).device
     model.zero_grad()
     weights = torch.randn(sum(int(mask.sum()) for mask in scored), generator=torch.Generator().manual_seed(1))
@@ -72,11 +79,28 @@ def train(model: Any, kind: LayoutKind | None, rows: list[Any], scored: list[Any
             at = torch.from_numpy(np.flatnonzero(mask)).to(device)
             parts.append(logps[at - 1].gather(-1, ids[0, at, None])[:, 0])
         logps = torch.cat(parts)
+    elif kind == "kept":
+        return train_keeping(model, rows, scored, weights.to(device))
     else:
         logps = score(model, pack_rows(rows, scored, kind=kind, device=device))[0]
     (logps * weights.to(device)).sum().backward()
     gradient = torch.cat([p.grad.flatten().float() for p in model.parameters()])
     return logps.detach().float(), gradient
+
+
+def train_keeping(model: Any, rows: list[Any], scored: list[Any], weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward of the first rows, then of others, then of the last, which begin with one prefix."""
+    prefix = SharedPrefix(rows[0][:KEPT])
+    prefix.fill(model, weights.device)
+    parts = []
+    weights_of = weights.split([int(mask.sum()) for mask in scored])
+    for some in (slice(0, 2), slice(2, 5), slice(5, None)):
+        role: Any = "read" if some.stop else "close"
+        packed = pack_rows(rows[some], scored[some], kind="tree", device=weights.device, after=(prefix, role))
+        logps = score(model, packed)[0]
+        (logps * torch.cat(weights_of[some])).sum().backward()
+        parts.append(logps.detach().float())
+    return torch.cat(parts), torch.cat([p.grad.flatten().float() for p in model.parameters()])
 
 
 def main() -> None:
@@ -99,7 +123,7 @@ def main() -> None:
         found = {"alone": train(model, None, rows, scored)}
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         prepare_model(model, "tree")
-        found |= {kind: train(model, kind, rows, scored) for kind in ("packed", "tree")}
+        found |= {kind: train(model, kind, rows, scored) for kind in ("packed", "tree", "kept")}
         for kind, (logps, gradient) in found.items():
             gap = (logps - truth[0]).abs().max().item()
             relative = ((gradient - truth[1]).norm() / truth[1].norm()).item()

@@ -107,7 +107,9 @@ def attend(
         raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
     key, value = attach_keys(module, layout, key, value)
     if sliding_window is not None and sliding_window > layout.position_ids_L.max():
-        sliding_window = None  # as wide as the longest row: such layers are computed as, and share the mask of, full ones
+        sliding_window = (
+            None  # as wide as the longest row: such layers are computed as, and share the mask of, full ones
+        )
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)
     out = (_attend_in_blocks if query.is_cuda else _attend_by_segment)(query, key, value, layout, scoring)
     return out.transpose(1, 2).contiguous(), None

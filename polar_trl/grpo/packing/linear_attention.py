@@ -231,10 +231,8 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
     tails: list[list[int]] = []  # per segment: the last tokens, at most X, of its rows up to its end
     for index, (parent, span) in enumerate(zip(parents, spans, strict=True)):
         generation = 0 if parent is None else generation_of[parent] + 1
-        if parent is None:
-            context = list(range(before)) if layout.segments[index].depth else []
-        else:
-            context = tails[parent]
+        from_prefix = list(range(before)) if layout.segments[index].depth else []
+        context = from_prefix if parent is None else tails[parent]
         if generation == len(generations):
             generations.append([])
         generations[generation].append(index)

@@ -41,7 +41,7 @@ class Packer:
         self.layout_kind = layout_kind
         self._args = args
         self._accelerator = accelerator
-        self._cost = _build_cost_model(model)
+        self._cost = build_cost_model(model)
         self._can_keep_prefix = not _gathers_weights(accelerator) and not has_dropout(model)
 
     @property
@@ -143,7 +143,8 @@ def deal_rollouts(rows: Sequence[Row], num_windows: int, *, seed: int) -> list[l
     ]
 
 
-def _build_cost_model(model: Any) -> CostModel:
+def build_cost_model(model: Any) -> CostModel:
+    """Return the cost model of a policy, from its own weights and configuration."""
     embeddings = {id(module.weight) for module in (model.get_input_embeddings(),) if module is not None}
     num_parameters = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
     return CostModel.of(model.config, num_parameters)

@@ -1,7 +1,7 @@
 """Forward a prefix that several passes share once per step, and read it from memory in all of them but one.
 
-Agents begin every session with the same system prompt and tools, often half of its tokens. A tree has them once in each
-pass; this has them twice in a step, however many passes there are. Three passes of rows that begin with the prefix p:
+Agents begin every session with the same system prompt and tools, often half of its tokens. A tree has them once in
+each pass; this has them twice in a step, however many passes there are. Three passes of rows that begin with p:
 
     fill    p            without gradients: each layer keeps p's keys and values (a gated delta net, its last
                          inputs of the convolution and its state)
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from polar_trl.grpo.packing.layout import Ids, Layout, build_layout, sort_by_prefix
 
+Part = tuple[int, int, int]
+"""Dimension, first and length of a part of a tensor, as `Tensor.narrow` takes them."""
 LEAST_TOKENS = 512
 """Of a prefix that is worth one more, shorter pass."""
 
@@ -65,13 +67,11 @@ class SharedPrefix:
         """Return what a layer kept under this index (0, 1, ... in the order of its calls of `hand_over`)."""
         return self._kept[module][index]
 
-    def hand_over(
-        self, layout: Layout, module: nn.Module, index: int, x: Tensor, part: tuple[int, int, int]
-    ) -> Tensor:
+    def hand_over(self, layout: Layout, module: nn.Module, index: int, x: Tensor, part: Part) -> Tensor:
         """Keep a part of x, in the pass that fills; give it the gradients of the passes that read it, in the last.
 
         Args:
-            part: Dimension, first and length of the part that the tokens after the prefix need.
+            part: What the tokens after the prefix need of x.
 
         Returns:
             x, which the layer has to go on with.
@@ -103,7 +103,7 @@ class _AddGradient(torch.autograd.Function):
     """The identity, whose gradient is that of the output plus a given one of a part of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Tensor, part: tuple[int, int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gradient: Tensor, part: Part) -> Tensor:
         ctx.gradient, ctx.part = gradient, part
         return x.view_as(x)
 
@@ -130,8 +130,8 @@ def attach_keys(module: nn.Module, layout: Layout, key: Tensor, value: Tensor) -
 def choose_prefix(passes: Sequence[Sequence[tuple[Ids, int]]], *, multiple: int) -> Ids | None:
     """Choose the prefix of which a rank's passes save most, or None.
 
-    A pass costs four forwards of its tokens (one again for checkpointed layers, two for gradients), the pass that fills
-    one: of n passes with P tokens in common, 4n - 5 times P.
+    A pass costs four forwards of its tokens (one again for checkpointed layers, two for gradients), the one that fills
+    one: of n passes with P tokens in common, that saves 4n - 5 forwards of P tokens.
 
     Args:
         passes: Token ids of each row of each pass, and the position of the row's first scored token. The token before

@@ -94,7 +94,9 @@ def _find_in_attention(module: nn.Module, config: Any, kind: str | None) -> str 
     if "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
         return f"{name} that does not use transformers' attention interface"
     # names of keywords are constants of the code, alone or in a tuple
-    constants = {part for constant in code.co_consts for part in (constant if isinstance(constant, tuple) else [constant])}
+    constants = {
+        part for constant in code.co_consts for part in (constant if isinstance(constant, tuple) else [constant])
+    }
     window, softcap = (getattr(config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
     has_window = kind == "sliding_attention" or kind is None and window
     if has_window and "sliding_window" not in constants:
