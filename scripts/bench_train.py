@@ -5,7 +5,7 @@
   python scripts/bench_train.py --model 0.6b --scale 1 --groups 1 --group_size 8 --json bench.json      # a GPU
   python scripts/bench_train.py --sets qwen_code claude_code codex pi            # agents' own prompts, 16 rollouts
 
-Every set of lengths (session_lengths.py) is trained in four ways, in this order and in one process:
+Every set of lengths (session_lengths.py) is trained in four ways, in this order and one process:
 
   trl_padded_per_request  a row per model call, padded as TRL does: to the longest row of the step
   padded_merged           a row per session, padded the same way
@@ -276,9 +276,9 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
         "sets": sets,
     }
     with tempfile.TemporaryDirectory() as out:
-        for way in args.ways:
-            trainer = build_trainer(build_model(args.model, device), way, out, args)
-            for name in args.sets:
+        for name in args.sets:
+            for way in args.ways:
+                trainer = build_trainer(build_model(args.model, device), way, out, args)
                 rows = load_rows(name, way, args, trainer.model.config.vocab_size)
                 # as in two passes, so that the second has what the first one leaves it
                 trainer.args.max_tokens_per_device = 1
@@ -293,7 +293,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
                 add_sums(report)
                 if args.json:
                     args.json.write_text(json.dumps(report, indent=1) + "\n")
-            del trainer
+                del trainer
     return report
 
 

@@ -26,7 +26,9 @@ def build_model(name: str, **settings: Any) -> Any:
     """Attention that is far from uniform, so that a key too many or too few is seen in the outputs."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    model = getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | {"pad_token_id": 0} | MODELS[name] | settings))
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        config(**SIZES | {"pad_token_id": 0} | MODELS[name] | settings)
+    )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or parameter.dim() > 1:

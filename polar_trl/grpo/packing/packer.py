@@ -7,6 +7,7 @@ passes of it as every other.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ from polar_trl.grpo.packing.layout import Ids, begins_with
 from polar_trl.grpo.packing.prefix import SharedPrefix, choose_prefix, has_dropout
 from polar_trl.grpo.rows import Row, rollout_tokens, token_shares
 
+LEAST_TREE_SAVING = 1.03
+"""How many times cheaper a tree has to be than packed rows. It forwards up to 127 tokens more for what it shares, and
+its gated delta nets run generation after generation; see "What it saves" in docs/packing.md."""
+FILL_COST = 0.25
+"""Of a prefix's pass without gradients, in parts of one with: a forward of four, as in `choose_prefix`."""
 Window = list[MicroBatch]
 Member = tuple[Row, float, int]
 """A row, the share of its tokens in the loss, and the tokens of its rollout."""
@@ -65,71 +71,96 @@ class Packer:
             rows, loss_type=self._args.loss_type, max_completion_length=self._args.max_completion_length
         )
         members = list(zip(rows, [share * num_windows for share in shares], rollout_tokens(rows), strict=True))
-        windows, plans, spared = [], [], 0
+        windows, plans = [], []
         for part in deal_rollouts(rows, num_windows, seed=self._args.seed + step):
-            plan = self._plan_window([rows[i].token_ids_T for i in part])
-            plans.append(plan)
-            for rank, of_rank in enumerate(plan.micro_batches):
-                passes = [[members[part[i]] for i in of_pass] for of_pass in of_rank]
-                prefix = self._choose_prefix(passes) if mode == "train" else None
-                if prefix is not None:
-                    spared += (len(_find_readers(passes, prefix)) - 2) * len(prefix)
-                if rank == self._accelerator.process_index:
-                    windows.append(self._build_window(passes, prefix))
+            planned = self._plan_window([rows[i] for i in part], mode)
+            plans.append(planned)
+            windows.append(self._build_window(planned, [members[i] for i in part]))
         return windows, {
             "polar/trained_tokens": sum(row.num_trainable for row in rows),
-            "polar/forwarded_tokens": sum(plan.forwarded_tokens for plan in plans) - spared,
-            "polar/unique_tokens": sum(plan.unique_tokens for plan in plans),
-            "polar/forward_passes": sum(plan.num_micro_batches for plan in plans),
-            "polar/rank_imbalance": max(_imbalance(plan.costs_W) for plan in plans),
+            "polar/forwarded_tokens": sum(planned.forwarded_tokens for planned in plans),
+            "polar/unique_tokens": sum(planned.plan.unique_tokens for planned in plans),
+            "polar/forward_passes": sum(planned.plan.num_micro_batches for planned in plans),
+            "polar/rank_imbalance": max(_imbalance(planned.plan.costs_W) for planned in plans),
+            "polar/tree": sum(planned.kind == "tree" for planned in plans) / len(plans),
         }
 
-    def _plan_window(self, rows: list[Ids]) -> Plan:
-        return plan_micro_batches(
-            rows,
+    def _plan_window(self, rows: list[Row], mode: str) -> "_Planned":
+        """Plan in the run's layout, or packed where that was not asked for and a tree saves too little."""
+        planned = self._plan_layout(self.layout_kind, rows, mode)
+        if planned.kind == "tree" and self._args.sequence_layout is None:
+            packed = sum(self._cost.cost_of(len(row.token_ids_T)) for row in rows)
+            if packed < LEAST_TREE_SAVING * (sum(planned.plan.costs_W) - planned.spared_cost):
+                return self._plan_layout("packed", rows, mode)
+        return planned
+
+    def _plan_layout(self, kind: Any, rows: list[Row], mode: str) -> "_Planned":
+        plan = plan_micro_batches(
+            [row.token_ids_T for row in rows],
             num_ranks=self._accelerator.num_processes,
-            max_tokens=1 if self.layout_kind == "single" else self._args.max_tokens_per_device,
-            share_prefixes=self.layout_kind == "tree",
+            max_tokens=1 if kind == "single" else self._args.max_tokens_per_device,
+            share_prefixes=kind == "tree",
             cost=self._cost,
         )
+        planned = _Planned(kind=kind, plan=plan)
+        if kind == "tree" and mode == "train" and self._can_keep_prefix:
+            multiple = BLOCK_SIZE if self._accelerator.device.type == "cuda" else 1
+            ids, firsts = [row.token_ids_T for row in rows], [int(row.trainable_T.argmax()) for row in rows]
+            for rank, passes in enumerate(plan.micro_batches):
+                prefix = choose_prefix(
+                    [[(ids[i], firsts[i]) for i in of_pass] for of_pass in passes], multiple=multiple
+                )
+                if prefix is not None:
+                    readers = [
+                        n for n, of_pass in enumerate(passes) if any(begins_with(ids[i], prefix) for i in of_pass)
+                    ]
+                    planned.kept[rank] = prefix, readers
+                    # the pass that fills and the last one forward it; the first of them has no backward pass
+                    planned.forwarded_tokens -= (len(readers) - 2) * len(prefix)
+                    planned.spared_cost += (len(readers) - FILL_COST - 1) * self._cost.cost_of(len(prefix))
+        return planned
 
-    def _choose_prefix(self, passes: Sequence[Sequence[Member]]) -> Ids | None:
-        """Return the prefix that a rank's passes keep from one to the next."""
-        if self.layout_kind != "tree" or not self._can_keep_prefix:
-            return None
-        rows = [[(row.token_ids_T, int(row.trainable_T.argmax())) for row, _, _ in of_pass] for of_pass in passes]
-        return choose_prefix(rows, multiple=BLOCK_SIZE if self._accelerator.device.type == "cuda" else 1)
-
-    def _build_window(self, passes: Sequence[Sequence[Member]], prefix_ids: Ids | None) -> Window:
-        window = [self._build_pass(members) for members in passes]
-        if prefix_ids is not None:
-            prefix, readers = SharedPrefix(prefix_ids), _find_readers(passes, prefix_ids)
+    def _build_window(self, planned: "_Planned", members: list[Member]) -> Window:
+        """Build this rank's passes."""
+        rank, device = self._accelerator.process_index, self._accelerator.device
+        passes = [[members[i] for i in of_pass] for of_pass in planned.plan.micro_batches[rank]]
+        window = [self._build_pass(of_pass, planned.kind) for of_pass in passes]
+        if rank in planned.kept:
+            prefix_ids, readers = planned.kept[rank]
+            prefix = SharedPrefix(prefix_ids)
             for number in readers:
                 rows = [row for row, _, _ in passes[number]]
                 window[number]["prefix"] = prefix
                 window[number]["packed_after_prefix"] = pack_rows(
                     [row.token_ids_T for row in rows],
                     [row.trainable_T for row in rows],
-                    kind=self.layout_kind,
-                    device=self._accelerator.device,
+                    kind="tree",
+                    device=device,
                     after=(prefix, "close" if number == readers[-1] else "read"),
                 )
         return window
 
-    def _build_pass(self, members: Sequence[Member]) -> MicroBatch:
+    def _build_pass(self, members: Sequence[Member], kind: Any) -> MicroBatch:
         """A pass over rows, with the share of each row's tokens and the tokens of its rollout."""
         rows, shares, tokens = zip(*members, strict=True) if members else ((), (), ())
-        micro_batch = build_micro_batch(rows, shares, tokens, kind=self.layout_kind, device=self._accelerator.device)
+        micro_batch = build_micro_batch(rows, shares, tokens, kind=kind, device=self._accelerator.device)
         return micro_batch | {"rows": [describe_row(row) for row in rows]}
 
 
-def _find_readers(passes: Sequence[Sequence[Member]], prefix: Ids) -> list[int]:
-    """List the passes that have a row which begins with the prefix."""
-    return [
-        number
-        for number, members in enumerate(passes)
-        if any(begins_with(row.token_ids_T, prefix) for row, _, _ in members)
-    ]
+@dataclass(kw_only=True)
+class _Planned:
+    """A plan of a window for all ranks, in a layout."""
+
+    kind: Any
+    plan: Plan
+    forwarded_tokens: int = field(init=False)
+    kept: dict[int, tuple[Ids, list[int]]] = field(default_factory=dict)
+    """By rank, the prefix that its layers keep and the numbers of the passes that have rows with it."""
+    spared_cost: float = 0.0
+    """Of the plan's cost, for what is kept."""
+
+    def __post_init__(self) -> None:
+        self.forwarded_tokens = self.plan.forwarded_tokens
 
 
 def deal_rollouts(rows: Sequence[Row], num_windows: int, *, seed: int) -> list[list[int]]:
