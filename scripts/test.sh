@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 bash scripts/install.sh
 bin=${VENV:-.venv}/bin
 "$bin/python" scripts/dev/get_model.py > /dev/null
+"$bin/python" scripts/dev/get_gemma.py > /dev/null
 "$bin/python" scripts/dev/get_agents.py
 if [ ! -x /usr/bin/chromium ]; then
   { apt-get update && apt-get install -y --no-install-recommends chromium; } > /dev/null ||

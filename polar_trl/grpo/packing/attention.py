@@ -1,8 +1,8 @@
 """Attend over a `Layout` (tree attention): each token to itself and to what comes before it in its own rows.
 
 Registered in transformers as the attention implementation "polar", so that any model that asks that interface for its
-attention can be forwarded on a flat sequence of rows. Sliding windows count positions within a row, in a tree the depth
-of a token. Calls without a layout are answered for a batch of sequences.
+attention can be forwarded on a flat sequence of rows. Sliding windows count positions within a row, in a tree the
+depth of a token. Calls without a layout are answered for a batch of sequences.
 
 The rows abcd and abe as segments ab, cd and e of one flat sequence; x where a query (down) attends to a key (across):
 
@@ -158,7 +158,7 @@ def _weigh(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scori
     scores = (query @ key.transpose(2, 3)).float() * scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: padding may see no key at all
     if scoring.s_aux is not None:
         sinks = scoring.s_aux.float()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
@@ -301,6 +301,10 @@ def _list_blocks(is_needed: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled_flex_attention() -> Any:
+    from torch import _dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
+    # Compiled anew for each kind of layer, dtype, and with or without gradients. Past the limit, 8 unless raised,
+    # torch would run it uncompiled, with all L x L scores.
+    _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=True)  # lengths differ at every micro-batch

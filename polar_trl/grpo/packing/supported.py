@@ -57,7 +57,7 @@ def find_unsupported(model: nn.Module) -> str | None:
         if isinstance(parameters, dict) and parameters.get("rope_type") in _VARYING_ROTARY:
             return f"its rotary frequencies depend on the longest row (rope_type={parameters['rope_type']})"
     decoder = base.get_decoder()
-    has_windows = "sliding_attention" in layer_types or not layer_types and getattr(config, "sliding_window", None)
+    has_windows = "sliding_attention" in layer_types or (not layer_types and getattr(config, "sliding_window", None))
     if has_windows and _WINDOW_MASK not in inspect.unwrap(type(decoder).forward).__code__.co_names:
         return f"it has a sliding window ({config.sliding_window}) that its masks do not have"
     layers = getattr(decoder, "layers", None)
@@ -98,7 +98,7 @@ def _find_in_attention(module: nn.Module, config: Any, kind: str | None) -> str 
         part for constant in code.co_consts for part in (constant if isinstance(constant, tuple) else [constant])
     }
     window, softcap = (getattr(config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
-    has_window = kind == "sliding_attention" or kind is None and window
+    has_window = kind == "sliding_attention" or (kind is None and window)
     if has_window and "sliding_window" not in constants:
         return f"{name} that does not pass on its sliding window of {window}"
     if kind is not None and bool(getattr(module, "sliding_window", None)) != bool(has_window):
