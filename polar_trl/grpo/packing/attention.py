@@ -274,7 +274,7 @@ def _build_block_mask(layout: Layout, device: torch.device, window: int | None) 
     def is_in_context(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q + shift) & (q < ends_K[k])
 
-    is_seen = is_in_context
+    is_seen: Any = is_in_context
     if window is not None:
         places = np.concatenate([np.arange(before), layout.position_ids_L])
         positions_K = torch.from_numpy(places).to(device=device, dtype=torch.int32)
