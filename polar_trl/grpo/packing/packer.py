@@ -24,9 +24,9 @@ from polar_trl.grpo.packing.prefix import SharedPrefix, choose_prefix, has_dropo
 from polar_trl.grpo.rows import Row, rollout_tokens, token_shares
 
 LEAST_TREE_SAVING = 1.03
-"""How many times cheaper a tree has to be than packed rows by predicted cost, which knows nothing of half-filled blocks
-of its attention or of its delta nets' calls by generation. An H100 ran trees of 1.09 to 1.19 times fewer tokens 1.03
-to 1.07 times faster (docs/performance.md)."""
+"""How many times cheaper a tree has to be than packed rows by predicted cost, which knows nothing of half-filled
+blocks of its attention or of its delta nets' calls by generation. An H100 ran trees of 1.09 to 1.19 times fewer tokens
+1.03 to 1.07 times faster (docs/performance.md)."""
 FILL_COST = 0.25
 """Of a prefix's pass without gradients, in parts of one with: a forward of four, as in `choose_prefix`."""
 Window = list[MicroBatch]
