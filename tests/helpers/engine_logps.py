@@ -41,7 +41,6 @@ def sample(model: str, prompts: list[list[int]]) -> list[Any]:
     }
     llm = LLM(
         model=model,
-        dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=8,

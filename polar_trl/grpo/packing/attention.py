@@ -274,7 +274,7 @@ def _build_block_mask(layout: Layout, device: torch.device, window: int | None) 
     def is_in_context(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q + shift) & (q < ends_K[k])
 
-    is_seen: Any = is_in_context
+    is_seen = is_in_context
     if window is not None:
         places = np.concatenate([np.arange(before), layout.position_ids_L])
         positions_K = torch.from_numpy(places).to(device=device, dtype=torch.int32)
@@ -283,8 +283,8 @@ def _build_block_mask(layout: Layout, device: torch.device, window: int | None) 
         is_full &= positions.amin(dim=1)[None, :] > lows.amax(dim=1)[:, None]
         is_needed &= positions.amax(dim=1)[None, :] > lows.amin(dim=1)[:, None]
 
-        def is_in_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return is_in_context(b, h, q, k) & (positions_K[k] > lows_L[q])
+        def is_in_window(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return is_in_context(_b, _h, q, k) & (positions_K[k] > lows_L[q])
 
         is_seen = is_in_window
     return BlockMask.from_kv_blocks(
