@@ -104,9 +104,7 @@ def attend(
     if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
         raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
     if sliding_window is not None and sliding_window > layout.position_ids_L.max():
-        sliding_window = (
-            None  # as wide as the longest row: such layers are computed as, and share the mask of, full ones
-        )
+        sliding_window = None  # it reaches over every row: computed as a full layer, whose mask it shares
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)
     out = (_attend_in_blocks if query.is_cuda else _attend_by_segment)(query, key, value, layout, scoring)
     return out.transpose(1, 2).contiguous(), None
