@@ -6,7 +6,6 @@ holds exactly what the engine sampled, and the trajectories obey the laws. What 
 """
 
 import math
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_qwen import CALLING, build_tiny_qwen35
+from tiny_vllm import build_tiny_vllm
 
 from polar_trl.engine.base import GenerationParams, TokenEngine
-from polar_trl.engine.colocate import set_environment
 from polar_trl.grade.command import CommandGrader
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.proxy import Proxy
@@ -71,32 +70,9 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Any]:
     """Start vLLM's engine thread, once for all agents."""
-    set_environment(cpu=True)
-    from polar_trl.engine import vllm_cpu
-
-    vllm_cpu.keep_weights_loadable()
-    vllm_cpu.prepare_qwen35()
-    from vllm import LLM
-
+    llm = build_tiny_vllm(model, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=2048)
     from polar_trl.engine.vllm import VllmEngine
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # taken back before any agent starts: processes of later tests would join this process group
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ranks.items():
-            patch.setenv(name, value)
-        llm = LLM(
-            model=str(model),
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=8,
-            max_num_batched_tokens=2048,
-            seed=0,
-            logprobs_mode="processed_logprobs",
-            distributed_executor_backend="external_launcher",
-            **vllm_cpu.QWEN35_LLM_KWARGS,
-        )
     engine = VllmEngine(llm)
     yield engine
     engine.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from serving import CHAT, HELLO, http, new_log, serve, wait_until
-from tiny_vllm import tiny_vllm
+from tiny_vllm import build_tiny_vllm
 
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.colocate import set_environment
@@ -20,9 +20,8 @@ PROMPTS = [tuple(range(10 + 7 * i, 22 + 7 * i)) for i in range(8)]
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_model: Path) -> Iterator[Any]:
-    with tiny_vllm(tiny_model) as llm:
-        yield llm
+def llm(tiny_model: Path) -> Any:
+    return build_tiny_vllm(tiny_model)
 
 
 @pytest.fixture()

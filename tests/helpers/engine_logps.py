@@ -7,49 +7,22 @@ A process of its own: it holds one vLLM. Only ids go in and out; the model needs
 
 import asyncio
 import json
-import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiny_vllm import build_tiny_vllm
 
 from polar_trl.engine.base import GenerationParams
-from polar_trl.engine.colocate import set_environment
 
 NUM_TOKENS = 24
 
 
 def sample(model: str, prompts: list[list[int]]) -> list[Any]:
-    set_environment(cpu=True)
-    from polar_trl.engine import vllm_cpu
-
-    vllm_cpu.keep_weights_loadable()
-    from vllm import LLM
-
+    llm = build_tiny_vllm(Path(model), skip_tokenizer_init=True, max_model_len=1024, max_num_batched_tokens=1024)
     from polar_trl.engine.vllm import VllmEngine
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_num_batched_tokens=1024,
-        seed=0,
-        logprobs_mode="processed_logprobs",
-        distributed_executor_backend="external_launcher",
-        **vllm_cpu.LLM_KWARGS,
-    )
     engine = VllmEngine(llm)
     params = GenerationParams(max_tokens=NUM_TOKENS, temperature=1.0)
 
