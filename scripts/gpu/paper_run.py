@@ -14,6 +14,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -198,23 +199,31 @@ def main() -> None:
     parser.add_argument("--tuning", type=int, default=1, help="configurations each Triton kernel tries; 0 for all")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for the run")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for figures")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/paper_run"), help="folder for model and run")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.folder = args.work
     if args.child:
         return train(args)
-    args.out.mkdir(parents=True, exist_ok=True)
     report = Report("paper_run", args.out, COLUMNS)
-    args.folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        run(args, report)
+    report.finish()
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Train in another process, and report each step when it has ended."""
     make_inputs(args)
     report.say("a random model is on the disk")
     report.note(changed=list_changes(args), plan=read_plan(args))
-    torch.cuda.empty_cache() if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     log, seen = args.folder / "run" / "log.jsonl", 0
     with (args.out / "paper_run.txt").open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, __file__, "--child", *sys.argv[1:]], stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, __file__, "--child", "--folder", str(args.folder), *sys.argv[1:]],
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         ends = time.monotonic() + args.limit
         while child.poll() is None and time.monotonic() < ends:
@@ -237,7 +246,6 @@ def main() -> None:
         print(tail, flush=True)
         report.fail(RuntimeError(f"the run ended with {code}"))
     print(json.dumps({key: report.content[key] for key in ("plan", "peak_gb", "mean_step_s")}), flush=True)
-    report.finish()
 
 
 def add_steps(report: Report, log: Path, seen: int) -> int:
