@@ -508,13 +508,22 @@ def draw_session(setting: Setting, number: int) -> Sim:
     )
 
 
-def build_settings(num_ranks: int, steps: int, seed: int, kv_tokens: int) -> list[Setting]:
-    """Return settings with and without carry-over, at 1, 2 and 4 agents per slot, and with stragglers cut."""
+def build_settings(
+    num_ranks: int,
+    steps: int,
+    seed: int,
+    kv_tokens: int,
+    *,
+    groups_per_rank: float = 8,
+    times: Sequence[float] = (1, 2, 4),
+) -> list[Setting]:
+    """Return settings with and without carry-over, at so many `times` agents per slot, and with stragglers cut."""
     shared: dict[str, Any] = {"num_ranks": num_ranks, "steps": steps, "seed": seed, "kv_tokens": kv_tokens}
+    shared["groups_per_rank"] = groups_per_rank
     settings = [
-        Setting(name=f"{times}x, lag {lag}", agents_per_slot=times, max_policy_lag=lag, **shared)
+        Setting(name=f"{number:g}x, lag {lag}", agents_per_slot=number, max_policy_lag=lag, **shared)
         for lag in (0, 1, 2)
-        for times in (1, 2, 4)
+        for number in times
     ]
     cut: dict[str, Any] = {"agents_per_slot": 4, "straggler_quantile": 0.9}
     settings += [Setting(name=f"4x, lag {lag}, cut at 0.9", max_policy_lag=lag, **cut, **shared) for lag in (0, 1)]
@@ -604,12 +613,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-tokens", type=int, nargs="+", default=[2_500_000], help="cache of a rank's engine")
+    parser.add_argument(
+        "--groups-per-rank", type=float, default=8, help="groups of 8 sessions in a rank's part of a step"
+    )
+    parser.add_argument("--agents-per-slot", type=float, nargs="+", default=[1, 2, 4])
     parser.add_argument("--real", action="store_true", help="compare with 2 and 4 real ranks; takes minutes")
     parser.add_argument("--scale", type=float, default=0.12, help="real seconds for a simulated one")
     arguments = parser.parse_args()
     document: dict[str, Any] = {"settings": [], "results": []}
     for kv_tokens in arguments.kv_tokens:
-        settings = build_settings(arguments.ranks, arguments.steps, arguments.seed, kv_tokens)
+        settings = build_settings(
+            arguments.ranks,
+            arguments.steps,
+            arguments.seed,
+            kv_tokens,
+            groups_per_rank=arguments.groups_per_rank,
+            times=arguments.agents_per_slot,
+        )
         results = [Run(setting).run() for setting in settings]
         print(f"\nRoom for {kv_tokens} tokens of keys and values:\n\n{render_table(results)}\n", flush=True)
         document["settings"] += [asdict(setting) for setting in settings]
