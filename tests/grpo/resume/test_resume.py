@@ -308,8 +308,8 @@ def test_open_sessions_of_two_ranks_begin_anew(tiny_model: Path, tmp_path: Path,
     # each rank's part of the one group that was open
     assert [len(task_ids) for task_ids in saved] == [2, 2]
     assert len({*saved[0], *saved[1]}) == 1
-    assert find_processes(tmp_path) == []
     finish(tiny_model, tmp_path, processes=2, **settings)
+    assert find_processes(tmp_path) == []
     lines = read_lines(tmp_path / "trained.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     tasks = {path.stem: read_record(path).rollout.task_id for path in tmp_path.glob("sessions/*/*/*.jsonl")}
