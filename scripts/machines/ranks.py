@@ -1,0 +1,169 @@
+"""Train with a rank on each of two machines, as `accelerate launch` does it: part c of scripts/test_machines.sh.
+
+The machines have /mnt in common, where output_dir is, and nothing else. A run of two steps is left alone; another one
+loses its second machine in its second step, and goes on once the machine is back. Their weights are compared, and the
+second run goes on with sessions that stay open over steps.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from machines import Machines
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+from tiny_qwen import build_tiny_qwen3  # noqa: E402 - from the tests' helpers
+
+SMOLLM2 = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
+LAUNCH_S = 300.0
+END_S = 120.0
+"""Within which the ranks that are left have to end."""
+RUN_FILE = ROOT / "scripts" / "machines" / "run.yaml"
+
+
+class Run:
+    """A training on both machines."""
+
+    def __init__(self, machines: Machines, name: str, *flags: str) -> None:
+        self.machines = machines
+        self.logs = [machines.folder / f"{name}-{machine}.log" for machine in (1, 2)]
+        self.ranks = [self._launch(machine, *flags) for machine in (1, 2)]
+
+    def _launch(self, machine: int, *flags: str) -> "subprocess.Popen[bytes]":
+        for moment in ("start", "end"):
+            (self.machines.disk(machine) / f"{moment}.pt").unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"),
+            *("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine - 1)),
+            *("--main_process_ip", self.machines.address(1), "--main_process_port", "29500"),
+            *("--mixed_precision", "no", "--dynamo_backend", "no"),
+            *(str(ROOT / "scripts" / "machines" / "train_rank.py"), "--config", str(RUN_FILE), *flags),
+        ]
+        with self.logs[machine - 1].open("wb") as log:
+            started: subprocess.Popen[bytes] = self.machines.popen(machine, command, stdout=log, stderr=log)
+        return started
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Return how the ranks ended. Raises `RuntimeError` with their output where one has not."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [rank.wait(max(deadline - time.monotonic(), 0.1)) for rank in self.ranks]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"a rank has not ended within {timeout_s:.0f} s\n{self.read_logs()}") from None
+
+    def require_end(self, timeout_s: float = LAUNCH_S) -> None:
+        """Raise `RuntimeError` unless both ranks end well."""
+        if any(self.wait(timeout_s)):
+            raise RuntimeError(f"a rank has failed\n{self.read_logs()}")
+
+    def read_logs(self) -> str:
+        """Return the end of what each rank printed."""
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.logs)
+
+    def read_weights(self, moment: str) -> list[dict[str, Any]]:
+        """Return what `train_rank.py` wrote on each machine."""
+        return [torch.load(self.machines.disk(machine) / f"{moment}.pt") for machine in (1, 2)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["c"])
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    with Machines(2, names_resolve=False) as machines:
+        found = prove(machines)
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if found["weights_equal"] and found["resumed_equal"] and not found["left_behind"] else 1
+
+
+def prove(machines: Machines) -> dict[str, Any]:
+    """Make the runs, and return what was found."""
+    build_tiny_qwen3(SMOLLM2, machines.share / "tiny")
+    began = time.monotonic()
+    whole = Run(machines, "whole", "--output_dir", "/mnt/whole")
+    whole.require_end()
+    start, ends = whole.read_weights("start")[0]["weights"], whole.read_weights("end")
+    say(f"two steps in {time.monotonic() - began:.0f} s")
+    found: dict[str, Any] = {"weights_equal": are_equal(ends), "moved": norm(ends[0]["weights"] - start)}
+    shutil.rmtree(machines.share / "whole" / "checkpoint-1")
+
+    killed = Run(machines, "killed")
+    await_second_step(machines.share / "run", killed)
+    machines.kill(2)
+    kill = time.monotonic()
+    found["seconds_to_end_after_kill"] = round(wait_after(killed, kill), 1)
+    machines.start(2)
+    resumed = Run(machines, "resumed", "--resume_from_checkpoint", "auto")
+    resumed.require_end()
+    resumes, again = resumed.read_weights("start"), resumed.read_weights("end")
+    found["resumed_from"] = [rank["step"] for rank in resumes]
+    gap = norm(again[0]["weights"] - ends[0]["weights"]) / found["moved"]
+    found["gap"] = gap
+    found["resumed_equal"] = found["resumed_from"] == [1, 1] and are_equal(again) and gap < 1e-3
+    say(f"resumed: weights differ by {gap:.1e} of their way from those of the run that was left alone")
+
+    longer = ["--max_steps", "4", "--max_policy_lag", "1", "--resume_from_checkpoint", "auto"]
+    carried = Run(machines, "carried", *longer)
+    carried.require_end()
+    found["weights_equal"] &= are_equal(carried.read_weights("end"))
+    machines.run(1, [sys.executable, "-m", "polar_trl", "replay", "/mnt/run"], timeout_s=LAUNCH_S)
+    say("replayed on the first machine")
+    return {**found, **count_sessions(machines)}
+
+
+def await_second_step(output: Path, run: Run) -> None:
+    """Return once the second step's sessions are under way on the second machine."""
+    deadline = time.monotonic() + LAUNCH_S
+    while not (
+        (output / "checkpoint-1" / "polar_state.json").exists()
+        and any(output.glob("sessions/*rank1/train_00001/*.jsonl"))
+    ):
+        if time.monotonic() > deadline or any(rank.poll() is not None for rank in run.ranks):
+            raise RuntimeError(f"the second step has not begun\n{run.read_logs()}")
+        time.sleep(0.05)
+
+
+def wait_after(run: Run, kill: float) -> float:
+    """Return how long the rank that is left took to end (s). Raises `RuntimeError` where it ended well."""
+    if not all(run.wait(END_S)):
+        raise RuntimeError(f"a rank ended well without the other\n{run.read_logs()}")
+    return time.monotonic() - kill
+
+
+def are_equal(ranks: list[dict[str, Any]]) -> bool:
+    """Tell whether ranks of two machines have the same weights, bit by bit."""
+    first, second = ranks
+    return first["host"] != second["host"] and torch.equal(first["weights"], second["weights"])
+
+
+def norm(weights: torch.Tensor) -> float:
+    """Return the length of a vector."""
+    return float(weights.double().norm())
+
+
+def count_sessions(machines: Machines) -> dict[str, Any]:
+    """Count the sessions by machine, and what they left there."""
+    paths = [path for path in machines.share.glob("*/sessions/*/*/*.jsonl")]
+    per_node = Counter(machines.name(1 + int(path.parents[1].name[-1])) for path in paths)
+    left = [line for machine in (1, 2) for line in machines.list_processes(machine)]
+    left += [str(path) for machine in (1, 2) for path in machines.disk(machine).glob("polar-trl-*/*")]
+    for line in left:
+        say(f"left behind: {line}")
+    return {"sessions": len(paths), "per_node": per_node, "lost": 0, "left_behind": len(left)}
+
+
+def say(text: str) -> None:
+    """Print a line about the state of things."""
+    print(f"ranks: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
