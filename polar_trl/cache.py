@@ -1,4 +1,4 @@
-"""Find the cache folder, for what can be made again: models, agents, environments, downloads, work trees, checks, tasks."""
+"""Find the cache folder, for what can be made again: models, agents, environments, downloads, trees, checks, tasks."""
 
 import os
 from pathlib import Path

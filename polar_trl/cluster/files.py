@@ -34,9 +34,9 @@ class Packed:
 
 def list_roots(tasks: Iterable[Task]) -> list[str]:
     """List the files and folders that tasks name, without those that lie below another one."""
-    paths = sorted({os.path.abspath(path) for task in tasks for path in _list_paths(task)}, key=lambda path: path + "/")
+    paths = {os.path.abspath(path) for task in tasks for path in _list_paths(task)}
     roots: list[str] = []
-    for path in paths:
+    for path in sorted(paths, key=lambda path: f"{path}/"):  # what is below comes right after
         if not roots or not Path(path).is_relative_to(roots[-1]):
             roots.append(path)
     return roots

@@ -25,7 +25,7 @@ from polar_trl.sandbox.base import Capabilities, ExecResult, Sandbox, SandboxBac
 from polar_trl.types import Task
 from polar_trl.user_code import describe_error, format_trace
 
-_REAP = 'exec 3<&0; { cat <&3; exec "$0" -m polar_trl clean; } > /dev/null 2>&1 &'
+_REAP = 'exec 3<&0; { read -r word <&3 || exec "$0" -m polar_trl clean; } > /dev/null 2>&1 &'
 
 
 class NodeParts(Protocol):
@@ -82,6 +82,7 @@ class Host:
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
         self._places: dict[str, Path] = {}
+        self._is_closed = False
 
     def greet(self, cache: str) -> NodeFacts:
         """Take the trainer's path of the cache, which agents' commands hold, and say what is installed here."""
@@ -111,14 +112,12 @@ class Host:
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         self._gate, self._tls, self._loop = gate, build_tls(Purpose.SERVER_AUTH), Loop("polar-relay")
         try:
-            hold_line(gate, token, self._tls)
+            hold_line(gate, token, self._tls, self._end)
         except OSError as error:
             raise SandboxError(f"the trainer cannot be reached at {gate[0]}:{gate[1]} ({error})") from error
         self._reaper = _start_reaper()
         self._parts = recipe.build(*([move(task, self._places) for task in tasks] for tasks in (tasks, checked)))
-        return NodeAbilities(
-            capabilities=self._parts.backend.capabilities, has_grader=self._parts.grader is not None
-        )
+        return NodeAbilities(capabilities=self._parts.backend.capabilities, has_grader=self._parts.grader is not None)
 
     def open(self, task: Task, session_id: str, token: bytes) -> str:
         """Make a sandbox that reaches the proxy behind the gate; return the path of its work folder inside."""
@@ -176,7 +175,7 @@ class Host:
             return grader.grade(session.task, session.sandbox, timeout_s=timeout_s)
         except PolarError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the grader's own, see above
             raise GradeError(describe_error(error), output=format_trace(error)) from None
 
     def destroy(self, session_id: str) -> None:
@@ -193,6 +192,15 @@ class Host:
         for session_id in list(self._sessions):
             self.destroy(session_id)
         self._parts.backend.close()
+        self._is_closed = True
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(b"nothing\n")
+        self._reaper.stdin.close()
+
+    def _end(self) -> None:
+        """End at once where the trainer has ended, or cannot be reached; the reaper does the rest."""
+        if not self._is_closed:
+            os._exit(1)
 
     def _find(self, session_id: str) -> _Session:
         try:
@@ -211,7 +219,7 @@ def read_facts() -> NodeFacts:
 
 
 def _start_reaper() -> "subprocess.Popen[bytes]":
-    """Start a process that waits for the end of this one, then removes what it left. Nobody's child: it outlives us."""
+    """Start a process that waits for the end of this one, then removes what that left."""
     process = subprocess.Popen(["sh", "-c", _REAP, sys.executable], stdin=subprocess.PIPE, start_new_session=True)
-    process.wait()
+    process.wait()  # the shell has gone, and what it put in the background is nobody's child that Ray could end
     return process

@@ -211,7 +211,8 @@ class Cluster:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
                 probe.connect((urlsplit(address).hostname or "", 1))
                 own = str(probe.getsockname()[0])
-        if ip_address(own).is_loopback or all(node["NodeManagerAddress"] == own for node in self.list_nodes().values()):
+        addresses = {str(node["NodeManagerAddress"]) for node in self.list_nodes().values()}
+        if ip_address(own).is_loopback or addresses == {own}:
             return "127.0.0.1", None
         tls = build_tls(Purpose.CLIENT_AUTH)
         if tls is None:
@@ -224,6 +225,8 @@ class Cluster:
 
 def _connect(address: str) -> bool:
     """Connect this process to the cluster; return whether it was not connected before."""
+    if address != "auto" and not address.startswith("ray://"):
+        raise ConfigError(f"sandbox_cluster is {address!r}: give auto or ray://host:port")
     try:
         import ray
     except ImportError as error:
@@ -235,7 +238,8 @@ def _connect(address: str) -> bool:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"sandbox_cluster: no cluster answers at {address!r} ({str(error).splitlines()[0]})") from error
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"sandbox_cluster: no cluster answers at {address!r} ({why})") from error
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, before)  # Ray's own would end the run without a word

@@ -10,7 +10,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -141,8 +141,8 @@ class Relay:
             writer.close()
 
 
-def hold_line(gate: Address, token: bytes, tls: ssl.SSLContext | None) -> None:
-    """Connect to the gate, and end this process once the connection ends: there is no trainer any more.
+def hold_line(gate: Address, token: bytes, tls: ssl.SSLContext | None, on_end: Callable[[], None]) -> None:
+    """Connect to the gate; `on_end` is called once the connection ends: there is no trainer any more.
 
     Raises `OSError` where it cannot be reached.
     """
@@ -156,6 +156,6 @@ def hold_line(gate: Address, token: bytes, tls: ssl.SSLContext | None) -> None:
     def watch() -> None:
         with suppress(OSError):
             connection.recv(1)
-        os._exit(1)
+        on_end()
 
     threading.Thread(target=watch, name="polar-line", daemon=True).start()

@@ -78,6 +78,7 @@ class RunnerContext:
     grader: Grader | None
     limits: SessionLimits
     train_auxiliary: bool
+    retry_lost_sessions: bool
     stage_slots: Mapping[str, threading.BoundedSemaphore]
     progress: StageProgress
     on_agent_end: Callable[[Job], None]
@@ -117,6 +118,16 @@ class SessionRun:
         self._changes: str | None = None
         self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0) | {"queue": queue_s}
 
+    def begin_again(self, ended: RolloutResult) -> "SessionRun | None":
+        """Return a session of the same job, where this one's node was lost and that is to be retried."""
+        if ended.rollout.stop_reason != "worker_lost" or not self._context.retry_lost_sessions:
+            return None
+        if (record := self.job.record_path) is not None:
+            record.rename(f"{record}.lost")  # to be looked at, and no record of the run
+        again = SessionRun(self._context, self.job, self._cut, queue_s=self._seconds["queue"])
+        again._log.count("retried_after_loss")
+        return again
+
     def cancel(self) -> None:
         """End the session soon, whatever it is doing. From any thread."""
         self._cancelled.set()
@@ -141,9 +152,7 @@ class SessionRun:
             stop_reason, failure = self._run_agent(self._sandbox)
             self._cut.note(None if failure else self._seconds["agent"])
             self._context.on_agent_end(self.job)
-            self._changes = self._redaction.clean(
-                self._sandbox.call(render_session_changes, self.job.task.files)
-            )
+            self._changes = self._redaction.clean(self._sandbox.call(render_session_changes, self.job.task.files))
             if failure is None:
                 reward, failure = self._grade(self._sandbox)
                 self._sandbox.require_whole()
