@@ -68,7 +68,9 @@ class RemoteBackend(SandboxBackend):
         with ThreadPoolExecutor(MAX_SETTING_UP, thread_name_prefix="polar-node") as setting_up:
             # each checks its part of the solutions
             parts = [tasks[place :: len(node_ids)] for place in range(len(node_ids))]
-            abilities = list(setting_up.map(self._set_up, node_ids, parts))
+            abilities = list(filter(None, setting_up.map(self._set_up_if_there, node_ids, parts)))
+        if not abilities:
+            raise SandboxError("sandbox_cluster: every node was lost while it was set up")
         self.has_grader = abilities[0].has_grader
         each = [ability.capabilities for ability in abilities]
         self.capabilities = Capabilities(
@@ -122,6 +124,13 @@ class RemoteBackend(SandboxBackend):
             if (node := self._nodes.get(node_id)) is None or node.is_lost:
                 self._set_up(node_id, ())
             return self._nodes[node_id]
+
+    def _set_up_if_there(self, node_id: str, checked: Sequence[Task]) -> NodeAbilities | None:
+        try:
+            return self._set_up(node_id, checked)
+        except WorkerLostError as error:  # Ray takes a while to notice
+            logger.warning("%s%s", error, "; its part of the solutions is not checked" if checked else "")
+            return None
 
     def _set_up(self, node_id: str, checked: Sequence[Task]) -> NodeAbilities:
         node = self._cluster.start_host(node_id)
