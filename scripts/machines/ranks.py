@@ -151,7 +151,7 @@ def norm(weights: torch.Tensor) -> float:
 
 def count_sessions(machines: Machines) -> dict[str, Any]:
     """Count the sessions by machine, and what they left there."""
-    paths = [path for path in machines.share.glob("*/sessions/*/*/*.jsonl")]
+    paths = list(machines.share.glob("*/sessions/*/*/*.jsonl"))
     per_node = Counter(machines.name(1 + int(path.parents[1].name[-1])) for path in paths)
     left = [line for machine in (1, 2) for line in machines.list_processes(machine)]
     left += [str(path) for machine in (1, 2) for path in machines.disk(machine).glob("polar-trl-*/*")]
