@@ -1,8 +1,8 @@
 """Machines made of Linux namespaces, to test what runs on several of them. As root, on Linux.
 
 Each has its own network (an address in 10.77.0.0/24 on a bridge), host name, boot id, processes, mounts, /tmp,
-/dev/shm, /etc/hosts and HOME. They share the kernel, its clock and cores, and the rest of the file system; /mnt is a folder that
-machines have in common and others do not, as a network file system would be.
+/dev/shm, /etc/hosts and HOME. They share the kernel, its clock and cores, and the rest of the file system; /mnt is a
+folder that machines have in common and others do not, as a network file system would be.
 
   python scripts/machines/machines.py 2 COMMAND ...    run the command in machine 1, with another machine beside it
 """
@@ -94,6 +94,8 @@ class Machines:
         subprocess.run(["ip", "link", "add", f"to{machine}", *peer], check=True)
         self._ip(0, "link", "set", f"to{machine}", "master", "br0", "up")
         self._ip(machine, "address", "add", f"{self.address(machine)}/24", "dev", "eth0")
+        # the same card after a restart, or others would ask for the old one for a while
+        self._ip(machine, "link", "set", "eth0", "address", f"02:00:00:00:00:0{machine}")
         for device in ("lo", "eth0"):
             self._ip(machine, "link", "set", device, "up")
 
@@ -114,13 +116,16 @@ class Machines:
         self._ip(0, "link", "set", f"to{machine}", "up")
 
     def popen(self, machine: int, command: Sequence[str], *, env: Mapping[str, str] = {}, **more: Any) -> Any:
-        """Start a command in a machine, in this process's folder: `subprocess.Popen`, whose pid is nsenter's.
+        """Start a command in a machine, in this process's folder: `subprocess.Popen` of what its end ends.
 
         Args:
             env: Beside this process's environment, in which HOME is the machine's own /tmp/home.
         """
         environment = {**os.environ, "HOME": "/tmp/home", **env}
-        return subprocess.Popen([*_DIE_WITH_US, *self._enter(machine), *command], env=environment, **more)
+        # nsenter starts the command as a child, which has to end with it
+        return subprocess.Popen(
+            [*_DIE_WITH_US, *self._enter(machine), *_DIE_WITH_US, *command], env=environment, **more
+        )
 
     def run(self, machine: int, command: Sequence[str], *, timeout_s: float = 60.0, **more: Any) -> str:
         """Run a command in a machine and return what it prints. Raises `subprocess.SubprocessError`."""
