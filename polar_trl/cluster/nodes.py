@@ -5,6 +5,7 @@ is named by the kind of sandbox ("bwrap", "docker"). So Ray decides where a sess
 see what is taken, and an autoscaler sees what is waited for.
 """
 
+import os
 import signal
 import socket
 import threading
@@ -227,6 +228,9 @@ def _connect(address: str) -> bool:
     """Connect this process to the cluster; return whether it was not connected before."""
     if address != "auto" and not address.startswith("ray://"):
         raise ConfigError(f"sandbox_cluster is {address!r}: give auto or ray://host:port")
+    # which would print what happens to nodes among our own output, and take the place of `print` for that
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
     try:
         import ray
     except ImportError as error:

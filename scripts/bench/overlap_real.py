@@ -277,7 +277,7 @@ def main() -> None:
     values, scale, out = json.loads(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
     setting = Setting(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     dist.init_process_group("gloo")
-    figures = Trainer(setting, scale, connect_ranks(setting.num_ranks)).run()
+    figures = Trainer(setting, scale, connect_ranks(setting.num_ranks, timeout_s=1800)).run()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(figures))
     dist.barrier()

@@ -1,8 +1,8 @@
 """Machines made of Linux namespaces, to test what runs on several of them. As root, on Linux.
 
-Each has its own network (an address in 10.77.0.0/24 on a bridge), host name, processes, mounts, /tmp, /dev/shm,
-/etc/hosts and HOME. They share the kernel, its clock and cores, and the rest of the file system; /mnt is a folder that
-machines have in common and others do not, as a network file system would be.
+Each has its own network (an address in 10.77.0.0/24 on a bridge), host name, boot id, processes, mounts, /tmp,
+/dev/shm, /etc/hosts and HOME. They share the kernel, its clock and cores, and the rest of the file system; /mnt is a
+folder that machines have in common and others do not, as a network file system would be.
 
   python scripts/machines/machines.py 2 COMMAND ...    run the command in machine 1, with another machine beside it
 """
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +31,7 @@ set -e
 cd "$FOLDER"  # by its path it cannot be reached once /tmp is another
 mount --make-rprivate /
 mount --bind hosts /etc/hosts
+mount --bind boot_id /proc/sys/kernel/random/boot_id
 mount --bind ../share /mnt
 mount --bind tmp /tmp
 mount -t tmpfs -o size=1g tmpfs /dev/shm
@@ -60,6 +62,7 @@ class Machines:
         self._launchers: dict[int, subprocess.Popen[bytes]] = {}
         self._firsts: dict[int, int] = {}
         """Process ids of the machines' first processes, as this machine numbers them; 0 is the bridge."""
+        self._boot_ids: list[str] = []
         try:
             self._launch(0, ["--net"], 'touch "$FOLDER/ready"; exec sleep infinity')
             self._ip(0, "link", "add", "br0", "type", "bridge")
@@ -82,6 +85,8 @@ class Machines:
         (folder / "tmp" / "home").mkdir(parents=True, exist_ok=True)
         (folder / "tmp").chmod(0o1777)
         others = [f"{self.address(other)} {self.name(other)}\n" for other in range(1, 10)] * self._names_resolve
+        self._boot_ids.append(str(uuid.uuid4()))
+        (folder / "boot_id").write_text(f"{self._boot_ids[-1]}\n")
         (folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *others]))
         self._launch(machine, ["--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--mount-proc"], _BOOT)
         ours, bridge = str(self._firsts[machine]), str(self._firsts[0])
@@ -89,6 +94,8 @@ class Machines:
         subprocess.run(["ip", "link", "add", f"to{machine}", *peer], check=True)
         self._ip(0, "link", "set", f"to{machine}", "master", "br0", "up")
         self._ip(machine, "address", "add", f"{self.address(machine)}/24", "dev", "eth0")
+        # the same card after a restart, or others would ask for the old one for a while
+        self._ip(machine, "link", "set", "eth0", "address", f"02:00:00:00:00:0{machine}")
         for device in ("lo", "eth0"):
             self._ip(machine, "link", "set", device, "up")
 
@@ -109,13 +116,16 @@ class Machines:
         self._ip(0, "link", "set", f"to{machine}", "up")
 
     def popen(self, machine: int, command: Sequence[str], *, env: Mapping[str, str] = {}, **more: Any) -> Any:
-        """Start a command in a machine, in this process's folder: `subprocess.Popen`, whose pid is nsenter's.
+        """Start a command in a machine, in this process's folder: `subprocess.Popen` of what its end ends.
 
         Args:
             env: Beside this process's environment, in which HOME is the machine's own /tmp/home.
         """
         environment = {**os.environ, "HOME": "/tmp/home", **env}
-        return subprocess.Popen([*_DIE_WITH_US, *self._enter(machine), *command], env=environment, **more)
+        # nsenter starts the command as a child, which has to end with it
+        return subprocess.Popen(
+            [*_DIE_WITH_US, *self._enter(machine), *_DIE_WITH_US, *command], env=environment, **more
+        )
 
     def run(self, machine: int, command: Sequence[str], *, timeout_s: float = 60.0, **more: Any) -> str:
         """Run a command in a machine and return what it prints. Raises `subprocess.SubprocessError`."""
@@ -136,6 +146,16 @@ class Machines:
         lines = [line.strip().split(maxsplit=1) for line in printed.splitlines()]
         idle = ("sleep 1000", "ps -e")
         return [words[1] for words in lines if words[0] != "1" and not words[1].startswith(idle)]
+
+    def list_left_behind(self) -> list[str]:
+        """List what runs on the machines, their session folders, and the control groups of their sandboxes."""
+        machines = [machine for machine in self._firsts if machine]
+        groups = [path for path in Path("/sys/fs/cgroup").rglob("polar-trl/*") if path.is_dir()]
+        return [
+            *(line for machine in machines for line in self.list_processes(machine)),
+            *(str(path) for machine in machines for path in self.disk(machine).glob("polar-trl-*/*")),
+            *(str(path) for path in groups if any(boot_id in path.name for boot_id in self._boot_ids)),
+        ]
 
     def disk(self, machine: int) -> Path:
         """Return where a machine's /tmp is found from here."""

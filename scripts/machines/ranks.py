@@ -1,12 +1,15 @@
-"""Train with a rank on each of two machines, as `accelerate launch` does it: part c of scripts/test_machines.sh.
+"""Train with a rank on each of two machines: part c of scripts/test_machines.sh.
 
-The machines have /mnt in common, where output_dir is, and nothing else. A run of two steps is left alone; another one
-loses its second machine in its second step, and goes on once the machine is back. Their weights are compared, and the
-second run goes on with sessions that stay open over steps.
+The machines have /mnt in common, where output_dir is, and nothing else; their host names do not resolve. A run of two
+steps (accelerate launch) is left alone; another one loses its second machine in its second step, and goes on once the
+machine is back (torchrun). Their weights are compared. The second run makes two more steps, as a job of SLURM with a
+stand-in for srun, with sessions that stay open over steps and that any rank may begin, and is replayed. Last, runs on
+machines that have not the same folders are refused.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,30 +29,50 @@ SMOLLM2 = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 LAUNCH_S = 300.0
 END_S = 120.0
 """Within which the ranks that are left have to end."""
+JOB = ROOT / "examples" / "more_machines" / "train.sbatch"
 RUN_FILE = ROOT / "scripts" / "machines" / "run.yaml"
 
 
-class Run:
-    """A training on both machines."""
+def build_accelerate(machine: int) -> list[str]:
+    """Build the command of docs/more-gpus.md that starts a machine's rank."""
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"),
+        *("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine - 1)),
+        *("--main_process_ip", Machines.address(1), "--main_process_port", "29500"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),
+    ]
 
-    def __init__(self, machines: Machines, name: str, *flags: str) -> None:
+
+def build_torchrun(machine: int) -> list[str]:
+    """Build the other one."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--node-rank", str(machine - 1), "--master-addr", Machines.address(1), "--master-port", "29500"),
+    ]
+
+
+class Run:
+    """A training on both machines.
+
+    Args:
+        launch: Builds what starts a machine's rank; None: a job of SLURM does.
+        flags: Beside those of run.yaml.
+    """
+
+    def __init__(self, machines: Machines, name: str, *flags: str, launch: Any = build_accelerate) -> None:
         self.machines = machines
         self.logs = [machines.folder / f"{name}-{machine}.log" for machine in (1, 2)]
-        self.ranks = [self._launch(machine, *flags) for machine in (1, 2)]
-
-    def _launch(self, machine: int, *flags: str) -> "subprocess.Popen[bytes]":
-        for moment in ("start", "end"):
-            (self.machines.disk(machine) / f"{moment}.pt").unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"),
-            *("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine - 1)),
-            *("--main_process_ip", self.machines.address(1), "--main_process_port", "29500"),
-            *("--mixed_precision", "no", "--dynamo_backend", "no"),
-            *(str(ROOT / "scripts" / "machines" / "train_rank.py"), "--config", str(RUN_FILE), *flags),
-        ]
-        with self.logs[machine - 1].open("wb") as log:
-            started: subprocess.Popen[bytes] = self.machines.popen(machine, command, stdout=log, stderr=log)
-        return started
+        flags = ("--config", str(RUN_FILE), *flags)
+        script = str(ROOT / "scripts" / "machines" / "train_rank.py")
+        job = read_job(machines, *flags) if launch is None else ([], {})
+        self.ranks = []
+        for machine, log in zip((1, 2), self.logs, strict=True):
+            for moment in ("start", "end"):
+                (machines.disk(machine) / f"{moment}.pt").unlink(missing_ok=True)
+            command, env = ([*launch(machine), script, *flags], {}) if launch is not None else job
+            env = {**env, "SLURM_NODEID": str(machine - 1)}
+            with log.open("wb") as file:
+                self.ranks.append(machines.popen(machine, command, env=env, stdout=file, stderr=file))
 
     def wait(self, timeout_s: float) -> list[int]:
         """Return how the ranks ended. Raises `RuntimeError` with their output where one has not."""
@@ -73,6 +96,23 @@ class Run:
         return [torch.load(self.machines.disk(machine) / f"{moment}.pt") for machine in (1, 2)]
 
 
+def read_job(machines: Machines, *flags: str) -> tuple[list[str], dict[str, str]]:
+    """Return what the job of SLURM in examples/ has srun start on each machine, and its environment."""
+    bin, said = machines.folder / "bin", machines.folder / "srun"
+    bin.mkdir()
+    for name, program in (
+        ("scontrol", f"printf '%s\\n' {machines.address(1)} {machines.address(2)}"),
+        ("srun", f"printf '%s\\0' FIRST=$FIRST \"$@\" > {said}"),
+    ):
+        (bin / name).write_text(f"#!/bin/bash\n{program}\n")
+        (bin / name).chmod(0o755)
+    path = f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {"PATH": path, "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    subprocess.run(["bash", str(JOB), *flags], env={**os.environ, **env}, check=True)
+    first, _option, *command = said.read_text().split("\0")[:-1]
+    return command, {**env, "FIRST": first.removeprefix("FIRST=")}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["c"])
@@ -93,7 +133,6 @@ def prove(machines: Machines) -> dict[str, Any]:
     start, ends = whole.read_weights("start")[0]["weights"], whole.read_weights("end")
     say(f"two steps in {time.monotonic() - began:.0f} s")
     found: dict[str, Any] = {"weights_equal": are_equal(ends), "moved": norm(ends[0]["weights"] - start)}
-    shutil.rmtree(machines.share / "whole" / "checkpoint-1")
 
     killed = Run(machines, "killed")
     await_second_step(machines.share / "run", killed)
@@ -101,22 +140,37 @@ def prove(machines: Machines) -> dict[str, Any]:
     kill = time.monotonic()
     found["seconds_to_end_after_kill"] = round(wait_after(killed, kill), 1)
     machines.start(2)
-    resumed = Run(machines, "resumed", "--resume_from_checkpoint", "auto")
+    resumed = Run(machines, "resumed", "--resume_from_checkpoint", "auto", launch=build_torchrun)
     resumed.require_end()
     resumes, again = resumed.read_weights("start"), resumed.read_weights("end")
     found["resumed_from"] = [rank["step"] for rank in resumes]
     gap = norm(again[0]["weights"] - ends[0]["weights"]) / found["moved"]
     found["gap"] = gap
-    found["resumed_equal"] = found["resumed_from"] == [1, 1] and are_equal(again) and gap < 1e-3
+    found["resumed_equal"] = found["resumed_from"] == [1, 1] and are_equal(again) and gap < 1e-4
     say(f"resumed: weights differ by {gap:.1e} of their way from those of the run that was left alone")
 
     longer = ["--max_steps", "4", "--max_policy_lag", "1", "--resume_from_checkpoint", "auto"]
-    carried = Run(machines, "carried", *longer)
-    carried.require_end()
-    found["weights_equal"] &= are_equal(carried.read_weights("end"))
+    Run(machines, "carried", *longer, launch=None).require_end()
     machines.run(1, [sys.executable, "-m", "polar_trl", "replay", "/mnt/run"], timeout_s=LAUNCH_S)
     say("replayed on the first machine")
-    return {**found, **count_sessions(machines)}
+    counted = count_sessions(machines)
+
+    refuse(machines, "unshared", "is not the folder that rank 0 has on node1", "--output_dir", "/tmp/run")
+    for machine, run in ((1, "whole"), (2, "run")):
+        shutil.copytree(machines.share / run / "checkpoint-1", machines.disk(machine) / "old" / "checkpoint-1")
+    old = ["--output_dir", "/mnt/branch", "--resume_from_checkpoint", "/tmp/old/checkpoint-1"]
+    refuse(machines, "other-checkpoint", "the checkpoint to go on from is checkpoint-1, written after", *old)
+    return {**found, **counted}
+
+
+def refuse(machines: Machines, name: str, sentence: str, *flags: str) -> None:
+    """Raise `RuntimeError` unless both ranks end with this sentence, and no session was begun."""
+    began = time.monotonic()
+    run = Run(machines, name, *flags)
+    is_refused = all(run.wait(LAUNCH_S)) and all(sentence in log.read_text() for log in run.logs)
+    if not is_refused or any(machines.share.glob("branch/sessions/*/*")):
+        raise RuntimeError(f"this run should have been refused\n{run.read_logs()}")
+    say(f"refused after {time.monotonic() - began:.0f} s: ... {sentence} ...")
 
 
 def await_second_step(output: Path, run: Run) -> None:
@@ -151,10 +205,9 @@ def norm(weights: torch.Tensor) -> float:
 
 def count_sessions(machines: Machines) -> dict[str, Any]:
     """Count the sessions by machine, and what they left there."""
-    paths = [path for path in machines.share.glob("*/sessions/*/*/*.jsonl")]
+    paths = list(machines.share.glob("*/sessions/*/*/*.jsonl"))
     per_node = Counter(machines.name(1 + int(path.parents[1].name[-1])) for path in paths)
-    left = [line for machine in (1, 2) for line in machines.list_processes(machine)]
-    left += [str(path) for machine in (1, 2) for path in machines.disk(machine).glob("polar-trl-*/*")]
+    left = machines.list_left_behind()
     for line in left:
         say(f"left behind: {line}")
     return {"sessions": len(paths), "per_node": per_node, "lost": 0, "left_behind": len(left)}

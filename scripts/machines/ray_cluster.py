@@ -8,6 +8,8 @@ from pathlib import Path
 from machines import Machines
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
+DEV = Path(__file__).resolve().parents[1] / "dev"
+ENGINE = {"DOCKER_HOST": "unix:///tmp/engine/docker.sock"}
 START_S = 120.0
 _NEW = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
 HEAD_PORT, CLIENT_PORT = 6379, 10001
@@ -50,6 +52,12 @@ class RayCluster:
             "RAY_memory_monitor_refresh_ms": "0",
         }
 
+    def start_engine(self, machine: int) -> None:
+        """Start a container engine on a machine, with an image of its own, before that joins."""
+        env = {"POLAR_ENGINE": "/tmp/engine"}
+        self.machines.run(machine, ["bash", str(DEV / "container_engine.sh"), "up"], env=env, timeout_s=START_S)
+        self.machines.run(machine, [sys.executable, str(DEV / "make_test_image.py")], env=ENGINE, timeout_s=START_S)
+
     def join(self, machine: int, *kinds: str) -> None:
         """Have a machine join, marked for these kinds of sandboxes."""
         marks = ", ".join(f'"{kind}": 1' for kind in kinds)
@@ -62,7 +70,7 @@ class RayCluster:
             *("--object-store-memory=100000000", "--memory=8000000000"),
         ]
         command = [*RAY, "start", *flags, *common, *(["--include-dashboard=false"] if "--head" in flags else [])]
-        self.machines.run(machine, command, env=self.env(machine), timeout_s=START_S, stderr=subprocess.STDOUT)
+        self.machines.run(machine, command, env=self.env(machine) | ENGINE, timeout_s=START_S, stderr=subprocess.STDOUT)
 
     def _make_certificate(self, machine: int) -> None:
         names = f"subjectAltName=IP:{self.machines.address(machine)},IP:127.0.0.1,DNS:localhost"
@@ -82,7 +90,7 @@ def find_left(machines: Machines, numbers: list[int]) -> list[str]:
     """List what sessions left on machines: processes that are not Ray's, and folders."""
     found = []
     for machine in numbers:
-        is_ray = ("ray::", "ray/", "raylet", "gcs_server", "setup_worker", "ray.scripts", "_private")
+        is_ray = ("ray::", "ray/", "ray.util", "raylet", "gcs_server", "setup_worker", "ray.scripts", "_private", "dockerd", "containerd ")
         processes = machines.list_processes(machine)
         found += [line for line in processes if not any(word in line for word in is_ray)]
         found += [str(path) for path in Path(machines.disk(machine)).glob("polar-trl-*/*")]

@@ -3,14 +3,13 @@
 Machine 1 is the head of a Ray cluster and trains; agents run on machines 2 and 3, with TLS and a token between them.
 
   a   two steps of 16 sessions in bubblewrap, then two in containers of an engine on each machine
-  b   two steps, in the first of which machine 3 is killed and machine 4 joins; a machine whose cable is pulled; a
-      trainer that is killed
+  b   two steps, in the first of which machine 3 is killed and machine 4 joins; a step in which its cable is pulled;
+      trainers that are interrupted and killed
 """
 
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ TRAIN_S = 400.0
 END_S = 60.0
 SESSIONS = 16
 """Of a step."""
+IMAGE = "polar-trl-test:latest"
 NAME = "hostname > machine.txt"
 """In an agent's command: which machine it ran on, read back from the record of its changes."""
 
@@ -93,18 +93,21 @@ def main() -> int:
 def prove_sessions(cluster: RayCluster) -> dict[str, Any]:
     """Part a."""
     for machine in (2, 3):
-        cluster.join(machine, "bwrap")
-    began = time.monotonic()
-    training = Training(cluster, "bwrap", agent=f"{NAME}; {read_agent()}")
-    training.require_end()
-    say(f"two steps in bubblewrap in {time.monotonic() - began:.0f} s")
-    ends = training.list_ends()
+        cluster.start_engine(machine)
+        cluster.join(machine, "bwrap", "docker")
+    ends = []
+    for kind, flags in (("bwrap", ["bwrap"]), ("docker", ["docker", "--sandbox_image", IMAGE])):
+        began = time.monotonic()
+        training = Training(cluster, kind, "--sandbox", *flags, agent=f"{NAME}; {read_agent()}")
+        training.require_end()
+        say(f"two steps of {SESSIONS} sessions with {kind} in {time.monotonic() - began:.0f} s")
+        ends += training.list_ends()
     found = count_sessions(cluster, ends, [1, 2, 3])
+    found["without_reward"] = sum(end["reward"] is None for end in ends)
     found["holds"] = (
-        found["sessions"] == 2 * SESSIONS
+        found["sessions"] == 4 * SESSIONS
         and set(found["per_node"]) == {"node2", "node3"}
-        and not found["left_behind"]
-        and all(end["reward"] is not None for end in ends)
+        and found["left_behind"] == found["without_reward"] == 0
     )
     return found
 
@@ -125,23 +128,35 @@ def prove_faults(cluster: RayCluster) -> dict[str, Any]:
     ends = training.list_ends()
     found = count_sessions(cluster, ends, [1, 2, 4])
     lost = [end for end in ends if end["stop_reason"] == "worker_lost"]
-    found["lost_rewards"] = [end["reward"] for end in lost]
+    found["lost_by_node"] = Counter(end["error"].partition(" was lost")[0] for end in lost)
 
     cut = Training(cluster, "cut", "--max_steps", "1", agent=slow)
     cut.await_calls(SESSIONS)
     machines.cut(4)
     began = time.monotonic()
+    say("machine 4 is cut off")
     cut.require_end()
     found["seconds_after_cut"] = round(time.monotonic() - began)
     found["lost_by_cut"] = sum(end["stop_reason"] == "worker_lost" for end in cut.list_ends())
-    say(f"machine 4 was cut off, and the step ended {found['seconds_after_cut']} s later")
-    left_on_cut = await_nothing(machines, [4])
+    found["left_behind"] += len(await_nothing(machines, [4]))
 
-    killed = Training(cluster, "stopped", agent=slow)
-    killed.await_calls(1)
-    killed.process.send_signal(signal.SIGKILL)
-    subprocess.run(["pkill", "--help"], capture_output=True, check=False)
-    return found | {"left_on_cut": left_on_cut}
+    for name, how in (("interrupted", signal.SIGINT), ("killed_trainer", signal.SIGKILL)):
+        stopped = Training(cluster, name, agent=slow)
+        stopped.await_calls(1)
+        machines.signal(stopped.process, how)
+        stopped.process.wait(END_S)
+        found["left_behind"] += len(await_nothing(machines, [1, 2]))
+        say(f"a trainer was ended by {how.name}")
+    found["holds"] = (
+        found["sessions"] == 2 * SESSIONS
+        and found["lost"] > 0
+        and found["lost_by_cut"] > 0
+        and found["left_behind"] == 0
+        and "node4" in found["per_node"]
+        and all(end["reward"] is None for end in lost)
+        and all(end["reward"] is not None for end in ends if end not in lost)
+    )
+    return found
 
 
 def count_sessions(cluster: RayCluster, ends: list[dict[str, Any]], machines: list[int]) -> dict[str, Any]:
