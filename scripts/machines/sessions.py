@@ -9,6 +9,7 @@ Machine 1 is the head of a Ray cluster and trains; agents run on machines 2 and 
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -70,6 +71,15 @@ class Training:
         """Raise `RuntimeError` unless it ends well."""
         if self.process.wait(TRAIN_S):
             raise RuntimeError(f"the trainer has failed\n{self.read_log()}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the trainer itself, which is below what entered the machine."""
+        pid = self.process.pid
+        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pid = int(children[0])
+            if b"polar_trl" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                break
+        os.kill(pid, number)
 
     def list_ends(self) -> list[dict[str, Any]]:
         """List the last lines of the sessions' records."""
@@ -143,7 +153,7 @@ def prove_faults(cluster: RayCluster) -> dict[str, Any]:
     for name, how in (("interrupted", signal.SIGINT), ("killed_trainer", signal.SIGKILL)):
         stopped = Training(cluster, name, agent=slow)
         stopped.await_calls(1)
-        machines.signal(stopped.process, how)
+        stopped.signal(how)
         stopped.process.wait(END_S)
         found["left_behind"] += len(await_nothing(machines, [1, 2]))
         say(f"a trainer was ended by {how.name}")
