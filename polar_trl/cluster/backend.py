@@ -52,6 +52,8 @@ class RemoteBackend(SandboxBackend):
         self._cluster = Cluster(address, needs={"CPU": cpus, "memory": limits.memory_mb << 20}, kind=kind)
         self._recipe = recipe
         self._tasks: Sequence[Task] = ()
+        self._digests: dict[str, str] = {}
+        """Of the files and folders that tasks name."""
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._setting_up: dict[str, threading.Lock] = {}
@@ -63,12 +65,13 @@ class RemoteBackend(SandboxBackend):
 
         Raises `ConfigError` or `SandboxError` naming the node.
         """
-        self._tasks = tasks
-        node_ids = list(self._cluster.list_nodes())
-        with ThreadPoolExecutor(MAX_SETTING_UP, thread_name_prefix="polar-node") as setting_up:
-            # each checks its part of the solutions
-            parts = [tasks[place :: len(node_ids)] for place in range(len(node_ids))]
-            abilities = list(filter(None, setting_up.map(self._set_up_if_there, node_ids, parts)))
+        outcomes = self.set_up_all(tasks)
+        lost = [error for error in outcomes.values() if isinstance(error, WorkerLostError)]
+        if failed := [error for error in outcomes.values() if isinstance(error, PolarError) and error not in lost]:
+            raise failed[0]
+        for error in lost:  # Ray takes a while to notice; what it should have checked is not
+            logger.warning("%s", error)
+        abilities = [found for found in outcomes.values() if isinstance(found, NodeAbilities)]
         if not abilities:
             raise SandboxError("sandbox_cluster: every node was lost while it was set up")
         self.has_grader = abilities[0].has_grader
@@ -80,14 +83,43 @@ class RemoteBackend(SandboxBackend):
             uses_images=all(one.uses_images for one in each),
         )
 
+    def set_up_all(self, tasks: Sequence[Task]) -> dict[str, NodeAbilities | PolarError]:
+        """Set every node up at once; what each can do, or why not, by the nodes' ids. Each checks its part of the
+        solutions."""
+        self._tasks = tasks
+        self._digests = {root: pack(root).digest for root in list_roots(tasks)}
+        node_ids = list(self._cluster.list_nodes())
+
+        def set_up(place: int) -> NodeAbilities | PolarError:
+            try:
+                return self._set_up(node_ids[place], tasks[place :: len(node_ids)])
+            except PolarError as error:
+                return error
+
+        with ThreadPoolExecutor(MAX_SETTING_UP, thread_name_prefix="polar-node") as setting_up:
+            return dict(zip(node_ids, setting_up.map(set_up, range(len(node_ids))), strict=True))
+
+    def name_node(self, node_id: str) -> str:
+        """Return a node's host name."""
+        return self._cluster.name_node(node_id)
+
+    def do(self, node_id: str, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function, one that can be imported by its name, in the Host of a node that is set up."""
+        result: _T = self._nodes[node_id].ask("do", function, *arguments)
+        return result
+
     def list_names(self) -> list[str]:
         """List the names of the nodes that are set up."""
         return sorted(node.name for node in self._nodes.values())
 
-    def create(self, task: Task, session_id: str) -> "RemoteSandbox":
-        """Wait for a place, and make a sandbox there. Raises `SandboxError`."""
+    def create(self, task: Task, session_id: str, node_id: str | None = None) -> "RemoteSandbox":
+        """Wait for a place, and make a sandbox there. Raises `SandboxError`.
+
+        Args:
+            node_id: Of the node where it has to be; None: wherever there is room.
+        """
         for _ in range(MAX_PLACEMENTS):
-            place = self._cluster.take_place()
+            place = self._cluster.take_place(node_id)
             door = self._cluster.gate.open_door()
             try:
                 node = self._find(place.node_id)
@@ -125,13 +157,6 @@ class RemoteBackend(SandboxBackend):
                 self._set_up(node_id, ())
             return self._nodes[node_id]
 
-    def _set_up_if_there(self, node_id: str, checked: Sequence[Task]) -> NodeAbilities | None:
-        try:
-            return self._set_up(node_id, checked)
-        except WorkerLostError as error:  # Ray takes a while to notice
-            logger.warning("%s%s", error, "; its part of the solutions is not checked" if checked else "")
-            return None
-
     def _set_up(self, node_id: str, checked: Sequence[Task]) -> NodeAbilities:
         node = self._cluster.start_host(node_id)
         try:
@@ -155,9 +180,8 @@ class RemoteBackend(SandboxBackend):
         return abilities
 
     def _send_files(self, node: Node) -> None:
-        roots = list_roots(self._tasks)
-        missing = set(node.ask("list_missing", {root: pack(root).digest for root in roots}))
-        for sent in batch(pack(root) for root in roots if root in missing):
+        missing = set(node.ask("list_missing", self._digests))
+        for sent in batch(pack(root) for root in self._digests if root in missing):
             node.ask("receive", sent)
 
 

@@ -157,6 +157,10 @@ class Host:
         """See `Sandbox.call`."""
         return function(self._find(session_id).sandbox, *arguments)
 
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in this process."""
+        return function(*arguments)
+
     def kill(self, session_id: str) -> None:
         """See `Sandbox.kill`; a session that has ended stays so."""
         if session := self._sessions.get(session_id):

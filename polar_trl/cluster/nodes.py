@@ -130,12 +130,20 @@ class Cluster:
             if all(node["Resources"].get(name, 0.0) >= amount for name, amount in self._needs.items())
         }
 
-    def take_place(self) -> Place:
-        """Wait for a place. Raises `SandboxError` once `give_up` is called."""
+    def name_node(self, node_id: str) -> str:
+        """Return a node's host name."""
+        import ray
+
+        names = (node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] == node_id)
+        return str(next(names, node_id[:8]))
+
+    def take_place(self, node_id: str | None = None) -> Place:
+        """Wait for a place, on this node if one is given. Raises `SandboxError` once `give_up` is called."""
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
         before = self._num_given_up
-        group = placement_group([self._needs], strategy="STRICT_PACK")
+        where = None if node_id is None else [{"ray.io/node-id": node_id}]
+        group = placement_group([self._needs], strategy="STRICT_PACK", bundle_label_selector=where)
         try:
             while not group.wait(POLL_S):
                 if self._num_given_up != before:

@@ -70,7 +70,9 @@ class RayCluster:
             *("--object-store-memory=100000000", "--memory=8000000000"),
         ]
         command = [*RAY, "start", *flags, *common, *(["--include-dashboard=false"] if "--head" in flags else [])]
-        self.machines.run(machine, command, env=self.env(machine) | ENGINE, timeout_s=START_S, stderr=subprocess.STDOUT)
+        self.machines.run(
+            machine, command, env=self.env(machine) | ENGINE, timeout_s=START_S, stderr=subprocess.STDOUT
+        )
 
     def _make_certificate(self, machine: int) -> None:
         names = f"subjectAltName=IP:{self.machines.address(machine)},IP:127.0.0.1,DNS:localhost"
@@ -90,7 +92,18 @@ def find_left(machines: Machines, numbers: list[int]) -> list[str]:
     """List what sessions left on machines: processes that are not Ray's, and folders."""
     found = []
     for machine in numbers:
-        is_ray = ("ray::", "ray/", "ray.util", "raylet", "gcs_server", "setup_worker", "ray.scripts", "_private", "dockerd", "containerd ")
+        is_ray = (
+            "ray::",
+            "ray/",
+            "ray.util",
+            "raylet",
+            "gcs_server",
+            "setup_worker",
+            "ray.scripts",
+            "_private",
+            "dockerd",
+            "containerd ",
+        )
         processes = machines.list_processes(machine)
         found += [line for line in processes if not any(word in line for word in is_ray)]
         found += [str(path) for path in Path(machines.disk(machine)).glob("polar-trl-*/*")]

@@ -183,7 +183,7 @@ def test_certificates_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_gate_is_bound_to_one_address_and_refuses_others(gate: Gate) -> None:
-    with pytest.raises(ConfigError, match="cannot listen on 203.0.113.1"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
         Gate("203.0.113.1", None)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", gate.address[1]), timeout=5)
@@ -193,7 +193,10 @@ def test_silence_ends_a_connection_in_bounded_time() -> None:
     """A peer whose packets are dropped, as of a machine that is cut off, is noticed by the kernel's probes."""
     from polar_trl.cluster.relay import PROBE_S, SILENCE_S, set_probes
 
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
         set_probes(connection)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         count = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)

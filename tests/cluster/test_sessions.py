@@ -86,7 +86,7 @@ def test_agents_reach_the_proxy_and_no_port_of_the_cluster(tmp_path: Path) -> No
         "    except OSError as error: found[port] = 'shut'\n"
         "json.dump(found, open('out.txt', 'w'))"
     )
-    with cluster_runner([TASK], agent=f"{CALL}; python3 -I -S -c \"$LOOK\"") as runner:
+    with cluster_runner([TASK], agent=f'{CALL}; python3 -I -S -c "$LOOK"') as runner:
         ports = [port for node in ray.nodes() for port in (node["NodeManagerPort"], node["ObjectManagerPort"])]
         address, gcs = os.environ["RAY_ADDRESS"].split(":")
         targets = [(host, port) for port in (*ports, int(gcs)) for host in ("127.0.0.1", address)]
@@ -187,8 +187,8 @@ def test_a_lost_node_takes_its_sessions_and_a_new_one_is_used(nodes: RayNodes, t
                 done.set()
             return REPLY
 
-        # the first ones wait until the node is gone
-        agent = f"{CALL}; sleep 8; echo hello > out.txt"
+        # those that are left wait until the node is gone
+        agent = f"{CALL}; sleep 6; echo hello > out.txt"
         folder = tmp_path / str(retry)
         folder.mkdir()
         with cluster_runner([TASK], agent=agent, reply=reply, config=config) as runner:
@@ -226,3 +226,28 @@ def test_a_trainer_that_is_stopped_leaves_nothing_on_the_node(how: signal.Signal
         trainer.send_signal(how)
         trainer.wait(60)
     wait_until_nothing_is_left(before)
+
+
+def test_doctor_tries_agents_on_every_node(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["doctor", "pi", "codex@0.0.1", "--sandbox_cluster", "auto", "--json"]
+    assert main(words) == 1
+    (node,) = json.loads(capsys.readouterr().out)["nodes"].values()
+    assert node["problem"] == ""
+    assert node["agents"]["pi"]["works"], node["agents"]["pi"]["why"]
+    assert not node["agents"]["codex@0.0.1"]["works"]
+    assert "is not installed there" in node["agents"]["codex@0.0.1"]["why"]
+
+
+def test_another_version_of_the_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: RayNodes
+) -> None:
+    """The node's copy differs by a comment."""
+    other = RayNodes.copy_code(tmp_path)
+    monkeypatch.chdir(tmp_path)  # Ray has its workers look in the folders of the driver, too
+    monkeypatch.setenv("PYTHONPATH", f"{other}{os.pathsep}{os.environ['PYTHONPATH']}")
+    node = nodes.add(cpus=1)
+    try:
+        with pytest.raises(ConfigError, match=r"node .*: polar_trl is .* in .*other/polar_trl, and .* here: install"):
+            build_cluster_parts([TASK])
+    finally:
+        nodes.remove(node)

@@ -1,6 +1,7 @@
 """A Ray cluster on this machine, and a trainer with a scripted model whose sessions run on it."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 from short_sessions import CALL, RENDERER, REPLY
 
+import polar_trl
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.proxy import Proxy
@@ -25,7 +27,7 @@ class RayNodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        os.environ["RAY_memory_monitor_refresh_ms"] = "0"
+        os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - its name
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **_SIZES})
         os.environ["RAY_ADDRESS"] = self._cluster.address  # what "auto" is, here and in processes that tests start
 
@@ -38,6 +40,15 @@ class RayNodes:
     def remove(self, node: Any) -> None:
         """Kill a node."""
         self._cluster.remove_node(node, allow_graceful=False)
+
+    @staticmethod
+    def copy_code(folder: Path) -> Path:
+        """Copy the package with a comment more; return the folder that it is imported from."""
+        copied = folder / "other"
+        shutil.copytree(Path(polar_trl.__file__).parent, copied / "polar_trl")
+        with (copied / "polar_trl" / "names.py").open("a") as file:
+            file.write("# another version\n")
+        return copied
 
     def close(self) -> None:
         """End the cluster."""
@@ -61,7 +72,7 @@ def cluster_runner(
     *,
     agent: str = CALL,
     reply: Callable[..., Any] = lambda prompt: REPLY,
-    config: RolloutConfig = RolloutConfig(),
+    config: RolloutConfig | None = None,
     **settings: Any,
 ) -> Iterator[RolloutRunner]:
     """Run sessions of an agent whose model says `reply`."""
@@ -69,7 +80,11 @@ def cluster_runner(
     try:
         with Proxy(ScriptedEngine(reply), RENDERER, params=GenerationParams(max_tokens=50)) as proxy:
             runner = RolloutRunner(
-                proxy=proxy, backend=parts.backend, harness=parts.harness, grader=parts.grader, config=config
+                proxy=proxy,
+                backend=parts.backend,
+                harness=parts.harness,
+                grader=parts.grader,
+                config=config or RolloutConfig(),
             )
             try:
                 yield runner
@@ -82,7 +97,9 @@ def cluster_runner(
 def build_jobs(task: Task, count: int, folder: Path | None = None) -> list[Job]:
     """Build the jobs of one group."""
     return [
-        Job(rollout_id=f"r{i}", group_id="g", task=task, record_path=None if folder is None else folder / f"r{i}.jsonl")
+        Job(
+            rollout_id=f"r{i}", group_id="g", task=task, record_path=None if folder is None else folder / f"r{i}.jsonl"
+        )
         for i in range(count)
     ]
 
