@@ -63,7 +63,7 @@ class Training:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the trainer has ended\n{self.read_log()}")
             records = self.folder.glob("sessions/*/train_00000/*.jsonl")
-            return sum('"type": "call"' in path.read_text() for path in records) >= count
+            return sum('"type":"call"' in path.read_text().replace(" ", "") for path in records) >= count
 
         wait_until(have_called, TRAIN_S, lambda: f"{count} sessions have not called\n{self.read_log()}")
 
