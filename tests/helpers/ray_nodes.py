@@ -31,9 +31,9 @@ class RayNodes:
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **_SIZES})
         os.environ["RAY_ADDRESS"] = self._cluster.address  # what "auto" is, here and in processes that tests start
 
-    def add(self, *, cpus: int = 8) -> Any:
-        """Have a node join that is marked for bubblewrap, with room for so many sandboxes."""
-        node = self._cluster.add_node(num_cpus=cpus, resources={"bwrap": 1}, **_SIZES)
+    def add(self, *, cpus: int = 8, kind: str = "bwrap") -> Any:
+        """Have a node join that is marked for a kind of sandbox, with room for so many."""
+        node = self._cluster.add_node(num_cpus=cpus, resources={kind: 1}, **_SIZES)
         self._cluster.wait_for_nodes()
         return node
 
