@@ -153,14 +153,17 @@ class RemoteBackend(SandboxBackend):
         with self._lock:
             alone = self._setting_up.setdefault(node_id, threading.Lock())
         with alone:
-            if (node := self._nodes.get(node_id)) is None or node.is_lost:
+            node = self._nodes.get(node_id)
+            if node is not None and node.is_lost:
+                self._cluster.end_host(self._nodes.pop(node_id))
+            if node_id not in self._nodes:
                 self._set_up(node_id, ())
             return self._nodes[node_id]
 
     def _set_up(self, node_id: str, checked: Sequence[Task]) -> NodeAbilities:
         node = self._cluster.start_host(node_id)
         try:
-            line = self._cluster.gate.open_line(node.lose)
+            node.line = self._cluster.gate.open_line(node.lose)
             facts: NodeFacts = node.ask("greet", str(find_cache("agents").parent.absolute()))
             if facts.code != (own := read_facts().code):
                 raise ConfigError(
@@ -168,7 +171,7 @@ class RemoteBackend(SandboxBackend):
                 )
             self._send_files(node)
             abilities: NodeAbilities = node.ask(
-                "set_up", self._recipe, self._tasks, checked, self._cluster.gate.address, line.token
+                "set_up", self._recipe, self._tasks, checked, self._cluster.gate.address, node.line.token
             )
         except WorkerLostError:
             raise

@@ -17,7 +17,7 @@ from ssl import Purpose
 from typing import Any
 from urllib.parse import urlsplit
 
-from polar_trl.cluster.gate import Gate
+from polar_trl.cluster.gate import Door, Gate
 from polar_trl.cluster.host import Host
 from polar_trl.cluster.relay import build_tls
 from polar_trl.errors import ConfigError, PolarError, SandboxError, WorkerLostError
@@ -38,6 +38,8 @@ class Node:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self.actor = actor
+        self.line: Door | None = None
+        """By which each side notices the end of the other."""
         self._lost: Future[None] = Future()
 
     def lose(self) -> None:
@@ -175,12 +177,14 @@ class Cluster:
         return Node(node["NodeManagerHostname"], actor.remote())
 
     def end_host(self, node: Node) -> None:
-        """End the Host of a node."""
+        """End the Host of a node, also of one that was lost: it may run all the same."""
         import ray
 
         with suppress(PolarError):
             node.ask("close")
         node.lose()
+        if node.line is not None:
+            self.gate.shut(node.line)
         ray.kill(node.actor)
 
     def close(self) -> None:

@@ -4,11 +4,13 @@ Each agent runs a session of two turns on each node, with the scripted model of 
 of a training run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from polar_trl.cluster.backend import RemoteBackend, RemoteSandbox
+from polar_trl.cluster.host import NodeAbilities
 from polar_trl.errors import ConfigError, PolarError
 from polar_trl.grade.base import Grader
 from polar_trl.harness.base import AgentHarness
@@ -17,6 +19,8 @@ from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.tools.doctor import Checkup, build_task, find_fault, run_two_turns
 from polar_trl.types import Task
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +60,23 @@ class DoctorRecipe:
 class _OnNode(SandboxBackend):
     """Makes sandboxes on one node."""
 
-    def __init__(self, remote: RemoteBackend, node_id: str) -> None:
+    def __init__(self, remote: RemoteBackend, node_id: str, abilities: NodeAbilities) -> None:
+        self.capabilities = abilities.capabilities
         self._remote = remote
         self._node_id = node_id
 
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        return
+
     def create(self, task: Task, session_id: str) -> RemoteSandbox:
         return self._remote.create(task, session_id, self._node_id)
+
+    def close(self) -> None:
+        return
+
+    def do(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function there."""
+        return self._remote.do(self._node_id, function, *arguments)
 
 
 def check_cluster(
@@ -86,8 +101,9 @@ def check_cluster(
             if isinstance(outcome, PolarError):
                 found[name] = NodeCheckup(agents={}, problem=str(outcome))
                 continue
+            there = _OnNode(backend, node_id, outcome)
             agents = {
-                agent: _check(backend, node_id, agent, harness, install=install, delay_s=delay_s)
+                agent: _check(there, agent, harness, install=install, delay_s=delay_s)
                 for agent, harness in harnesses.items()
             }
             found[name] = NodeCheckup(agents=agents, problem="")
@@ -96,16 +112,14 @@ def check_cluster(
         backend.close()
 
 
-def _check(
-    backend: RemoteBackend, node_id: str, name: str, harness: AgentHarness, *, install: bool, delay_s: float
-) -> Checkup:
+def _check(there: _OnNode, name: str, harness: AgentHarness, *, install: bool, delay_s: float) -> Checkup:
     installed, why = None, ""
     try:
-        installed = backend.do(node_id, _find_version, harness, install)
+        installed = there.do(_find_version, harness, install)
         if installed is None:
             why = f"{name} is not installed there; run the same with --install"
         else:
-            why = find_fault(run_two_turns(harness, build_task(delay_s), delay_s, _OnNode(backend, node_id)))
+            why = find_fault(run_two_turns(harness, build_task(delay_s), delay_s, there))
     except PolarError as error:
         why = str(error)
     return Checkup(installed=installed, verified=harness.verified_version, works=not why, why=why)

@@ -27,7 +27,8 @@ class RayNodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - its name
+        # the second: by default Ray takes half a minute to notice that a node is dead
+        os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_health_check_period_ms": "1000"}
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **_SIZES})
         os.environ["RAY_ADDRESS"] = self._cluster.address  # what "auto" is, here and in processes that tests start
 
