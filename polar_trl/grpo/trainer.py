@@ -175,7 +175,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
                 self.proxy = self._build_proxy()
             self.proxy.start()
             self._open.add(self.proxy, self.proxy.stop)
-            ranks = connect_ranks(self.accelerator.num_processes)
+            ranks = connect_ranks(self.accelerator.num_processes, self.args.ddp_timeout)
             runner = RolloutRunner(
                 proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config, ranks=ranks
             )
