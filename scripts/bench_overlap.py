@@ -432,7 +432,6 @@ class Run:
             "drain_s": total["drain_s"] / steps,
             "slots_in_rollout": total["slot_seconds"] / (ranks * slots * total["now"]),
             "sampling_in_rollout": total["sampling_seconds"] / (ranks * total["now"]),
-            "slots_in_all": total["slot_seconds"] / (ranks * slots * total["step_s"]),
             "trained_tokens_per_s": total["trained_tokens"] / total["step_s"],
             "prefilled_per_sampled": total["prefilled_tokens"] / total["sampled_tokens"],
             "moved": self.num_moved / self.num_started,

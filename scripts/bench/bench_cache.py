@@ -20,7 +20,8 @@ from bench_overlap import COLUMNS, Run, Setting, print_rows
 
 from polar_trl.engine import cache_room
 
-SHOWN = ("agents per slot, lag", "s per step", "slots", "tokens/s", "prefilled per sampled")
+SHOWN = COLUMNS | {"admission": lambda row: str(row["admission"])}
+TITLES = ("agents per slot, lag", "admission", "s per step", "slots", "tokens/s", "prefilled per sampled")
 
 
 def simulate(kv_tokens: int, steps: int, seed: int, reserved: Sequence[float]) -> Iterator[dict[str, Any]]:
@@ -53,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def render(row: dict[str, Any]) -> list[str]:
         rows.append(row)
-        return [*(COLUMNS[name](row) for name in SHOWN), row["admission"]]
+        return [SHOWN[title](row) for title in TITLES]
 
-    print_rows([*SHOWN, "admission"], map(render, simulate(args.kv_tokens, args.steps, args.seed, args.reserved)))
+    print_rows(TITLES, map(render, simulate(args.kv_tokens, args.steps, args.seed, args.reserved)))
     if args.json is not None:
         args.json.write_text(json.dumps({"kv_tokens": args.kv_tokens, "rows": rows}, indent=1) + "\n")
 
