@@ -508,7 +508,7 @@ def build_small_settings(num_ranks: int, seed: int, scale: float, steps: int = 3
     )
     return [
         build(name=f"{num_ranks} ranks, {times}x, lag {lag}", agents_per_slot=times, max_policy_lag=lag)
-        for lag, times in ((0, 1), (1, 2))
+        for lag, times in ((1, 2), (0, 1))
     ]
 
 
@@ -636,7 +636,8 @@ def main() -> None:
         document[f"slots_lag{lag}"] = best["slots_in_rollout"]
         print(f"{best['name']}: sampling {best['sampling_in_rollout']:.1%} of the time of rollouts")
     if arguments.real:
-        small = [s for ranks in (2, 4) for s in build_small_settings(ranks, arguments.seed, arguments.scale)]
+        by_ranks = [build_small_settings(num_ranks, arguments.seed, arguments.scale) for num_ranks in (2, 4)]
+        small = [setting for pair in zip(*by_ranks, strict=True) for setting in pair]
         pairs: list[dict[str, Any]] = []
         document["compared"] = pairs
 

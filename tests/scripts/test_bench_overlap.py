@@ -72,7 +72,7 @@ def test_a_rank_takes_sessions_that_wait_on_another() -> None:
 
 def test_calls_of_the_oldest_sessions_go_on_first_when_weights_have_changed() -> None:
     """The package's own gate decides: in the simulated engine of one slot, the session that began first."""
-    setting = replace(build_small_settings(2, 0, 0.1)[1], slots=1, num_ranks=1, steps=3)
+    setting = replace(build_small_settings(2, 0, 0.1)[0], slots=1, num_ranks=1, steps=3)
     run, order = Run(setting), list[int]()
 
     async def note(session: int, context: int, sampled: int) -> None:
@@ -104,7 +104,7 @@ def test_the_gap_is_the_difference_from_the_mean_of_the_simulated_runs() -> None
 @pytest.mark.timeout(600)
 def test_two_real_ranks_train_a_setting(smollm2: Path, tmp_path: Path) -> None:
     """At a scale at which their times say little; that they keep the bound does not depend on it."""
-    setting = build_small_settings(2, 0, 0.02, steps=3)[1]
+    setting = build_small_settings(2, 0, 0.02, steps=3)[0]
     build_tiny_model(str(smollm2), str(tmp_path))
     result = run_real(setting, 0.02, str(tmp_path))
     assert 0.0 < result["slots_in_rollout"] <= 1.0
