@@ -480,7 +480,7 @@ def build_settings(
     return settings + [build(name=f"4x, lag {lag}, cut at 0.9", max_policy_lag=lag, **cut) for lag in (0, 1)]
 
 
-def build_small_settings(num_ranks: int, seed: int, scale: float, steps: int = 30) -> list[Setting]:
+def build_small_settings(num_ranks: int, seed: int, scale: float, steps: int = 20) -> list[Setting]:
     """Return what real ranks can imitate within minutes; a group of 4 lies on two of them.
 
     Args:

@@ -11,7 +11,6 @@ what they really take is part of that time.
 import asyncio
 import http.client
 import json
-import os
 import re
 import socket
 import sys
@@ -70,6 +69,9 @@ class ThreadSandbox:
             messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
             if self._killed.wait(tool_s * self._scale):
                 break
+
+    def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
+        """Nothing is kept."""
 
     def open_listener(self) -> None:
         """It shares the host's network."""
@@ -249,7 +251,6 @@ def build_trainer(setting: Setting, scale: float, model: str, folder: Path, pace
             max_completion_length=4,
             vllm_max_model_length=2048,
             engine_max_num_seqs=setting.slots,
-            engine_kwargs={"kv_cache_memory_bytes": 1 << 26},  # several engines share the machine's memory
             max_agents=setting.max_agents,
             max_preparing=setting.max_preparing,
             max_grading=setting.max_grading,
@@ -278,7 +279,6 @@ def main() -> None:
     """Run one rank."""
     values, scale, model, out = json.loads(sys.argv[1]), float(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     setting = Setting(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = ""  # whole gigabytes, and it would come before the trainer's setting
     pace = Pace(setting.steps)
     pace.trainer = trainer = build_trainer(setting, scale, model, out.parent, pace)
     trainer.train()
