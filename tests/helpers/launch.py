@@ -1,36 +1,63 @@
 """Start the worker scripts of tests/grpo/workers, as one process or as several ranks."""
 
+import atexit
+import functools
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+HELPERS = Path(__file__).resolve().parent
+ROOT = HELPERS.parents[1]
 WORKERS = ROOT / "tests" / "grpo" / "workers"
 ACCELERATE = ROOT / "polar_trl" / "configs" / "accelerate"
+LAUNCH = (
+    # accelerate starts one process on a CPU, whatever --num_processes says, unless it is given --multi_gpu
+    *("-m", "accelerate.commands.launch", "--multi_gpu"),
+    *("--main_process_port", "0"),  # one that is free: other launches may be under way
+    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+)
+
+
+@functools.cache
+def find_warm_python() -> str:
+    """Find the program of `warm_python.py`, whose server is started once for each process of pytest."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+    atexit.register(shutil.rmtree, folder)
+    source, path, program = HELPERS / "warm_python.py", folder / "socket", folder / "python"
+    with (folder / "log").open("wb") as log:
+        command = [sys.executable, str(source), "--serve", str(path)]
+        # it ends with its standard input, which is this process's
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{source}" "{path}" "$@"\n')
+    program.chmod(0o755)
+    while not path.exists():
+        assert server.poll() is None, (folder / "log").read_text()
+        time.sleep(0.05)
+    return str(program)
 
 
 def build_launcher(processes: int) -> list[str]:
     """Build what starts a script: Python, or `accelerate launch` where it is several processes."""
     if processes == 1:
         return [sys.executable]
-    return [
-        # accelerate starts one process on a CPU, whatever --num_processes says, unless it is given --multi_gpu
-        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)),
-        *("--main_process_port", "0"),  # one that is free: other launches may be under way
-        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-    ]
+    return [sys.executable, *LAUNCH, "--num_processes", str(processes)]
 
 
 def run_worker(script: str, *arguments: str, processes: int = 1) -> None:
-    """Run a worker to its end; its output is shown if it fails."""
+    """Run a worker to its end, in a warm Python; its output is shown if it fails."""
+    python = find_warm_python()
+    launch = [*LAUNCH, "--num_processes", str(processes), "--no_python", python] if processes > 1 else []
     done = subprocess.run(
-        [*build_launcher(processes), str(WORKERS / script), *arguments],
+        [python, *launch, str(WORKERS / script), *arguments],
         capture_output=True,
         text=True,
         timeout=600,
@@ -48,10 +75,11 @@ def launch_ranks(name: str, out: Path, *arguments: str, precision: str = "no") -
     file.write_text(yaml.safe_dump(settings))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    python = find_warm_python()
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)),
-            *("--main_process_port", str(port), str(WORKERS / "accelerate_worker.py"), str(out), *arguments),
+            *(python, "-m", "accelerate.commands.launch", "--config_file", str(file), "--no_python"),
+            *("--main_process_port", str(port), python, str(WORKERS / "accelerate_worker.py"), str(out), *arguments),
         ],
         capture_output=True,
         text=True,
