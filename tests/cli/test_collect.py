@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import load_dataset
+from launch import find_warm_python
 from openai_servers import serve_app
 from records import read_session
 from starlette.requests import Request
@@ -33,7 +34,7 @@ def run_documented(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     for before, after in (("--limit 8", "--limit 3"), ("runs/collect", shlex.quote(str(out)))):
         assert command.count(before) == 1
         command = command.replace(before, after)
-    words = [sys.executable, "-m", "polar_trl", *shlex.split(command)[1:], *more]
+    words = [find_warm_python(), "-m", "polar_trl", *shlex.split(command)[1:], *more]
     return subprocess.run(words, capture_output=True, text=True, timeout=250, cwd=ROOT)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import find_warm_python
 from openai_servers import serve_app
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,7 +33,7 @@ from polar_trl.setup.run_setup import RunArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ("--config", str(ROOT / "polar_trl" / "configs" / "quickstart.yaml"))
-START = [sys.executable, "-m", "polar_trl", "eval"]
+EVAL = ("-m", "polar_trl", "eval")
 DOCS = (ROOT / "docs" / "eval.md").read_text(encoding="utf-8")
 
 
@@ -43,14 +44,14 @@ def find_commands(text: str, program: str) -> list[list[str]]:
 
 
 def start(out: Path, *keys: str, log: Path, before: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-    command = [*before, *START, *QUICKSTART, "--output_dir", str(out), *keys]
+    command = [*before, find_warm_python(), *EVAL, *QUICKSTART, "--output_dir", str(out), *keys]
     with log.open("wb") as file:
         return subprocess.Popen(command, cwd=ROOT, stderr=file)
 
 
 def run(out: Path, *keys: str) -> tuple[dict[str, Any], str]:
     """The summary on standard output, which holds nothing else, and what was said."""
-    command = [*START, *QUICKSTART, "--output_dir", str(out), "--json", *keys]
+    command = [find_warm_python(), *EVAL, *QUICKSTART, "--output_dir", str(out), "--json", *keys]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout), done.stderr

@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import find_warm_python
 from openai_servers import ASKED, serve_app
 from serving import CHAT, PARAMS, RENDERER, client, http, new_log, serve
 from starlette.requests import Request
@@ -275,7 +275,7 @@ def test_the_command_collects_messages_and_says_so(tmp_path: Path) -> None:
         return JSONResponse(say(f"```bash\n{task[1] if task else 'false'}\n```"))
 
     ASKED.clear()
-    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart"]
+    command = [find_warm_python(), "-m", "polar_trl", "collect", "--config", "quickstart"]
     command += ["--limit", "3", "--output_dir", str(tmp_path / "out")]
 
     def collect(*more: str) -> subprocess.CompletedProcess[str]:
@@ -331,7 +331,7 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path) -> None:
 
     ASKED.clear()
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart", "--text_only"]
+    command = [find_warm_python(), "-m", "polar_trl", "collect", "--config", "quickstart", "--text_only"]
     command += ["--limit", "3", "--output_dir", str(out), "--min_reward", "0", "--max_agents", "1", "--json"]
     with serve_app({"/v1/models": models, "/v1/chat/completions": completions}) as url:
         command += ["--base_url", f"{url}/v1"]

@@ -29,35 +29,39 @@ LAUNCH = (
 
 @functools.cache
 def find_warm_python() -> str:
-    """Find the program of `warm_python.py`, whose server is started once for each process of pytest."""
+    """Find the program of `warm_python.py`, whose server is started once for each process of pytest.
+
+    Beside it, `polar-trl` is the command in such a Python.
+    """
     folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
     atexit.register(shutil.rmtree, folder)
-    source, path, program = HELPERS / "warm_python.py", folder / "socket", folder / "python"
+    source, address, program = HELPERS / "warm_python.py", folder / "socket", folder / "python"
     with (folder / "log").open("wb") as log:
-        command = [sys.executable, str(source), "--serve", str(path)]
+        command = [sys.executable, str(source), "--serve", str(address)]
         # it ends with its standard input, which is this process's
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{source}" "{path}" "$@"\n')
-    program.chmod(0o755)
-    while not path.exists():
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{source}" "{address}" "$@"\n')
+    (folder / "polar-trl").write_text(f'#!/bin/sh\nexec "{program}" -m polar_trl "$@"\n')
+    for path in (program, folder / "polar-trl"):
+        path.chmod(0o755)
+    while not address.exists():
         assert server.poll() is None, (folder / "log").read_text()
         time.sleep(0.05)
     return str(program)
 
 
-def build_launcher(processes: int) -> list[str]:
+def build_launcher(processes: int, *, warm: bool = False) -> list[str]:
     """Build what starts a script: Python, or `accelerate launch` where it is several processes."""
+    python = find_warm_python() if warm else sys.executable
     if processes == 1:
-        return [sys.executable]
-    return [sys.executable, *LAUNCH, "--num_processes", str(processes)]
+        return [python]
+    return [python, *LAUNCH, "--num_processes", str(processes), *(("--no_python", python) if warm else ())]
 
 
 def run_worker(script: str, *arguments: str, processes: int = 1) -> None:
     """Run a worker to its end, in a warm Python; its output is shown if it fails."""
-    python = find_warm_python()
-    launch = [*LAUNCH, "--num_processes", str(processes), "--no_python", python] if processes > 1 else []
     done = subprocess.run(
-        [python, *launch, str(WORKERS / script), *arguments],
+        [*build_launcher(processes, warm=True), str(WORKERS / script), *arguments],
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,13 +1,16 @@
-"""A Python that starts with torch, TRL and vLLM loaded: `python -I -S warm_python.py SOCKET ...` runs what `python ...` would.
+"""Start Python with torch, TRL and vLLM loaded: `python -I -S warm_python.py SOCKET ...` runs what `python ...` would.
 
 Each start is a fork of one process that has imported them (`serve`), which saves eight seconds of imports. The script,
 `-m MODULE` or `-c CODE` finds its words, environment, folder and streams as usual; signals and the exit status are
-passed on. What is not as usual: /proc shows the command line and the environment of the server, and what libraries
-read of the environment at import is the server's. A test of those starts `sys.executable`.
+passed on. What differs: /proc shows the command line and the environment of the server, and libraries have read the
+server's environment where they read it at import. A test of those starts `sys.executable`.
 """
 
+import contextlib
+import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -42,9 +45,6 @@ def main(path: str, words: list[str]) -> None:
 
 def serve(path: str) -> list[str]:
     """Answer requests until standard input ends; returns, in a fork of this process, the words that it is to run."""
-    import gc
-    import select
-
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
@@ -62,8 +62,6 @@ def serve(path: str) -> list[str]:
 
 def _answer(client: socket.socket) -> list[str]:
     """Run a request in a fork, the only one that returns; pass its client's signals and its own end on."""
-    import select
-
     length, files, _, _ = socket.recv_fds(client, 4, 3)
     with client.makefile("rb") as stream:
         request = json.loads(stream.read(int.from_bytes(length)))
@@ -89,10 +87,8 @@ def _answer(client: socket.socket) -> list[str]:
         if not number:
             break
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
+    with contextlib.suppress(OSError):
         client.sendall(status.to_bytes(4, signed=True))
-    except OSError:
-        pass
     os._exit(0)
 
 

@@ -7,7 +7,6 @@ that one of them falls between the two.
 
 import json
 import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import ROOT, WORKERS
+from launch import ROOT, WORKERS, find_warm_python
 from resume_runs import (
     ENVIRONMENT,
     Start,
@@ -231,7 +230,7 @@ def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_mod
         "gradient_checkpointing": False,
     }
     config.write_text(json.dumps(settings))  # which is YAML
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(config)]
+    command = [find_warm_python(), str(ROOT / "scripts" / "train.py"), "--config", str(config)]
     with (tmp_path / "log-train").open("wb") as log:
         train = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
     try:
