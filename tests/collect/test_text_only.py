@@ -5,8 +5,7 @@ import json
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from launch import find_warm_python
 from openai_servers import ASKED, serve_app
-from serving import CHAT, PARAMS, RENDERER, client, http, new_log, serve
+from serving import CHAT, PARAMS, RENDERER, client, http, new_log, serve, wait_until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -35,14 +34,6 @@ from polar_trl.types import ChatRequest, Message, Rollout, Task, Tool, ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = {"type": "function", "function": {"name": "shell", "description": "", "parameters": {"type": "object"}}}
-
-
-def wait_long(condition: Callable[[], bool]) -> None:
-    """For what a process does that has to import everything first."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def say(text: str | None, finish_reason: str = "stop", **fields: Any) -> dict[str, Any]:
@@ -336,7 +327,7 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path) -> None:
     with serve_app({"/v1/models": models, "/v1/chat/completions": completions}) as url:
         command += ["--base_url", f"{url}/v1"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        wait_long(lambda: (len(ASKED) == 3 and bool(read_results(out))) or process.poll() is not None)
+        wait_until(lambda: (len(ASKED) == 3 and bool(read_results(out))) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 130, said[-3000:]

@@ -27,13 +27,13 @@ class Start:
 
 
 def start_worker(
-    model: Path, out: Path, moment: str, step: int, settings: dict[str, Any], processes: int
+    model: Path, out: Path, moment: str, step: int, settings: dict[str, Any], processes: int, *, warm: bool = False
 ) -> subprocess.Popen[bytes]:
     (out / "tmp").mkdir(parents=True, exist_ok=True)
     script = [str(WORKERS / "resume_worker.py"), str(model), str(out), moment, str(step), json.dumps(settings)]
     with (out / f"log-{moment}").open("wb") as log:
         return subprocess.Popen(
-            [*build_launcher(processes), *script],
+            [*build_launcher(processes, warm=warm), *script],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**ENVIRONMENT, "TMPDIR": str(out / "tmp")},
@@ -111,7 +111,7 @@ def kill_at(
 
 
 def finish(model: Path, out: Path, processes: int = 1, **settings: Any) -> dict[str, Any]:
-    worker = start_worker(model, out, "never", 0, settings, processes)
+    worker = start_worker(model, out, "never", 0, settings, processes, warm=True)
     try:
         assert worker.wait(timeout=250) == 0, read_logs(out)
     finally:

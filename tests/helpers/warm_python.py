@@ -22,23 +22,27 @@ PRELOADED = (
     *("transformers.models.llama.modeling_llama", "vllm.model_executor.models.llama", "vllm.v1.worker.cpu_worker"),
 )
 
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def main(path: str, words: list[str]) -> None:
     """Have the words run by the server at a socket, and end as they did."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
-        request = json.dumps({"words": words, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
-        socket.send_fds(server, [len(request).to_bytes(4)], [0, 1, 2])
-        server.sendall(request)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, _: server.send(bytes([number])))
+        ignored = [number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
+        request = {"words": words, "env": dict(os.environ), "cwd": os.getcwd(), "ignored": ignored}
+        text = json.dumps(request).encode()
+        socket.send_fds(server, [len(text).to_bytes(4)], [0, 1, 2])
+        server.sendall(text)
+        for number in set(_PASSED_ON) - set(ignored):
+            signal.signal(number, lambda number, _: server.send(bytes([number])))
         answer = server.recv(4)
     if not answer:
         sys.exit("warm_python.py: the server has ended")
     status = int.from_bytes(answer, signed=True)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
@@ -73,6 +77,8 @@ def _answer(client: socket.socket) -> list[str]:
             os.dup2(file, number)
             os.close(file)
         os.chdir(request["cwd"])
+        for number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
         own = _list_python_path()
         os.environ.clear()
         os.environ.update(request["env"])
