@@ -40,7 +40,10 @@ def find_warm_python() -> str:
         command = [sys.executable, str(source), "--serve", str(address)]
         # it ends with its standard input, which is this process's
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{source}" "{address}" "$@"\n')
+    real = f'exec "{sys.executable}"'
+    warm = f'{real} -I -S "{source}" "{address}" "$@"'
+    # with options of the interpreter, it is the interpreter
+    program.write_text(f'#!/bin/sh\ncase $1 in -[mcu] | [!-]*) {warm} ;; esac\n{real} "$@"\n')
     (folder / "polar-trl").write_text(f'#!/bin/sh\nexec "{program}" -m polar_trl "$@"\n')
     for path in (program, folder / "polar-trl"):
         path.chmod(0o755)

@@ -3,7 +3,8 @@
 Each start is a fork of one process that has imported them (`serve`), which saves eight seconds of imports. The script,
 `-m MODULE` or `-c CODE` finds its words, environment, folder and streams as usual; signals and the exit status are
 passed on. What differs: /proc shows the command line and the environment of the server, and libraries have read the
-server's environment where they read it at import. A test of those starts `sys.executable`.
+server's environment where they read it at import. A test of those starts `sys.executable`, which what runs here does
+too, unless PYTHONEXECUTABLE names another.
 """
 
 import contextlib
@@ -82,6 +83,7 @@ def _answer(client: socket.socket) -> list[str]:
         own = _list_python_path()
         os.environ.clear()
         os.environ.update(request["env"])
+        sys.executable = os.environ.get("PYTHONEXECUTABLE", sys.executable)
         sys.path[1:] = [*_list_python_path(), *(folder for folder in sys.path[1:] if folder not in own)]
         return list(request["words"])
     for file in (0, 1, 2, *files):
