@@ -14,7 +14,7 @@ from collect_sessions import TOOL, record_folder
 from doc_pages import ROOT, find_blocks, list_lines
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
-from launch import find_warm_python
+from launch import list_warm_programs
 from peft import AutoPeftModelForCausalLM
 from tiny_qwen import build_tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,7 +42,7 @@ TWO_CORES = (
 
 
 def run(command: str, folder: Path) -> str:
-    env = os.environ | {"PATH": f"{Path(find_warm_python()).parent}:{os.environ['PATH']}"}
+    env = os.environ | {"PATH": list_warm_programs()}
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{command}\n{(done.stdout + done.stderr)[-4000:]}"
     return done.stdout
@@ -151,7 +151,7 @@ def test_the_hubs_command_has_these_words(tmp_path: Path) -> None:
     for name in ("merged", "own_repository"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.json").write_text("{}")
-    env = os.environ | {"PATH": f"{Path(find_warm_python()).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"PATH": list_warm_programs(), "HF_HUB_OFFLINE": "1"}
     for command in (UPLOAD, UPLOAD_RUN):
         done = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60

@@ -53,6 +53,11 @@ def find_warm_python() -> str:
     return str(program)
 
 
+def list_warm_programs() -> str:
+    """List where commands are found, for PATH: warm ones first, then those of this environment."""
+    return os.pathsep.join([str(Path(find_warm_python()).parent), f"{sys.prefix}/bin", os.environ["PATH"]])
+
+
 def build_launcher(processes: int, *, warm: bool = False) -> list[str]:
     """Build what starts a script: Python, or `accelerate launch` where it is several processes."""
     python = find_warm_python() if warm else sys.executable
@@ -61,10 +66,14 @@ def build_launcher(processes: int, *, warm: bool = False) -> list[str]:
     return [python, *LAUNCH, "--num_processes", str(processes), *(("--no_python", python) if warm else ())]
 
 
-def run_worker(script: str, *arguments: str, processes: int = 1) -> None:
-    """Run a worker to its end, in a warm Python; its output is shown if it fails."""
+def run_worker(script: str, *arguments: str, processes: int = 1, warm: bool = True) -> None:
+    """Run a worker to its end; its output is shown if it fails.
+
+    Args:
+        warm: In a warm Python. Not for one that sets what libraries read of the environment at import.
+    """
     done = subprocess.run(
-        [*build_launcher(processes, warm=True), str(WORKERS / script), *arguments],
+        [*build_launcher(processes, warm=warm), str(WORKERS / script), *arguments],
         capture_output=True,
         text=True,
         timeout=600,
