@@ -44,7 +44,7 @@ def find_commands(text: str, program: str) -> list[list[str]]:
 
 
 def start(out: Path, *keys: str, log: Path, before: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-    command = [*before, find_warm_python(), *EVAL, *QUICKSTART, "--output_dir", str(out), *keys]
+    command = [*before, sys.executable, *EVAL, *QUICKSTART, "--output_dir", str(out), *keys]
     with log.open("wb") as file:
         return subprocess.Popen(command, cwd=ROOT, stderr=file)
 
