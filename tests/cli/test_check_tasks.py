@@ -216,7 +216,7 @@ def test_an_interrupt_leaves_nothing_behind(task: Path, tmp_path: Path) -> None:
     while not list(tmp_path.glob("tmp/polar-trl-*/*/disk/tmp/started")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=600)
     assert (process.returncode, "polar-trl: stopped" in said) == (130, True), said
     assert [str(path) for path in (tmp_path / "tmp").rglob("work")] == []
 
@@ -233,7 +233,7 @@ def test_a_run_refuses_bad_tasks(task: Path, tmp_path: Path) -> None:
             [find_warm_python(), "scripts/train.py", "--config", config, "--output_dir", tmp_path / "run", *arguments],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
             cwd=ROOT,
         )
         assert done.returncode == 1

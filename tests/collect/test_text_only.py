@@ -270,7 +270,7 @@ def test_the_command_collects_messages_and_says_so(tmp_path: Path) -> None:
     command += ["--limit", "3", "--output_dir", str(tmp_path / "out")]
 
     def collect(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=200, cwd=ROOT)
+        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=600, cwd=ROOT)
 
     with serve_app({"/v1/models": models, "/v1/chat/completions": completions}) as url:
         done = collect("--base_url", f"{url}/v1")
@@ -329,13 +329,13 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path) -> None:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         wait_until(lambda: (len(ASKED) == 3 and bool(read_results(out))) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 130, said[-3000:]
         assert said.strip().splitlines()[-1] == "polar-trl: stopped; the same command goes on with what is left"
         assert [result.reward is not None for result in read_results(out)] == [True]
         assert not (out / "dataset").exists()
         released = True
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "1 graded sessions and 0 without a reward are there already, 2 sessions are left to run" in done.stderr
     report = json.loads(done.stdout)

@@ -35,7 +35,7 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tasks")
     build = [find_warm_python(), "scripts/build_pypi_tasks.py", "--out", str(out), "--only", *TASKS]
-    subprocess.run(build, check=True, timeout=280, cwd=ROOT)
+    subprocess.run(build, check=True, timeout=600, cwd=ROOT)
     return out
 
 
@@ -56,7 +56,7 @@ def launch(config: str, model: Path, tasks: Path, out: Path, *more: str) -> dict
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )

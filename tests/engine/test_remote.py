@@ -82,7 +82,7 @@ def test_it_samples_what_the_colocated_engine_samples(
         [find_warm_python(), "-c", COLOCATED, str(smollm2), json.dumps(prompts)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     colocated = json.loads(done.stdout.strip().splitlines()[-1])
@@ -192,7 +192,7 @@ def test_the_command_collects_from_the_server(vllm_server: str, tmp_path: Path) 
 
     def collect(num_samples: int) -> tuple[dict[str, Any], str]:
         done = subprocess.run(
-            [*command, "--num_samples", str(num_samples)], capture_output=True, text=True, timeout=200, cwd=ROOT
+            [*command, "--num_samples", str(num_samples)], capture_output=True, text=True, timeout=600, cwd=ROOT
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout), done.stderr

@@ -41,6 +41,6 @@ def test_the_source_runs(tmp_path: Path) -> None:
         assert program.count(before) == 1
         program = program.replace(before, after)
     command = [find_warm_python(), "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "step 1: reward" in done.stdout

@@ -50,7 +50,7 @@ def trained(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) ->
         [find_warm_python(), str(EXAMPLE / request.param), *flags],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -52,7 +52,7 @@ class Workspace:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
         )
 
 

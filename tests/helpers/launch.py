@@ -99,7 +99,7 @@ def launch_ranks(name: str, out: Path, *arguments: str, precision: str = "no") -
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

@@ -96,7 +96,7 @@ def kill_at(
         agents_alive, sandboxes = len(find_processes(out)) - processes, len(list_sandboxes(out))
         if only_rank is not None:
             kill_workers(out, only_rank)
-            worker.wait(timeout=120)
+            worker.wait(timeout=600)
     finally:
         kill_workers(out)
         worker.wait()
@@ -113,7 +113,7 @@ def kill_at(
 def finish(model: Path, out: Path, processes: int = 1, **settings: Any) -> dict[str, Any]:
     worker = start_worker(model, out, "never", 0, settings, processes, warm=True)
     try:
-        assert worker.wait(timeout=250) == 0, read_logs(out)
+        assert worker.wait(timeout=600) == 0, read_logs(out)
     finally:
         kill_workers(out)
         worker.wait()

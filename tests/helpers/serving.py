@@ -45,11 +45,11 @@ def serve(engine: Engine, renderer: Renderer = RENDERER, **settings: Any) -> Ite
 
 def http(endpoint: Endpoint) -> httpx.Client:
     headers = {"authorization": f"Bearer {endpoint.api_key}"}
-    return httpx.Client(base_url=endpoint.origin, headers=headers, timeout=120)
+    return httpx.Client(base_url=endpoint.origin, headers=headers, timeout=600)
 
 
 def client(endpoint: Endpoint) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.origin}/v1", api_key=endpoint.api_key, timeout=120, max_retries=0)
+    return openai.OpenAI(base_url=f"{endpoint.origin}/v1", api_key=endpoint.api_key, timeout=600, max_retries=0)
 
 
 class BusyEngine(ScriptedEngine):

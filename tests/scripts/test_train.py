@@ -54,7 +54,7 @@ def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> Non
         [find_warm_python(), "-m", "polar_trl", "train", *arguments, "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
     )
     assert done.returncode == 1
@@ -72,7 +72,7 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-m", "polar_trl", "train", str(config)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
     )
     assert done.returncode == 1
@@ -110,7 +110,7 @@ def start(tmp_path: Path, tasks: Path, **keys: object) -> list[str]:
         [find_warm_python(), "-m", "polar_trl", "train", str(config), "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         cwd=ROOT,
     )
     assert done.returncode == 1, done.stderr

@@ -57,7 +57,7 @@ def write(folder: Path, model: Path, **settings: Any) -> None:
 
 def train(folder: Path) -> "subprocess.CompletedProcess[str]":
     command = [find_warm_python(), "-m", "polar_trl", "train", "run.yaml"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
 
 
 def test_the_run_file_of_the_page_trains(tiny_model: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def train(model: Path, out: Path, launcher: list[str], *, resume: Path | None = 
         [*launcher, str(WORKERS / "rounding_worker.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return [torch.load(path, weights_only=True) for path in sorted(out.glob("rank*.pt"))]
