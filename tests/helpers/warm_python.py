@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 
 PRELOADED = (
     *("polar_trl.grpo.arguments", "polar_trl.grpo.trainer"),
@@ -83,6 +84,7 @@ def _answer(client: socket.socket) -> list[str]:
         own = _list_python_path()
         os.environ.clear()
         os.environ.update(request["env"])
+        tempfile.tempdir = None  # what was TMPDIR is known already
         sys.executable = os.environ.get("PYTHONEXECUTABLE", sys.executable)
         sys.path[1:] = [*_list_python_path(), *(folder for folder in sys.path[1:] if folder not in own)]
         return list(request["words"])
