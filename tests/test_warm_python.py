@@ -15,8 +15,8 @@ WAIT = "import os, pathlib, time; pathlib.Path('up').write_text(str(os.getpid())
 def test_it_runs_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     (tmp_path / "script.py").write_text(
-        "import os, sys, beside\n"
-        "print(sys.argv[1:], os.getcwd(), os.environ['WORD'], os.environ.get('HOME'), beside.WORD, sys.stdin.read())\n"
+        "import os, sys, tempfile, beside\n"
+        "print(sys.argv[1:], os.getcwd(), os.environ['WORD'], tempfile.gettempdir(), beside.WORD, sys.stdin.read())\n"
         "print('said', file=sys.stderr)\n"
         "sys.exit(3 if 'torch' in sys.modules else 4)\n"
     )
@@ -27,9 +27,9 @@ def test_it_runs_as_python_does(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"WORD": "w", "PATH": os.environ["PATH"]},
+        env={"WORD": "w", "TMPDIR": str(tmp_path), "PATH": os.environ["PATH"]},
     )
-    assert done.stdout == f"['a b', '-c'] {tmp_path} w None beside in\n"
+    assert done.stdout == f"['a b', '-c'] {tmp_path} w {tmp_path} beside in\n"
     assert (done.stderr, done.returncode) == ("said\n", 3)
 
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from calc_releases import CALC, PYTHON, build, make_row
 from environments import IMAGE, install_pytest
 from launch import find_warm_python
+from serving import wait_until
 
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.cli import main
@@ -212,9 +212,7 @@ def test_an_interrupt_leaves_nothing_behind(task: Path, tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("tmp/polar-trl-*/*/disk/tmp/started")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: any(tmp_path.glob("tmp/polar-trl-*/*/disk/tmp/started")))
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=600)
     assert (process.returncode, "polar-trl: stopped" in said) == (130, True), said
