@@ -27,13 +27,13 @@ class Start:
 
 
 def start_worker(
-    model: Path, out: Path, moment: str, step: int, settings: dict[str, Any], processes: int, *, warm: bool = False
+    model: Path, out: Path, moment: str, step: int, settings: dict[str, Any], processes: int
 ) -> subprocess.Popen[bytes]:
     (out / "tmp").mkdir(parents=True, exist_ok=True)
     script = [str(WORKERS / "resume_worker.py"), str(model), str(out), moment, str(step), json.dumps(settings)]
     with (out / f"log-{moment}").open("wb") as log:
         return subprocess.Popen(
-            [*build_launcher(processes, warm=warm), *script],
+            [*build_launcher(processes), *script],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**ENVIRONMENT, "TMPDIR": str(out / "tmp")},
@@ -96,7 +96,7 @@ def kill_at(
         agents_alive, sandboxes = len(find_processes(out)) - processes, len(list_sandboxes(out))
         if only_rank is not None:
             kill_workers(out, only_rank)
-            worker.wait(timeout=600)
+            worker.wait(timeout=120)
     finally:
         kill_workers(out)
         worker.wait()
@@ -111,9 +111,9 @@ def kill_at(
 
 
 def finish(model: Path, out: Path, processes: int = 1, **settings: Any) -> dict[str, Any]:
-    worker = start_worker(model, out, "never", 0, settings, processes, warm=True)
+    worker = start_worker(model, out, "never", 0, settings, processes)
     try:
-        assert worker.wait(timeout=600) == 0, read_logs(out)
+        assert worker.wait(timeout=250) == 0, read_logs(out)
     finally:
         kill_workers(out)
         worker.wait()

@@ -7,6 +7,7 @@ that one of them falls between the two.
 
 import json
 import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import ROOT, WORKERS, find_warm_python
+from launch import ROOT, WORKERS
 from resume_runs import (
     ENVIRONMENT,
     Start,
@@ -79,6 +80,7 @@ def read_order(run: Run) -> list[tuple[int, list[tuple[str, str]]]]:
     ]
 
 
+@pytest.mark.timeout(600)
 def test_each_kill_met_its_moment(killed: Run) -> None:
     in_rollout, in_training, in_checkpoint = killed.starts
     assert in_rollout.agents_alive >= 4
@@ -92,6 +94,7 @@ def test_each_kill_met_its_moment(killed: Run) -> None:
     assert in_checkpoint.partial == ("checkpoint-9",)
 
 
+@pytest.mark.timeout(600)
 def test_each_start_is_in_the_settings(killed: Run) -> None:
     starts = json.loads((killed.out / "settings.json").read_text())["starts"]
     assert [start["first_step"] for start in starts] == [1, 4, 7, 7]
@@ -108,6 +111,7 @@ def test_tasks_come_in_the_order_of_a_run_that_was_not_killed(killed: Run, whole
     assert [rows for _, rows in order[2:4]] != [rows for _, rows in order[6:8]]
 
 
+@pytest.mark.timeout(600)
 def test_no_session_is_trained_twice_and_none_that_was_lost_is_missing_from_the_records(killed: Run) -> None:
     trained = [i for line in read_lines(killed.out / "trained.jsonl") for i in line["rollouts"]]
     assert len(trained) == len(set(trained)) == 2 * MAX_STEPS
@@ -129,6 +133,7 @@ def test_no_session_is_trained_twice_and_none_that_was_lost_is_missing_from_the_
     assert not {rollout.id for rollout in torn} & set(trained)
 
 
+@pytest.mark.timeout(600)
 def test_rows_that_were_rolled_out_and_not_trained_are_in_the_checkpoint(killed: Run) -> None:
     step_3, step_4 = read_lines(killed.out / "trained.jsonl")[2:4]
     assert {i[:11] for i in step_3["rollouts"] + step_4["rollouts"]} == {"train-00001"}
@@ -143,6 +148,7 @@ def test_rows_that_were_rolled_out_and_not_trained_are_in_the_checkpoint(killed:
     ]
 
 
+@pytest.mark.timeout(600)
 def test_weights_optimizer_schedule_and_versions_go_on(killed: Run, whole: Run) -> None:
     checkpoint = load_file(killed.out / "checkpoint-6" / "model.safetensors")
     weights = sum(tensor.double().sum().item() for tensor in checkpoint.values())
@@ -165,6 +171,7 @@ def test_weights_optimizer_schedule_and_versions_go_on(killed: Run, whole: Run) 
     assert whole.result["seconds_before"] == 0.0
 
 
+@pytest.mark.timeout(600)
 def test_nothing_is_left_of_the_killed_processes(killed: Run) -> None:
     assert find_processes(killed.out) == []
     assert list_sandboxes(killed.out) == []
@@ -179,6 +186,7 @@ def test_nothing_is_left_of_the_killed_processes(killed: Run) -> None:
     assert all(find_problem(folder) is None for _, folder in list_checkpoints(killed.out))
 
 
+@pytest.mark.timeout(600)
 def test_two_processes_go_on_together(tiny_model: Path, tmp_path: Path) -> None:
     settings = {"save_steps": 1, "max_steps": 3}
     start = kill_at(tiny_model, tmp_path, "checkpoint", 2, processes=2, **settings)
@@ -199,6 +207,7 @@ def test_two_processes_go_on_together(tiny_model: Path, tmp_path: Path) -> None:
     assert find_processes(tmp_path) == []
 
 
+@pytest.mark.timeout(600)
 def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_model: Path, tmp_path: Path) -> None:
     tasks, run, config = tmp_path / "tasks.jsonl", tmp_path / "run", tmp_path / "run.yaml"
     tasks.write_text("".join(json.dumps({"id": f"t{i}", "instruction": f"task {i}: ok"}) + "\n" for i in range(2)))
@@ -222,14 +231,14 @@ def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_mod
         "gradient_checkpointing": False,
     }
     config.write_text(json.dumps(settings))  # which is YAML
-    command = [find_warm_python(), str(ROOT / "scripts" / "train.py"), "--config", str(config)]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(config)]
     with (tmp_path / "log-train").open("wb") as log:
         train = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
     try:
         wait_for(train, tmp_path, "run/checkpoint-3/polar_state.json", 1)
     finally:
         train.terminate()
-    assert train.wait(timeout=600) == 1
+    assert train.wait(timeout=60) == 1
     lines = (tmp_path / "log-train").read_text().splitlines()  # a progress bar follows, when it is closed
     (said,) = [line[line.index("train: ") :] for line in lines if "train: " in line]
     assert said.startswith("train: stopped at step ")
@@ -239,12 +248,12 @@ def test_sigterm_says_how_to_go_on_and_the_folder_is_not_begun_in_again(tiny_mod
     whole = [folder for _, folder in list_checkpoints(run) if find_problem(folder) is None]
     assert len(whole) in (2, 3)  # three if the signal came after a save and before the oldest was removed
 
-    again = subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert again.returncode == 1
     assert f"train: output_dir {run} holds a run already (" in again.stderr.strip().splitlines()[-1]
     (run / "summary.json").touch()
     over = ["--resume_from_checkpoint", "auto", "--max_steps", "3"]
-    done = subprocess.run([*command, *over], capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
+    done = subprocess.run([*command, *over], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("made all of its 3 steps; set max_steps higher to go on")
 
@@ -275,6 +284,7 @@ def test_sessions_that_were_open_begin_anew(tiny_model: Path, tmp_path: Path) ->
         assert trained == sorted(2 * list(set(trained)))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("only_rank", [None, 1])
 def test_open_sessions_of_two_ranks_begin_anew(tiny_model: Path, tmp_path: Path, only_rank: int | None) -> None:
     """All of a run's processes are killed in mid-training, or one, while sessions of the next group are open.
