@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import train_cost
@@ -15,6 +16,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.memory.checkpointing import Checkpointing, build_setup, count_apart
 from polar_trl.grpo.memory.memory import PassMemory, count_pass
+from polar_trl.grpo.packing.layout import build_layout
 
 COUNTED = PassMemory(num_layers=4, every_peak=300, none_peak=1000, every_saved=100, none_saved=900)
 
@@ -127,7 +129,7 @@ def test_running_out_of_memory_for_good_says_what_to_do(
         setattr(trainer.args, name, value)
     found = trainer.step.checkpointing
     found._accelerator = SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"))
-    micro_batch = {"packed": SimpleNamespace(layout=SimpleNamespace(num_tokens=65536))}
+    micro_batch = {"packed": SimpleNamespace(layout=build_layout([np.zeros(65536)], share_prefixes=False))}
     with (
         pytest.raises(ConfigError, match=r"a pass of 65,536 tokens ran out of GPU memory") as raised,
         found.apply(micro_batch, 4 if num_processes == 1 else 0),
@@ -152,7 +154,7 @@ def test_ranks_agree_on_the_longest_pass_and_the_least_room() -> None:
 
     found.count = count  # type: ignore[method-assign]
     found._layers = [object()] * 4  # type: ignore[list-item]
-    passes = [{"packed": SimpleNamespace(layout=SimpleNamespace(num_tokens=n))} for n in (20, 25)]
+    passes = [{"packed": SimpleNamespace(layout=build_layout([np.zeros(n)], share_prefixes=False))} for n in (20, 25)]
     assert found.choose(passes) == [2, 2]  # 1000 - 2 * 200 is within 700; one layer is not enough
     assert asked[-2:] == [20, 30]
 
