@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as flex
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from polar_trl.grpo.memory.memory import count_prefix
 from polar_trl.grpo.packing import attention, fla_kernels, prefix
 from polar_trl.grpo.packing.attention import BLOCK_SIZE, Scoring, build_block_mask
 from polar_trl.grpo.packing.forward import pack_rows, prepare_model, score
@@ -165,6 +166,15 @@ def test_gradients_of_what_is_kept_are_summed_in_float32() -> None:
     assert closing.grad is not None and closing.grad.tolist() == [[260.0, 260.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "Gemma3"])
+def test_what_is_kept_takes_the_bytes_that_are_counted(name: str) -> None:
+    model, shared = build(name), SharedPrefix(build_rows()[0][:NUM_PREFIX])
+    prepare_model(model, "tree")
+    shared.fill(model, CPU)
+    kept = sum(leaf.nbytes + leaf.grad.nbytes for leaf in shared.kept.values() if leaf.grad is not None)
+    assert kept == count_prefix(model.config, NUM_PREFIX, 4)
+
+
 def test_after_a_fault_nothing_is_kept_and_the_next_try_fills_again() -> None:
     model, rows = build("llama"), build_rows()
     prepare_model(model, "tree")
@@ -242,10 +252,9 @@ def test_a_prefix_that_ends_within_a_block_is_refused() -> None:
 # ---- Which prefix, and which layout.
 
 
-def choose(passes: list[list[tuple[list[int], int]]], multiple: int = 1) -> list[int] | None:
-    found = choose_prefix(
-        [[(np.array(ids), first) for ids, first in of_pass] for of_pass in passes], multiple=multiple
-    )
+def choose(passes: list[list[tuple[list[int], int]]], **limits: int) -> list[int] | None:
+    arrays = [[(np.array(ids), first) for ids, first in of_pass] for of_pass in passes]
+    found = choose_prefix(arrays, **{"multiple": 1, **limits})
     return None if found is None else found.tolist()
 
 
@@ -255,6 +264,8 @@ def test_the_prefix_that_saves_most_is_chosen(monkeypatch: pytest.MonkeyPatch) -
     assert choose([[(a, 4)], [(b, 4)]]) == [1, 2, 3]
     assert choose([[(a, 4)], [(b, 3)]]) == [1, 2]  # token 2 predicts a scored one
     assert choose([[(a, 4)], [(b, 4)]], multiple=2) == [1, 2]
+    assert choose([[(a, 4)], [(b, 4)]], most_tokens=2) == [1, 2]
+    assert choose([[(a, 4)], [(b, 4)]], most_tokens=0) is None
     assert choose([[(a, 2)], [(b, 2)]]) is None
     assert choose([[(a, 4), (b, 4)]]) is None  # one pass shares it anyway
     assert choose([[(a, 4)], [([9, 2], 1)]]) is None
