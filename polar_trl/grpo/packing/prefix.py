@@ -37,13 +37,13 @@ class SharedPrefix:
         """By layer, and by the number of the tensor in it."""
 
     def fill(self, model: Any, device: torch.device) -> None:
-        """Forward the prefix through the decoder of a causal language model that `prepare_model` has prepared.
+        """Forward the prefix through a causal language model that `prepare_model` has prepared, but for its LM head.
 
         If gradients are enabled, they are added up in `grad` of what is kept.
         """
         layout = replace(build_layout([self.token_ids], share_prefixes=False), prefix=self)
         with torch.no_grad():
-            model.get_decoder()(
+            model.base_model(
                 input_ids=torch.from_numpy(layout.token_ids_L).to(device)[None],
                 position_ids=torch.from_numpy(layout.position_ids_L).to(device)[None],
                 layout=layout,

@@ -156,7 +156,7 @@ def test_gradients_of_what_is_kept_are_summed_in_float32() -> None:
         def forward(self, layout: Layout, **_: Any) -> None:
             exchange(layout, module, 0, torch.ones(2, 3, dtype=torch.bfloat16), dim=1)
 
-    shared.fill(SimpleNamespace(get_decoder=Decoder), CPU)
+    shared.fill(SimpleNamespace(base_model=Decoder()), CPU)
     for size in (256.0, 1.0, 1.0, 1.0):
         read = exchange(rest, module, 0, torch.zeros(2, 1, dtype=torch.bfloat16), dim=1)
         (read * size).sum().backward()
