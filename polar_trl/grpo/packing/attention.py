@@ -105,7 +105,11 @@ def attend(
         return _attend_in_batch(module, query, key, value, attention_mask, scoring, **kwargs), None
     if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
         raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
-    key, value = (exchange(layout, module, index, x, dim=2) for index, x in enumerate((key, value)))
+    # along the tokens as they lie in memory: with other strides FlexAttention would be compiled anew
+    key, value = (
+        exchange(layout, module, index, x.transpose(1, 2), dim=1).transpose(1, 2)
+        for index, x in enumerate((key, value))
+    )
     if sliding_window is not None and sliding_window > layout.position_ids_L.max():
         sliding_window = None  # it reaches over every row: computed as a full layer, whose mask it shares
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)

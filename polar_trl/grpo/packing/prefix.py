@@ -64,21 +64,12 @@ def keep_prefix(layout: Layout, model: Any, accelerator: Any) -> Iterator[None]:
         model: The causal language model of the pass, in no wrapper.
     """
     prefix = layout.prefix
-    if prefix is None:
-        yield
-        return
-    is_last = layout.num_before == 0
-    try:
-        if not prefix.kept:
-            with accelerator.autocast():
-                prefix.fill(model, accelerator.device)
-        yield
-    except BaseException:
-        is_last = True  # a pass that ran out of memory is followed by another try of its whole step
-        raise
-    finally:
-        if is_last:
-            prefix.kept.clear()
+    if prefix is not None and not prefix.kept:
+        with accelerator.autocast():
+            prefix.fill(model, accelerator.device)
+    yield
+    if prefix is not None and layout.num_before == 0:
+        prefix.kept.clear()
 
 
 def exchange(

@@ -119,27 +119,29 @@ def test_a_pass_that_runs_out_of_memory_is_trained_again_with_more_layers(traine
 
 
 def share_prompt(trainer: Any, monkeypatch: pytest.MonkeyPatch, num_shared: int) -> None:
-    """Let four rows of a pass each begin with the same tokens, and be packed as a tree."""
+    """Let five rows of a pass each, of which all but the third begin with the same tokens, be packed as a tree."""
     monkeypatch.setattr(prefix, "LEAST_TOKENS", 8)
     trainer.args.max_tokens_per_device = num_shared + 40
     policy = find_causal_model(trainer.model)
     count_spare = trainer.step.checkpointing.count_spare_tokens
     trainer.step.packer = Packer(trainer.args, trainer.accelerator, policy, "tree", count_spare=count_spare)
-    shared, *own = np.split(
-        np.random.default_rng(0).integers(500, size=num_shared + 4 * 30), range(num_shared, num_shared + 120, 30)
-    )
-    trainable = np.arange(num_shared + 30) > num_shared + 5
-    trainer.preset = [
-        Row(
-            rollout_id=f"r{number}",
-            advantage=1.0 - number,
-            token_ids_T=np.concatenate([shared, ids]),
-            trainable_T=trainable,
-            logprobs_T=np.where(trainable, -5.0, 0.0).astype(np.float32),
-            policy_versions_T=np.where(trainable, 0, -1),
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(500, size=num_shared)] * 5
+    prompts[2] = rng.integers(500, size=num_shared)
+    trainer.preset = []
+    for number, prompt in enumerate(prompts):
+        ids = np.concatenate([prompt, rng.integers(500, size=40 - 2 * number)])
+        trainable = np.arange(len(ids)) > num_shared + 5
+        trainer.preset.append(
+            Row(
+                rollout_id=f"r{number}",
+                advantage=1.0 - number,
+                token_ids_T=ids,
+                trainable_T=trainable,
+                logprobs_T=np.where(trainable, -5.0, 0.0).astype(np.float32),
+                policy_versions_T=np.where(trainable, 0, -1),
+            )
         )
-        for number, ids in enumerate(own)
-    ]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -155,19 +157,19 @@ def test_a_step_that_ran_out_of_memory_fills_its_prefix_again(
     assert not any(batch["packed"].layout.prefix for batch in trainer.step.windows[0])
     monkeypatch.setattr(prefix, "LEAST_TOKENS", 8)
     once, same, _ = run_step(trainer)
-    assert [batch["packed"].layout.num_before for batch in trainer.step.windows[0]] == [60, 60, 60, 0]
+    assert [batch["packed"].layout.num_before for batch in trainer.step.windows[0]] == [60, 60, 0, 60, 0]
     assert once == pytest.approx(loss, rel=1e-5)
     found._read_room = lambda: 1e12
     third, tries = found._layers[2], []
 
     def run_out(*_: Any) -> None:
         tries.append(len(tries))
-        if tries == [0, 1, 2]:  # in the third pass, after two have added gradients to what is kept
+        if tries == [0, 1, 2]:  # in a pass without the prefix, after two have added gradients to what is kept of it
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     third.register_full_backward_pre_hook(run_out)
     again, others, _ = run_step(trainer)
-    assert again == pytest.approx(loss, rel=1e-5) and len(tries) == 3 + 4
+    assert again == pytest.approx(loss, rel=1e-5) and len(tries) == 3 + 5
     for ours, theirs, wanted in zip(same, others, gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(theirs, wanted, rtol=1e-5, atol=1e-7)
@@ -193,7 +195,7 @@ def test_a_prefix_is_kept_as_far_as_there_is_memory_beside_the_largest_pass(
     found._read_room = lambda: largest + kept // 2
     assert found.count_spare_tokens() == 30
     run_step(trainer)
-    assert [batch["packed"].layout.num_before for batch in trainer.step.windows[0]] == [30, 30, 30, 0]
+    assert [batch["packed"].layout.num_before for batch in trainer.step.windows[0]] == [30, 30, 0, 30, 0]
     found._read_room = lambda: largest - 1
     assert found.count_spare_tokens() == 0
     run_step(trainer)

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from delta_nets import SIZES, TorchFla, build_model, error
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as flex
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
@@ -20,7 +22,7 @@ from polar_trl.grpo.memory.memory import count_prefix
 from polar_trl.grpo.packing import attention, fla_kernels, prefix
 from polar_trl.grpo.packing.attention import BLOCK_SIZE, Scoring, build_block_mask
 from polar_trl.grpo.packing.forward import pack_rows, prepare_model, score
-from polar_trl.grpo.packing.layout import Layout, build_layout_after
+from polar_trl.grpo.packing.layout import Layout, build_layout, build_layout_after
 from polar_trl.grpo.packing.linear_attention import computed_in_torch
 from polar_trl.grpo.packing.packer import Packer
 from polar_trl.grpo.packing.prefix import SharedPrefix, choose_prefix, exchange, keep_prefix
@@ -175,26 +177,6 @@ def test_what_is_kept_takes_the_bytes_that_are_counted(name: str) -> None:
     assert kept == count_prefix(model.config, NUM_PREFIX, 4)
 
 
-def test_after_a_fault_nothing_is_kept_and_the_next_try_fills_again() -> None:
-    model, rows = build("llama"), build_rows()
-    prepare_model(model, "tree")
-    shared = SharedPrefix(rows[0][:NUM_PREFIX])
-    layout = build_layout_after(rows[:3], shared, is_read=True)
-    accelerator = SimpleNamespace(autocast=nullcontext, device=CPU)
-    with pytest.raises(torch.OutOfMemoryError), keep_prefix(layout, model, accelerator):
-        for leaf in shared.kept.values():
-            assert leaf.grad is not None
-            leaf.grad += 1.0  # a part of a pass's gradients
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert not shared.kept
-    with keep_prefix(layout, model, accelerator):
-        assert len(shared.kept) == 2 * 3 and not any(leaf.grad.any() for leaf in shared.kept.values())  # type: ignore[union-attr]
-    assert shared.kept  # for the passes to come
-    with torch.no_grad(), keep_prefix(build_layout_after(rows[:3], shared, is_read=False), model, accelerator):
-        pass
-    assert not shared.kept
-
-
 def test_a_row_lies_after_the_prefix_or_whole() -> None:
     shared = SharedPrefix(np.array([7, 8]))
     rows = [np.array(row) for row in ([1, 2], [7, 8, 3, 4], [7, 8], [7, 8, 3])]
@@ -241,6 +223,34 @@ def test_the_mask_of_a_prefix_compiles() -> None:
     inputs = [torch.randn(1, h, n, 16) for h, n in zip((4, 2, 2), lengths, strict=True)]
     wanted = attention._attend_by_segment(*inputs, layout, Scoring())
     assert error(attention._attend_in_blocks(*inputs, layout, Scoring()), wanted) <= TOLERANCE
+
+
+def test_other_lengths_of_prefixes_and_rows_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
+    compiled = torch.compile(flex.flex_attention, dynamic=True, backend="eager")
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
+    monkeypatch.setattr(attention, "_attend_by_segment", attention._attend_in_blocks)
+    found, layer = [], torch.nn.Identity()
+
+    def attend(layout: Layout, with_gradient: bool = True) -> None:
+        before = counters["stats"]["unique_graphs"]
+        query, key, value = (
+            torch.randn(1, layout.num_tokens, heads, 16, requires_grad=with_gradient).transpose(1, 2)
+            for heads in (3, 1, 1)
+        )
+        with torch.set_grad_enabled(with_gradient):
+            attention.attend(layer, query, key, value, None, layout=layout)
+        found.append(counters["stats"]["unique_graphs"] - before)
+
+    # blocks of 128: never one alone, nor as many as there are heads or channels
+    for num_shared, lengths in ((640, (400, 900)), (640, (300, 1200)), (896, (800, 300))):
+        shared = SharedPrefix(np.arange(num_shared))
+        attend(replace(build_layout([shared.token_ids], share_prefixes=False), prefix=shared), with_gradient=False)
+        for is_read, own in zip((True, False), lengths, strict=True):
+            rows = [np.concatenate([shared.token_ids, np.full(own, 5)])]
+            attend(build_layout_after(rows, shared, is_read=is_read).pad(BLOCK_SIZE))
+    # once without gradients and once with: passes that read and those that do not share it
+    assert found == [1, 1, 0, *[0, 0, 0] * 2]
 
 
 def test_a_prefix_that_ends_within_a_block_is_refused() -> None:
