@@ -66,6 +66,11 @@ def test_every_setting_is_computed_over_rollouts(results: dict[int, Any], number
                     assert figures[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (processes, split, name)
 
 
+def test_of_these_steps_many_keep_a_prefix_from_pass_to_pass(results: dict[int, Any]) -> None:
+    assert len(results[1]["kept"]) > 100
+    assert len(results[2]["kept"]) > 10
+
+
 def test_the_table_meets_several_ranks(results: dict[int, Any]) -> None:
     for processes, least in ((2, 40), (4, 9)):
         together = [CASES[number].is_off_policy for number in results[processes]["table"]]

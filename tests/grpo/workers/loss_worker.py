@@ -11,6 +11,7 @@ Under one process or several; rank 0 writes OUT/<world size>.pt, a dict of secti
     trl          (architecture, loss type) -> (loss, gradient, log-probabilities) of one padded batch, by TRL
     trl_table    number of a case -> (loss, gradient, logged figures), by TRL
     empty_last   of each rank: squared norm of the weights before and after a step whose last generation is empty
+    kept         tokens of each prefix that layers kept from pass to pass on rank 0: any of 4 or more tokens
 """
 
 import os
@@ -27,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_padded import build_padded_batch
 
 from polar_trl.grpo.config import LOSS_TYPES, PackedGRPOConfig
+from polar_trl.grpo.packing import prefix
 from polar_trl.grpo.packing.batch import build_micro_batch
 from polar_trl.grpo.rows import Row
 
@@ -296,9 +298,22 @@ def run_layout(trainer: PresetRows, architecture: str, results: dict[str, Any]) 
         results["logps"][architecture, layout] = score_ours(trainer)
 
 
+def note_kept_prefixes(kept: list[int]) -> None:
+    fill = prefix.SharedPrefix.fill
+
+    def fill_and_note(self: Any, *args: Any) -> None:
+        kept.append(len(self.token_ids))
+        fill(self, *args)
+
+    prefix.SharedPrefix.fill = fill_and_note  # type: ignore[method-assign]
+    prefix.LEAST_TOKENS = 4
+
+
 def main(out: Path) -> None:
     common = build_common()
     results: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    results["kept"] = []
+    note_kept_prefixes(results["kept"])
     run_table(out, common, results)
     for architecture in ("llama", "qwen3", "qwen3_5"):
         for layout in LAYOUTS:
