@@ -48,7 +48,7 @@ EXAMPLES = """examples:
   python scripts/bench/bench_proxy.py --body-kb 300 --new-kb 20 --family qwen3
   python scripts/bench/bench_proxy.py --body-kb 100 --requests 50
   python scripts/bench/bench_proxy.py --tokenizer none
-  python scripts/bench/bench_proxy.py --body-kb 100 --concurrency 512 --pause-s 10
+  python scripts/bench/bench_proxy.py --body-kb 100 --new-kb 10 --concurrency 64 512 --pause-s 10
 """
 DEFAULT_TOKENIZER = Path(".cache/models/SmolLM2-135M-Instruct")
 ARGUMENTS = '{"command":"sed -n 1,40p module.py"}'
