@@ -100,6 +100,7 @@ class FolderLock:
                 if not shared:
                     os.ftruncate(self._file, 0)
                     os.pwrite(self._file, _describe_process(), 0)
+                    os.fsync(self._file)  # other machines read it, too
             except BaseException:
                 os.close(self._file)
                 raise

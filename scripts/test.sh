@@ -4,6 +4,8 @@
 #
 #   bash scripts/test.sh                              everything, as CI runs it (Debian, as root)
 #   bash scripts/test.sh tests/wire -x                a part
+#   bash scripts/test.sh machines [c]                 ranks and sessions on several machines made of namespaces, which
+#                                                     takes ten minutes and is not in CI
 #   CONTAINERS=no bash scripts/test.sh                without the tests of containers, for machines without root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +14,9 @@ bin=${VENV:-.venv}/bin
 "$bin/python" scripts/dev/get_model.py > /dev/null
 "$bin/python" scripts/dev/get_gemma.py > /dev/null
 "$bin/python" scripts/dev/get_agents.py
+if [ "${1:-}" = machines ]; then
+  exec bash scripts/test_machines.sh --json "$(mktemp)" "${@:2}"
+fi
 if [ ! -x /usr/bin/chromium ]; then
   { apt-get update && apt-get install -y --no-install-recommends chromium; } > /dev/null ||
     { echo "test.sh: the tests of polar-trl inspect need /usr/bin/chromium; install it" >&2; exit 1; }

@@ -102,14 +102,15 @@ def train(words: Sequence[str]) -> None:
         print("loading torch, TRL and vLLM ...", file=sys.stderr, flush=True)
     from polar_trl.grpo.arguments import RunParser, parse_groups
     from polar_trl.grpo.logs.terminal import say
-    from polar_trl.grpo.preflight import own_output_dir
     from polar_trl.grpo.resume.checkpoint import choose_start, explain_dead_end, wants_newest
     from polar_trl.grpo.run.finish import explain_resume
+    from polar_trl.grpo.run.machines import own_output_dir, require_same_run
 
     parser = RunParser(prog="polar-trl train", description=__doc__)
     settings, args, model_config, script = parse_groups(parser, words)
     folder = Path(args.output_dir)
     own_output_dir(args)
+    require_same_run(settings, args, model_config, script)
     is_made = is_over(args)
     if not (is_made and wants_newest(args.resume_from_checkpoint)):
         choose_start(folder, args.resume_from_checkpoint)  # raises where a run would begin in the folder of another
@@ -169,21 +170,23 @@ def build_trainer(
 
     from polar_trl.grpo.resume.model_folder import require_name
     from polar_trl.grpo.resume.resume import require_same_order
+    from polar_trl.grpo.run.machines import failing_together
     from polar_trl.grpo.trainer import PolarGRPOTrainer
     from polar_trl.grpo.trl_arguments.script import list_script_rewards, load_script_sets
     from polar_trl.setup.run_setup import build_parts, load_run_tasks
 
     model = require_name(model_config.model_name_or_path)
-    train, evals = load_run_tasks(settings, *load_script_sets(script, settings, args))
-    require_same_order(Path(args.output_dir), args, [task.id for task in train])
-    parts = build_parts(
-        settings,
-        [*train, *evals],
-        run_id=Path(args.output_dir).name,
-        check_jobs=args.max_grading,
-        is_first=args.local_process_index == 0,
-        limits=args.endpoint_limits,
-    )
+    with failing_together():  # an agent, a package or a container engine may be missing on one machine alone
+        train, evals = load_run_tasks(settings, *load_script_sets(script, settings, args))
+        require_same_order(Path(args.output_dir), args, [task.id for task in train])
+        parts = build_parts(
+            settings,
+            [*train, *evals],
+            run_id=Path(args.output_dir).name,
+            check_jobs=args.max_grading,
+            is_first=args.local_process_index == 0,
+            limits=args.endpoint_limits,
+        )
     try:
         return PolarGRPOTrainer(
             model=model,

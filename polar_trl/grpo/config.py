@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.engine.llm_kwargs import check_engine_kwargs
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.run.machines import choose_interface
 from polar_trl.grpo.trl_arguments.refused import refuse_model_kwargs, refuse_settings
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import RolloutConfig
@@ -75,6 +76,7 @@ class PackedGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        choose_interface()  # transformers connects the ranks below
         if self.bf16 is None and (self.use_cpu or not torch.cuda.is_available()):  # type: ignore[has-type]
             self.bf16 = False  # TRL's True ends in an error without a GPU, and is slow on a CPU
         if self.loss_type == "per_rollout":

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from accelerate.utils import broadcast_object_list
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from polar_trl.errors import ConfigError
@@ -14,7 +13,6 @@ from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.harness.base import Harness
-from polar_trl.run_folder import own_folder
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.pool import WarmPool
@@ -36,6 +34,12 @@ def require_harness(harness: Harness | None) -> Harness:
     return harness
 
 
+def describe_agent(harness: Harness) -> dict[str, str | None]:
+    """Return the agent's name and its installed version, where it has one."""
+    find_version = getattr(harness, "find_installed_version", None)
+    return {"agent": harness.name, "agent_version": None if find_version is None else find_version()}
+
+
 def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:
     """Return the settings; None: the defaults, in a folder named by the model, as TRL's. Raises `ConfigError`."""
     if args is None:
@@ -54,22 +58,6 @@ def require_tasks(tasks: Mapping[str, Mapping[str, Task]]) -> list[Task]:
     if not found:
         raise ConfigError("train_dataset= is needed: a list of polar_trl.Task, or a data set with a column 'prompt'")
     return found
-
-
-def own_output_dir(args: PolarGRPOConfig) -> None:
-    """Lock the run's folder until this process ends: rank 0 has it for all (a collective).
-
-    Raises `ConfigError` on all ranks if another process has it.
-    """
-    problem: list[str | None] = [None]
-    if args.process_index == 0:
-        try:
-            own_folder(Path(args.output_dir))
-        except ConfigError as error:
-            problem = [str(error)]
-    broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise ConfigError(problem[0])
 
 
 def read_model_config(model: str | None, *, trust_remote_code: bool = False) -> Any:

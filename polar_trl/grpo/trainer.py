@@ -39,8 +39,8 @@ from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
+    describe_agent,
     find_parts,
-    own_output_dir,
     read_model_config,
     require_a_step,
     require_config,
@@ -49,13 +49,14 @@ from polar_trl.grpo.preflight import (
 )
 from polar_trl.grpo.resume.checkpoint import list_run_files
 from polar_trl.grpo.resume.hub import WithModelCard, refuse_uploads
-from polar_trl.grpo.resume.resume import Resume
+from polar_trl.grpo.resume.resume import Resume, digest_texts
 from polar_trl.grpo.reward_funcs import RewardFunction, list_reward_functions, match_processing_classes
 from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.distributed import connect_ranks
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.run.finish import explain_resume, finish_run
+from polar_trl.grpo.run.machines import failing_together, own_output_dir, require_same_run
 from polar_trl.grpo.run.open_parts import take_over
 from polar_trl.grpo.step import SessionRows
 from polar_trl.grpo.trl_arguments.refused import refuse_arguments
@@ -139,7 +140,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         require_a_step(len(tasks["train"]), args)
         refuse_uploads(args)
         own_output_dir(args)
-        harness.install()
+        with failing_together():
+            harness.install()
+        instructions = digest_texts(f"{task.id}\n{task.instruction}" for task in all_tasks)
+        require_same_run(args, **describe_agent(harness), instructions=instructions)
         processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
         train_dataset = build_dataset(tasks["train"] or tasks["eval"])  # TRL wants one for an evaluation, too
         self._began = time.monotonic()
@@ -175,7 +179,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
                 self.proxy = self._build_proxy()
             self.proxy.start()
             self._open.add(self.proxy, self.proxy.stop)
-            ranks = connect_ranks(self.accelerator.num_processes, self.args.ddp_timeout)
+            ranks = connect_ranks(self.accelerator.num_processes, timeout_s=self.args.ddp_timeout)
             runner = RolloutRunner(
                 proxy=self.proxy, backend=backend, harness=harness, grader=grader, config=config, ranks=ranks
             )
@@ -273,11 +277,9 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     def _describe_run(self, harness: Harness, tasks: Mapping[str, Mapping[str, Task]]) -> dict[str, Any]:
         """Return what `settings.json` says of the run besides its arguments."""
         name = self.model.name_or_path
-        find_version = getattr(harness, "find_installed_version", None)
         return {
             "model": os.path.abspath(name) if os.path.isdir(name) else name,
-            "agent": harness.name,
-            "agent_version": None if find_version is None else find_version(),
+            **describe_agent(harness),
             "renderer": self.args.renderer,
             "max_trajectory_tokens": self._read_longest_row(),
             "num_tasks": len(tasks["train"]),

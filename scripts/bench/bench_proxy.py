@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import random
 import socket
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -47,6 +48,7 @@ EXAMPLES = """examples:
   python scripts/bench/bench_proxy.py --body-kb 300 --new-kb 20 --family qwen3
   python scripts/bench/bench_proxy.py --body-kb 100 --requests 50
   python scripts/bench/bench_proxy.py --tokenizer none
+  python scripts/bench/bench_proxy.py --body-kb 100 --new-kb 10 --concurrency 64 512 --pause-s 10
 """
 DEFAULT_TOKENIZER = Path(".cache/models/SmolLM2-135M-Instruct")
 ARGUMENTS = '{"command":"sed -n 1,40p module.py"}'
@@ -60,6 +62,8 @@ REPLY_TEXT = f'{REPLY.text}\n<tool_call>\n{{"name": "bash", "arguments": {ARGUME
 PARAMS = GenerationParams(max_tokens=512)
 Size = tuple[int, int]
 """KB of the last request, and KB of new text in each."""
+GROWING = threading.BoundedSemaphore(32)
+"""Sessions that grow at a time: agents do not begin in one instant."""
 MEASURED_FROM = 0.8
 """Requests are measured from this share of the body size on."""
 
@@ -151,25 +155,48 @@ class AgentConnection:
 
 
 def run_sessions(
-    origin: str, keys: list[str], bodies: list[bytes], ready: threading.Barrier, seconds: list[float]
+    origin: str,
+    keys: list[str],
+    bodies: list[bytes],
+    ready: threading.Barrier,
+    seconds: list[float],
+    pause_s: float,
 ) -> None:
-    """Grow every session, wait for the other threads, then measure into `seconds`."""
+    """Grow every session, wait for the other threads, then measure into `seconds`.
+
+    Args:
+        pause_s: Before each measured request, on average: an agent's own work, and an engine's.
+    """
     num_measured = count_measured(bodies)
     connections = []
     for key in keys:
-        connections.append(AgentConnection(origin, key))
-        for body in bodies[:-num_measured]:
-            connections[-1].post(body)
+        with GROWING:
+            connections.append(AgentConnection(origin, key))
+            for body in bodies[:-num_measured]:
+                connections[-1].post(body)
     ready.wait()  # all have grown
     ready.wait()  # the proxy's side has read its clock
-    seconds += [connection.post(body) for connection in connections for body in bodies[-num_measured:]]
+    for connection in connections:
+        for body in bodies[-num_measured:]:
+            time.sleep(2 * pause_s * random.random())
+            seconds.append(connection.post(body))
     ready.wait()
 
 
-def run_client() -> None:
-    """Answer jobs {"origin", "body_kb", "new_kb", "threads": a list of keys per thread} with {"seconds", "wall_s"}.
+def run_or_abort(run: Callable[[], None], ready: threading.Barrier) -> None:
+    """End the measurement where a session fails; the others would wait for it."""
+    try:
+        run()
+    except BaseException:
+        ready.abort()
+        raise
 
-    Says "ready" in between, and waits for a line.
+
+def run_client() -> None:
+    """Answer jobs with {"seconds", "wall_s"}.
+
+    A job is {"origin", "body_kb", "new_kb", "threads": a list of keys per thread, "pause_s"}. Says "ready" in between,
+    and waits for a line.
     """
     for line in sys.stdin:
         job = json.loads(line)
@@ -178,8 +205,8 @@ def run_client() -> None:
         seconds: list[float] = []
         threads = []
         for keys in job["threads"]:
-            run = partial(run_sessions, job["origin"], keys, bodies, ready, seconds)
-            threads.append(threading.Thread(target=run))
+            run = partial(run_sessions, job["origin"], keys, bodies, ready, seconds, job["pause_s"])
+            threads.append(threading.Thread(target=run_or_abort, args=(run, ready)))
             threads[-1].start()
         ready.wait()
         print("ready", flush=True)
@@ -205,12 +232,15 @@ class Bench:
         self._folder = folder
         self._num_sessions = 0
 
-    def run_job(self, size: Size, num_threads: int, sessions_per_thread: int) -> tuple[dict[str, Any], SessionLog]:
+    def run_job(
+        self, size: Size, num_threads: int, sessions_per_thread: int, *, pause_s: float = 0.0
+    ) -> tuple[dict[str, Any], SessionLog]:
         """Return what was measured, and the record of one session."""
         logs = [self._open_log() for _ in range(num_threads * sessions_per_thread)]
         keys = [self._proxy.open_session(log, SessionLimits(max_calls=1 << 30)).api_key for log in logs]
         threads = [keys[start::num_threads] for start in range(num_threads)]
-        self._tell({"origin": self._proxy.origin, "body_kb": size[0], "new_kb": size[1], "threads": threads})
+        job = {"body_kb": size[0], "new_kb": size[1], "threads": threads, "pause_s": pause_s}
+        self._tell({"origin": self._proxy.origin, **job})
         self._hear()
         gc.collect()
         cpu_s = time.process_time()
@@ -255,9 +285,14 @@ def percentile_ms(seconds: list[float], share: float) -> float:
 
 
 def measure(
-    bench: Bench, engine: ScriptedEngine, size: Size, num_requests: int, concurrencies: Sequence[int]
+    bench: Bench,
+    engine: ScriptedEngine,
+    size: Size,
+    num_requests: int,
+    concurrencies: Sequence[int],
+    pause_s: float = 0.0,
 ) -> dict[str, Any]:
-    """One row: latency with one session at a time, then throughput with so many at once."""
+    """One row: latency with one session at a time, then throughput and latency with so many at once."""
     bodies = build_bodies(*size)
     num_measured = count_measured(bodies)
     alone, log = bench.run_job(size, 1, math.ceil(num_requests / num_measured))
@@ -280,8 +315,10 @@ def measure(
     }
     for concurrency in concurrencies:
         sessions_per_thread = math.ceil(num_requests / (num_measured * concurrency))
-        answer, _ = bench.run_job(size, concurrency, sessions_per_thread)
+        answer, _ = bench.run_job(size, concurrency, sessions_per_thread, pause_s=pause_s)
         row[f"requests_per_s_{concurrency}"] = len(answer["seconds"]) / answer["wall_s"]
+        row[f"p50_ms_{concurrency}"] = percentile_ms(answer["seconds"], 0.5)
+        row[f"p95_ms_{concurrency}"] = percentile_ms(answer["seconds"], 0.95)
         row[f"cpu_ms_{concurrency}"] = 1000 * answer["cpu_s"] / len(answer["seconds"])
     for name in ("p50_ms", "p95_ms"):
         row[f"added_{name}"] = row[f"proxy_{name}"] - row[f"direct_{name}"]
@@ -341,6 +378,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--new-kb", type=int, nargs="+", help="new text per turn at each of them (default a line below 50 KB, then 2)"
     )
+    parser.add_argument(
+        "--pause-s", type=float, default=0.0, help="mean pause before each request of those sessions (default 0)"
+    )
     parser.add_argument("--repeat", type=int, default=1, help="rows that a figure is the median of (default 1)")
     parser.add_argument("--family", help="chat format of a family, such as qwen3, with the tokenizer's vocabulary")
     parser.add_argument(
@@ -363,7 +403,11 @@ def read_options() -> argparse.Namespace:
 
 def print_row(row: dict[str, Any], concurrencies: Sequence[int]) -> None:
     pairs = [f"{row[f'{who}_p50_ms']:.2f}/{row[f'{who}_p95_ms']:.2f} ms" for who in ("direct", "proxy", "added")]
-    rates = [f"{row[f'requests_per_s_{n}']:.0f} ({row[f'cpu_ms_{n}']:.2f} ms) with {n}" for n in concurrencies]
+    rates = [
+        f"{row[f'requests_per_s_{n}']:.0f} ({row[f'cpu_ms_{n}']:.2f} ms) with {n}, "
+        f"{row[f'p50_ms_{n}']:.1f}/{row[f'p95_ms_{n}']:.1f} ms"
+        for n in concurrencies
+    ]
     print(
         f"{row['body_kb']:>4.0f} KB {row['new_kb']:>3.0f} {row['prompt_tokens']:>8.0f} {pairs[0]:>16} {pairs[1]:>16} "
         f"{pairs[2]:>16} {row['cpu_ms']:>6.2f} ms  {', '.join(rates)}",
@@ -388,13 +432,15 @@ def main() -> None:
         bench = Bench(proxy, client, Path(folder))
         print(
             f"{'body':>7} {'new':>3} {'tokens':>8} {'direct p50/p95':>16} {'proxy p50/p95':>16} {'added p50/p95':>16} "
-            f"{'CPU':>9}  requests/s (CPU) with sessions at once"
+            f"{'CPU':>9}  requests/s (CPU) with sessions at once, their p50/p95"
         )
         sizes = list(zip(options.body_kb, options.new_kb, strict=True))
         measured: dict[Size, list[dict[str, Any]]] = {size: [] for size in sizes}
         for _ in range(options.repeat):
             for size in sizes:
-                measured[size].append(measure(bench, engine, size, options.requests, options.concurrency))
+                measured[size].append(
+                    measure(bench, engine, size, options.requests, options.concurrency, options.pause_s)
+                )
         for size in sizes:
             rows.append(take_medians(measured[size]))
             print_row(rows[-1], options.concurrency)

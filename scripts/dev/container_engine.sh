@@ -14,9 +14,12 @@ is_up() { curl --silent --fail --max-time 2 --unix-socket "$socket" http://engin
 install_packages() {
   local missing=()
   command -v dockerd > /dev/null || missing+=(docker.io)
+  command -v podman > /dev/null || missing+=(podman catatonit)  # for its own tests
   command -v bwrap > /dev/null || missing+=(bubblewrap)
   command -v mkfs.ext4 > /dev/null || missing+=(e2fsprogs)
   command -v nsenter > /dev/null || missing+=(util-linux)
+  command -v ip > /dev/null || missing+=(iproute2)  # with the next one, for scripts/machines
+  command -v ps > /dev/null || missing+=(procps)
   if [ "${#missing[@]}" -gt 0 ]; then
     echo "container_engine: installing ${missing[*]} ..." >&2
     apt-get update -qq > /dev/null

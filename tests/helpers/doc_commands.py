@@ -118,6 +118,10 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl train pi_1gpu --accelerate ddp_8gpu .*": "tests/grpo/test_accelerate_configs.py",
     "polar-trl train my_run.yaml --resume_from_checkpoint auto": ("tests/grpo/resume/test_resume.py"),
     "polar-trl clean": Run(""),
+    # two machines, in scripts/test.sh machines
+    "accelerate launch --multi_gpu --num_machines 2 .*": "scripts/machines/ranks.py::build_accelerate",
+    "torchrun --nnodes 2 .*": "scripts/machines/ranks.py::build_torchrun",
+    "sbatch examples/more_machines/train.sbatch .*": "scripts/machines/ranks.py::read_job",
     # templates
     "polar-trl lint-template Qwen/Qwen3.5-4B": Run("exact|turn"),
     "polar-trl lint-template path/to/model .*": Run("turn"),

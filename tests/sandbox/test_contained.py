@@ -212,5 +212,5 @@ def test_a_destroyed_sandbox_says_so(backend: SandboxBackend) -> None:
 def count_processes(box: Sandbox) -> int:
     """Count the sandbox's own processes that are left, without its first one and those of this very command."""
     names = run(box, "cat /proc/[0-9]*/comm 2>/dev/null").stdout.split()
-    ours = {"cat", "bash", "sh", "sleep", "docker-init", "tini", "bwrap"}
+    ours = {"cat", "bash", "sh", "sleep", "docker-init", "catatonit", "tini", "bwrap"}
     return sum(name not in ours or names.count("sleep") > 1 for name in names)

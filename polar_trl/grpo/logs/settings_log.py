@@ -57,7 +57,7 @@ class SettingsLog(TrainerCallback):
         """Write the settings, after the starts that are there already."""
         if not state.is_world_process_zero:
             return
-        whole, changed = _read_arguments(self._arguments)
+        whole, changed = read_arguments(self._arguments)
         redactor = Redactor(whole)
         start = {
             "began": _tell_time(),
@@ -141,7 +141,7 @@ def _ask_git(*words: str) -> str | None:
     return said.stdout.strip() or None if said.returncode == 0 else None
 
 
-def _read_arguments(groups: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_arguments(groups: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return all arguments as JSON values, and those whose value is not the default."""
     whole: dict[str, Any] = {}
     changed: dict[str, Any] = {}

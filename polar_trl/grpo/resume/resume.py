@@ -24,6 +24,7 @@ from polar_trl.grpo.logs.trained_log import rewind_trained
 from polar_trl.grpo.resume import checkpoint
 from polar_trl.grpo.resume.checkpoint import RankState, RunState
 from polar_trl.grpo.rollouts.source import RolloutSource
+from polar_trl.grpo.run.machines import failing_together, require_alike
 from polar_trl.grpo.step import TrainingStep
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.grpo.weights.policy_weights import PolicyWeights
@@ -84,14 +85,14 @@ class Resume:
         output_dir, rank = Path(self.args.output_dir), self.accelerator.process_index
         self.trl.loaded_step = -1  # the engine has the weights of an evaluation, or of an earlier training
         choose = checkpoint.choose_start if self.is_used else checkpoint.choose_checkpoint
-        folder, self.is_used = choose(output_dir, resume_from_checkpoint), False
+        with failing_together():
+            folder, self.is_used = choose(output_dir, resume_from_checkpoint), False
+            read = None if folder is None else (folder, *self._read(folder))
+        chosen = read and f"{read[0].name}, written after {read[1].seconds:.3f} s"
+        require_alike({"the checkpoint to go on from": chosen}, advice="give all machines one output_dir")
         step, open_task_ids = 0, list[str]()
-        if folder is not None:
-            checkpoint.know_cpu_devices()
-            state, rank_state = checkpoint.load_state(folder, rank, self.accelerator.device)
-            checkpoint.require_same_settings(state.settings, self._describe_settings())
-            if self.args.ignore_data_skip:
-                raise ConfigError("ignore_data_skip must be false to resume: tasks that were trained would come again")
+        if read is not None:
+            folder, state, rank_state = read
             self._restore(state, rank_state)
             self.policy_weights.resume(checkpoint.load_masters(folder, rank))
             step, open_task_ids = state.step, list(rank_state.open_task_ids)
@@ -154,6 +155,14 @@ class Resume:
         if self.policy_weights.rounded is not None and masters is not None:
             self.policy_weights.rounded.load_state_dict(masters)
 
+    def _read(self, folder: Path) -> tuple[RunState, RankState]:
+        checkpoint.know_cpu_devices()
+        state, of_rank = checkpoint.load_state(folder, self.accelerator.process_index, self.accelerator.device)
+        checkpoint.require_same_settings(state.settings, self._describe_settings())
+        if self.args.ignore_data_skip:
+            raise ConfigError("ignore_data_skip must be false to resume: tasks that were trained would come again")
+        return state, of_rank
+
     def _restore(self, state: RunState, rank_state: RankState) -> None:
         self.trl.micro_step = state.micro_step
         self._epochs_done = state.epochs
@@ -211,8 +220,9 @@ def require_same_order(output_dir: Path, args: Any, task_ids: Iterable[str]) -> 
 def describe_order(args: Any, task_ids: Iterable[str]) -> dict[str, Any]:
     """Describe what the order of tasks hangs on."""
     settings = {name: getattr(args, name) for name in _SETTINGS}
-    return {"num_processes": args.world_size, **settings, "tasks": _digest_ids(task_ids)}
+    return {"num_processes": args.world_size, **settings, "tasks": digest_texts(task_ids)}
 
 
-def _digest_ids(task_ids: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(task_ids).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+def digest_texts(texts: Iterable[str]) -> str:
+    """Return 16 digits that tell these texts, in this order, from others."""
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]

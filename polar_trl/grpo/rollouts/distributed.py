@@ -51,6 +51,6 @@ class DistributedRanks:
         return int(self._store.add(name, amount))
 
 
-def connect_ranks(num_ranks: int, timeout_s: float) -> Ranks:
+def connect_ranks(num_ranks: int, *, timeout_s: float) -> Ranks:
     """Return the ranks of this run (a collective where there are several), see `DistributedRanks`."""
     return DistributedRanks(timeout_s) if num_ranks > 1 else OneRank()

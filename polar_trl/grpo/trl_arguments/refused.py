@@ -71,6 +71,7 @@ SETTINGS: Mapping[str, str] = {
     # Logs and checkpoints
     "log_completions_hub_repo": "must stay unset: sessions stay on this machine. `polar-trl collect` makes data sets",
     "include_num_input_tokens_seen": "must be 'no': polar/sampled_tokens and polar/trained_tokens count tokens",
+    "save_on_each_node": "must be false: all machines have one output_dir, which rank 0 writes to",
     "enable_jit_checkpoint": "must be false: SIGTERM ends a run, which goes on from its last checkpoint (save_steps)",
 }
 """Settings of `GRPOConfig`, and what each must be: TRL's default, but for `_OTHER_VALUES`."""

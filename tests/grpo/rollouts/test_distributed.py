@@ -22,7 +22,7 @@ def test_four_processes_share_jobs_and_exchange_objects(tmp_path: Path) -> None:
 
 def _meet(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    ranks = connect_ranks(2, 1.0)
+    ranks = connect_ranks(2, timeout_s=1.0)
     if rank == 1:
         time.sleep(600)
     try:

@@ -10,7 +10,7 @@ from polar_trl.grpo.rollouts.distributed import connect_ranks
 from polar_trl.rollout.ranks import JobQueues
 
 dist.init_process_group("gloo")
-ranks = connect_ranks(dist.get_world_size(), 60.0)
+ranks = connect_ranks(dist.get_world_size(), timeout_s=60)
 queues = JobQueues(ranks, "batch", list(range(64 * ranks.num_ranks)))
 queues.is_shared = True
 claimed = []
