@@ -1,4 +1,4 @@
-"""GRPO for any unmodified coding agent, inside TRL's trainer, on one node.
+"""GRPO for any unmodified coding agent, inside TRL's trainer.
 
 The public names that need torch, TRL or vLLM are loaded on first use, so that `import polar_trl` and the light
 sub-packages (`types`, `wire`, `reconstruct`) stay quick and free of them.

@@ -81,7 +81,7 @@ def _require_limits(kind: str, capabilities: Capabilities, limits: Limits) -> No
     enforced = {
         "memory_mb": capabilities.limits_memory,
         "cpus": capabilities.limits_memory,  # the same control groups
-        "pids": kind != "local",
+        "pids": kind == "bwrap" or capabilities.limits_memory,
         "disk_mb": capabilities.limits_disk,
     }
     for name, is_enforced in enforced.items():

@@ -97,6 +97,10 @@ def remove_session_folder(folder: Path) -> None:
         subprocess.run(["umount", "-l", "--", mount], capture_output=True, check=False)
     if left := list_mounts(folder):
         raise SandboxError(f"cannot remove {folder}: {left[0]} is mounted in it and cannot be unmounted")
+    if folder.is_dir() and not folder.is_symlink():
+        for path in folder.iterdir():
+            if path.name != OWNER_FILE:  # last: without it nobody would finish what a kill cuts short
+                remove_tree(path)
     remove_tree(folder)
     if lock := _LOCKS.pop(folder, None):
         lock.close()

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -48,7 +48,7 @@ EXAMPLES = """examples:
   python scripts/bench/bench_proxy.py --body-kb 300 --new-kb 20 --family qwen3
   python scripts/bench/bench_proxy.py --body-kb 100 --requests 50
   python scripts/bench/bench_proxy.py --tokenizer none
-  python scripts/bench/bench_proxy.py --body-kb 100 --concurrency 512 --pause-s 10
+  python scripts/bench/bench_proxy.py --body-kb 100 --new-kb 10 --concurrency 64 512 --pause-s 10
 """
 DEFAULT_TOKENIZER = Path(".cache/models/SmolLM2-135M-Instruct")
 ARGUMENTS = '{"command":"sed -n 1,40p module.py"}'
@@ -62,6 +62,8 @@ REPLY_TEXT = f'{REPLY.text}\n<tool_call>\n{{"name": "bash", "arguments": {ARGUME
 PARAMS = GenerationParams(max_tokens=512)
 Size = tuple[int, int]
 """KB of the last request, and KB of new text in each."""
+GROWING = threading.BoundedSemaphore(32)
+"""Sessions that grow at a time: agents do not begin in one instant."""
 MEASURED_FROM = 0.8
 """Requests are measured from this share of the body size on."""
 
@@ -168,9 +170,10 @@ def run_sessions(
     num_measured = count_measured(bodies)
     connections = []
     for key in keys:
-        connections.append(AgentConnection(origin, key))
-        for body in bodies[:-num_measured]:
-            connections[-1].post(body)
+        with GROWING:
+            connections.append(AgentConnection(origin, key))
+            for body in bodies[:-num_measured]:
+                connections[-1].post(body)
     ready.wait()  # all have grown
     ready.wait()  # the proxy's side has read its clock
     for connection in connections:
@@ -178,6 +181,15 @@ def run_sessions(
             time.sleep(2 * pause_s * random.random())
             seconds.append(connection.post(body))
     ready.wait()
+
+
+def run_or_abort(run: Callable[[], None], ready: threading.Barrier) -> None:
+    """End the measurement where a session fails; the others would wait for it."""
+    try:
+        run()
+    except BaseException:
+        ready.abort()
+        raise
 
 
 def run_client() -> None:
@@ -194,7 +206,7 @@ def run_client() -> None:
         threads = []
         for keys in job["threads"]:
             run = partial(run_sessions, job["origin"], keys, bodies, ready, seconds, job["pause_s"])
-            threads.append(threading.Thread(target=run))
+            threads.append(threading.Thread(target=run_or_abort, args=(run, ready)))
             threads[-1].start()
         ready.wait()
         print("ready", flush=True)

@@ -14,6 +14,7 @@ is_up() { curl --silent --fail --max-time 2 --unix-socket "$socket" http://engin
 install_packages() {
   local missing=()
   command -v dockerd > /dev/null || missing+=(docker.io)
+  command -v podman > /dev/null || missing+=(podman catatonit)  # for its own tests
   command -v bwrap > /dev/null || missing+=(bubblewrap)
   command -v mkfs.ext4 > /dev/null || missing+=(e2fsprogs)
   command -v nsenter > /dev/null || missing+=(util-linux)

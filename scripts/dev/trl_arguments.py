@@ -127,7 +127,7 @@ TRANSFORMERS: tuple[str, ...] = (
     *("local_rank", "log_level", "log_level_replica", "log_on_each_node", "logging_first_step", "logging_strategy"),
     *("lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "num_train_epochs", "optim_args"),
     *("optim_target_modules", "parallelism_config", "project", "restore_callback_states_from_checkpoint", "run_name"),
-    *("save_on_each_node", "save_total_limit", "skip_memory_metrics", "tf32", "torch_empty_cache_steps"),
+    *("save_total_limit", "skip_memory_metrics", "tf32", "torch_empty_cache_steps"),
     *("trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "use_cpu", "warmup_steps", "weight_decay"),
 )
 """Settings that transformers' loop reads itself."""

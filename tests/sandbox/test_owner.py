@@ -184,6 +184,28 @@ def test_what_resists_is_removed_and_nothing_outside(root: Path, tmp_path: Path,
     assert stat.S_IMODE((outside / "in" / "precious").stat().st_mode) == 0o640
 
 
+def test_a_removal_that_is_cut_short_is_finished_by_the_next_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = leave(root)
+    for name in ("a", "disk", "z"):
+        (folder / name / "work").mkdir(parents=True)
+    empty, calls = owner._empty, []
+
+    def empty_once(*args: int, **named: str) -> list[str]:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return empty(*args, **named)
+
+    monkeypatch.setattr(owner, "_empty", empty_once)
+    with pytest.raises(KeyboardInterrupt):
+        remove_session_folder(folder)
+    assert len(calls) == 2 and folder.exists()
+    assert reap_session_folders(root) == [folder.name]
+    assert not folder.exists()
+
+
 def test_a_tree_of_twenty_thousand_levels_is_removed(root: Path) -> None:
     folder = leave(root)
     nest = "import os\nfor _ in range(20_000):\n    os.mkdir('d')\n    os.chdir('d')\n"

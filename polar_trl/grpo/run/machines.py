@@ -6,6 +6,7 @@ of them end, and each says which machine it was.
 
 import hashlib
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ NUM_LOOKS = 10
 """A second apart: a network file system may show a file of another machine late."""
 _SHOWN = 100
 """Characters of a value."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Of an object in memory, which no two processes have alike."""
 
 
 def choose_interface() -> None:
@@ -144,6 +147,6 @@ def _read_mark(folder: Path) -> bytes:
 
 
 def _show(value: Any) -> str:
-    text = str(value)
+    text = _ADDRESS.sub("", str(value))
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (digest {digest})"

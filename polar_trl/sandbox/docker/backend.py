@@ -34,7 +34,7 @@ from polar_trl.sandbox.docker.client import (
     limit_calls,
     retry,
 )
-from polar_trl.sandbox.docker.container import DockerSandbox, build_user, start_container
+from polar_trl.sandbox.docker.container import DockerSandbox, start_container
 from polar_trl.sandbox.docker.images import Base, Images
 from polar_trl.sandbox.docker.relay_folder import PASSWD, PLACE, RelayFolder, build_command
 from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
@@ -66,7 +66,7 @@ class DockerSandboxBackend(SandboxBackend):
         limits: Per session.
         mounts: Host folders that every container sees read-only at the same path, such as the cache of agents.
         run_id: Label of this run's containers.
-        host: The engine's address; None takes $DOCKER_HOST or the system's socket.
+        host: The engine's address; None takes $DOCKER_HOST, or a socket where engines are known to listen.
         root: Where session folders are kept; None takes the user's state folder.
         public_network: The engine's network that tasks with `network="public"` join.
         api_timeout_s: After which an engine that says nothing has failed.
@@ -85,15 +85,16 @@ class DockerSandboxBackend(SandboxBackend):
         api_timeout_s: float = API_TIMEOUT_S,
     ) -> None:
         self._is_root = os.geteuid() == 0
-        self.capabilities = Capabilities(
-            cuts_network=True, limits_memory=True, limits_disk=self._is_root, uses_images=True
-        )
         self._limits = limits
         self._mounts = tuple(mounts)
         self._hidden = [path for path in list_package_folders() if any(path.is_relative_to(mount) for mount in mounts)]
         self._public_network = public_network
         self._root = root or find_state_folder()
         self._client = connect(host, timeout_s=api_timeout_s)
+        self._user, limits_memory = read_user(self._client)
+        self.capabilities = Capabilities(
+            cuts_network=True, limits_memory=limits_memory, limits_disk=self._is_root, uses_images=True
+        )
         self._labels = {LABEL: run_id, OWNER_LABEL: build_owner_tag()}
         self._removals = Removals(self._client)
         self._images = Images(self._client, self._removals, default=image, labels=self._labels)
@@ -122,7 +123,7 @@ class DockerSandboxBackend(SandboxBackend):
             folder = make_session_folder(self._root, session_id)
             try:
                 disk = self._make_disk(folder, base)
-                relay = None if self._is_root else RelayFolder(folder / "proxy")
+                relay = None if self._is_root else RelayFolder(folder / "proxy", self._user)
                 files = SessionFolder(disk)
                 for path, text in task.files.items():
                     files.put(path, encode_text(text, f"task {task.id}: file {path}"))
@@ -131,7 +132,15 @@ class DockerSandboxBackend(SandboxBackend):
                 remove_session_folder(folder)
                 raise
         return DockerSandbox(
-            self._client, container, folder, files, base, self._removals, relay, has_writable_root=task.writable_root
+            self._client,
+            container,
+            folder,
+            files,
+            base,
+            self._removals,
+            relay,
+            user=self._user,
+            has_writable_root=task.writable_root,
         )
 
     def close(self) -> None:
@@ -216,7 +225,7 @@ class DockerSandboxBackend(SandboxBackend):
                 for source, place, is_read_only in binds
             ],
             # the first process is another user's than the commands, so that no agent can end its own container
-            "user": KEEPER if relay is None else build_user(),
+            "user": KEEPER if relay is None else self._user,
             "working_dir": "/",
             "cap_drop": ["ALL"],
             "cap_add": list(ROOT_CAPABILITIES) if task.writable_root else [],
@@ -241,6 +250,23 @@ class DockerSandboxBackend(SandboxBackend):
             f"task {task.id} asks for the public network, and the engine has no network {name!r} ({error}); start "
             "the engine with its bridge, or name another one of its networks as public_network"
         )
+
+
+def read_user(client: Any) -> tuple[str, bool]:
+    """Return the user that owns the work folder, as the engine names it, and whether the engine limits memory.
+
+    In the containers of an engine that runs as a user, that user is number 0. Such an engine ignores limits unless
+    systemd delegates control groups of version 2 to it. Raises `SandboxError`.
+    """
+    try:
+        info = client.info()
+    except ENGINE_ERRORS as error:
+        raise SandboxError(f"the engine does not tell about itself: {error}") from error
+    # Podman's field, and Docker's
+    is_rootless = info.get("Rootless") or "name=rootless" in (info.get("SecurityOptions") or ())
+    user = "0:0" if is_rootless else f"{os.geteuid()}:{os.getegid()}"
+    has_groups = (info.get("CgroupVersion"), info.get("CgroupDriver")) == ("2", "systemd")
+    return user, has_groups or not is_rootless
 
 
 def _list_places(base: Base) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 docker-py waits for ever for an image, and for its own limit otherwise, however little time the caller has. Here each
 call ends after a silence, or at its thread's deadline (`limit_calls`).
 
-Refuses engines that are not on this machine, and Podman (`SandboxError`).
+Refuses engines that are not on this machine (`SandboxError`).
 """
 
 import logging
@@ -28,6 +28,13 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
+SOCKETS = (
+    "/var/run/docker.sock",
+    "/run/podman/podman.sock",
+    "/run/user/{uid}/docker.sock",
+    "/run/user/{uid}/podman/podman.sock",
+)
+"""Where engines listen: the system's Docker and Podman, then those of a user."""
 API_TIMEOUT_S = 60.0
 PAUSES_S = (2.0, 4.0)
 LATE_S = 600.0
@@ -75,10 +82,10 @@ def connect(host: str | None, *, timeout_s: float = API_TIMEOUT_S) -> Any:
     """Return a `docker.DockerClient`. Raises `SandboxError` where no usable engine answers.
 
     Args:
-        host: None takes $DOCKER_HOST or the system's socket.
+        host: None takes $DOCKER_HOST, or the first of `SOCKETS` that is there.
         timeout_s: After which the engine counts as silent.
     """
-    host = host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    host = host or os.environ.get("DOCKER_HOST") or _find_host()
     if not host.startswith("unix://"):
         raise SandboxError(
             f"DOCKER_HOST is {host}, which is no unix socket of this machine. Sandboxes need the engine and the "
@@ -93,15 +100,15 @@ def connect(host: str | None, *, timeout_s: float = API_TIMEOUT_S) -> Any:
         version = client.version()
     except ENGINE_ERRORS as error:
         raise SandboxError(
-            f"no container engine answers at {host} ({error}); start Docker, or set DOCKER_HOST to its socket"
+            f"no container engine answers at {host} ({error}); start Docker or Podman, or set DOCKER_HOST"
         ) from error
-    if "podman" in str(version.get("Components", "")).lower():
-        raise SandboxError(
-            f"the engine at {host} is Podman, which does not tell of processes that were killed at their memory limit "
-            "and is not tested here; set DOCKER_HOST to the socket of a Docker engine"
-        )
     logger.info("container engine %s, API %s", version.get("Version"), version.get("ApiVersion"))
     return client
+
+
+def _find_host() -> str:
+    paths = [path.format(uid=os.getuid()) for path in SOCKETS]
+    return next((f"unix://{path}" for path in paths if os.access(path, os.R_OK | os.W_OK)), DEFAULT_HOST)
 
 
 def retry(

@@ -4,7 +4,6 @@ Docker cannot kill a command that it runs in a container, and processes that a c
 container is killed and started again then. A container that is gone raises `SandboxError`; it is no failed command.
 """
 
-import os
 import socket
 import tarfile
 import tempfile
@@ -34,7 +33,11 @@ SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec s
 
 
 class DockerSandbox(HostFolders):
-    """One session's container."""
+    """One session's container.
+
+    Args:
+        user: Of the commands, who owns the work folder: root without capabilities could not write another's.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class DockerSandbox(HostFolders):
         removals: Removals,
         relay: RelayFolder | None,
         *,
+        user: str,
         has_writable_root: bool,
     ) -> None:
         self.workdir = base.workdir
@@ -56,6 +60,7 @@ class DockerSandbox(HostFolders):
         self._files = files
         self._removals = removals
         self._relay = relay
+        self._user = user
         self._has_writable_root = has_writable_root
         self._is_killed = False
         self._is_destroyed = False
@@ -73,7 +78,7 @@ class DockerSandbox(HostFolders):
             oom_kills = self._count_oom_kills()
             limit_sockets(self._container.attrs["State"]["Pid"], self._container.id)
             exec_id = self._client.api.exec_create(
-                self._container.id, argv, environment={"HOME": HOME, **env}, workdir=self.workdir, user=build_user()
+                self._container.id, argv, environment={"HOME": HOME, **env}, workdir=self.workdir, user=self._user
             )["Id"]
             with ExecStream(self._client.api, exec_id) as stream:
                 exit_code = stream.read_until(deadline)
@@ -87,7 +92,7 @@ class DockerSandbox(HostFolders):
         except (*ENGINE_ERRORS, OSError) as error:
             raise SandboxError(f"the container is gone, or its engine does not answer: {error}") from error
         return ExecResult(
-            exit_code=exit_code,
+            exit_code=None if self._is_killed else exit_code,  # Podman says 137
             stdout=stream.stdout.decode("utf-8", "replace"),
             stderr=stream.stderr.decode("utf-8", "replace"),
             timed_out=timed_out,
@@ -168,10 +173,13 @@ class DockerSandbox(HostFolders):
     def _has_company(self) -> bool:
         """Return whether anything runs besides the first process (an init) and its sleep or relay."""
         deadline = time.monotonic() + 0.3
-        while len(self._container.top()["Processes"] or ()) > 2:
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.03)  # the shell of the command is reaped a moment after its exit code is known
+        try:
+            while len(self._container.top()["Processes"] or ()) > 2:
+                if time.monotonic() > deadline:
+                    return True
+                time.sleep(0.03)  # the shell of the command is reaped a moment after its exit code is known
+        except ValueError:  # Podman's answer can be empty where there are many
+            return True
         return False
 
     def _count_oom_kills(self) -> int:
@@ -201,11 +209,6 @@ def start_container(container: Any, relay: RelayFolder | None) -> None:
 def _is_running(container: Any) -> bool:
     container.reload()
     return bool(container.attrs["State"]["Running"])
-
-
-def build_user() -> str:
-    """Return the user that owns the work folder: root without capabilities could not write another's."""
-    return f"{os.geteuid()}:{os.getegid()}"
 
 
 def _is_ending(pid: int) -> bool:

@@ -31,16 +31,19 @@ COMPLAINT = (
 
 
 class RelayFolder:
-    """Makes the folder, for one container of this user."""
+    """Makes the folder, for one container of this user.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        user: This user's and group's number in the container, "UID:GID".
+    """
+
+    def __init__(self, folder: Path, user: str) -> None:
         self.folder = folder
         folder.mkdir(mode=0o700)
         for script in SCRIPTS:
             shutil.copy(script, folder)
         # programs ask for the name and the home of whom they run as, and some fail where there is none
-        users = {0: ("root", "/root"), os.geteuid(): ("agent", HOME)}
-        lines = [f"{name}:x:{uid}:{os.getegid() if uid else 0}::{home}:/bin/sh" for uid, (name, home) in users.items()]
+        lines = [f"agent:x:{user}::{HOME}:/bin/sh", "root:x:0:0::/root:/bin/sh"]
         (folder / PASSWD).write_text("\n".join([*lines, ""]))
 
     def open_listener(self) -> socket.socket:

@@ -24,7 +24,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("what", ["alike", "none fails", "shared", "again"])
+@pytest.mark.parametrize("what", ["alike", "objects", "none fails", "shared", "again"])
 def test_ranks_that_are_alike_go_on(said: list[dict[str, str]], what: str) -> None:
     assert [of_rank[what] for of_rank in said] == ["fine", "fine"]
 

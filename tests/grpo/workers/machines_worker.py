@@ -46,6 +46,7 @@ versions = settings_log.list_versions()
 said = {
     "alike": catch(lambda: machines.require_same_run(Settings(3, f"secret-token-{rank}"), agent="pi")),
     "settings": catch(lambda: machines.require_same_run(Settings(3 + rank), agent=("pi", "codex")[rank])),
+    "objects": catch(lambda: machines.require_alike({"made": object()})),
     "long": catch(lambda: machines.require_alike({"text": "x" * 1000 + str(rank)})),
     "none fails": catch(lambda: fail_on(-1)),
     "one fails": catch(lambda: fail_on(1)),

@@ -3,20 +3,18 @@
 Needs root. Tests that freeze an engine start their own.
 """
 
-import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Iterator
 from pathlib import Path
-from socketserver import ThreadingUnixStreamServer
 from typing import Any
 
 import docker
 import pytest
 import requests
 from faults import IMAGE, LIMITS, Leftovers, OwnEngine
+from serving import wait_until
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
@@ -32,15 +30,6 @@ CONNECT = "python3 -c \"import socket; print(socket.create_connection(('{}', {})
 
 def build_backend(root: Path, **settings: Any) -> DockerSandboxBackend:
     return DockerSandboxBackend(limits=LIMITS, root=root, image=IMAGE, **settings)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait longer than other tests do: two cores are busy with containers."""
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("it never came true")
 
 
 def build_task(**fields: Any) -> Task:
@@ -284,43 +273,6 @@ def test_a_destroyed_sandbox_of_a_frozen_engine_is_removed_later(own_engine: Own
         own_engine.thaw()
     backend.close()
     wait_until(lambda: leftovers.find() == {})
-
-
-class _Podman(BaseHTTPRequestHandler):
-    """Answers what a client asks first, as Podman does."""
-
-    def do_GET(self) -> None:
-        version = {
-            "Platform": {"Name": "linux/amd64/debian-12"},
-            "Components": [{"Name": "Podman Engine", "Version": "4.3.1", "Details": {"APIVersion": "4.3.1"}}],
-            "Version": "4.3.1",
-            "ApiVersion": "1.41",
-            "MinAPIVersion": "1.24",
-        }
-        body = json.dumps(version).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def address_string(self) -> str:
-        return "unix"
-
-    def log_message(self, *words: Any) -> None:
-        pass
-
-
-def test_podman_is_refused(tmp_path: Path) -> None:
-    with ThreadingUnixStreamServer(str(tmp_path / "podman.sock"), _Podman) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with pytest.raises(SandboxError, match="is Podman, which does not tell of processes that were killed"):
-                connect(f"unix://{tmp_path}/podman.sock")
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.mark.parametrize("host", ["ssh://me@far", "tcp://10.0.0.1:2375"])
