@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from machines import Machines
-from ray_cluster import RayCluster, find_left
+from ray_cluster import ENGINE, RayCluster, find_left
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -113,10 +113,11 @@ def prove_sessions(cluster: RayCluster) -> dict[str, Any]:
         say(f"two steps of {SESSIONS} sessions with {kind} in {time.monotonic() - began:.0f} s")
         ends += training.list_ends()
     found = count_sessions(cluster, ends, [1, 2, 3])
+    found["per_node"] += Counter({f"node{machine}": count_containers(cluster, machine) for machine in (2, 3)})
     found["without_reward"] = sum(end["reward"] is None for end in ends)
     found["holds"] = (
-        found["sessions"] == 4 * SESSIONS
-        and set(found["per_node"]) == {"node2", "node3"}
+        found["sessions"] == sum(found["per_node"].values()) == 4 * SESSIONS
+        and found["per_node"].keys() == {"node2", "node3"}
         and found["left_behind"] == found["without_reward"] == 0
     )
     return found
@@ -176,6 +177,15 @@ def count_sessions(cluster: RayCluster, ends: list[dict[str, Any]], machines: li
     left = await_nothing(cluster.machines, machines)
     lost = sum(end["stop_reason"] == "worker_lost" for end in ends)
     return {"sessions": len(ends), "per_node": Counter(names), "lost": lost, "left_behind": len(left)}
+
+
+def count_containers(cluster: RayCluster, machine: int) -> int:
+    """Count the containers that a machine's engine has made: each has a host name of its own."""
+    code = (
+        "import docker, time; filters = {'type': 'container', 'event': 'create', 'label': 'polar-trl.run'}; "
+        "print(len(list(docker.from_env().events(since=0, until=int(time.time()) + 1, filters=filters))))"
+    )
+    return int(cluster.machines.run(machine, [sys.executable, "-c", code], env=ENGINE))
 
 
 def await_nothing(machines: Machines, numbers: list[int]) -> list[str]:
