@@ -1,6 +1,8 @@
 """Provide the small pretrained model and a tiny random one, and group tests over processes."""
 
+import functools
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,15 @@ def tiny_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@functools.cache
+def rank_file(file: str) -> int:
+    """Rank a file of tests: 0 with containers, 1 with processes or engines of its own, which takes long, 2 others."""
+    text = (ROOT / file).read_text()
+    if "mark.containers" in text:
+        return 0
+    return 1 if re.search(r"\b(from launch|from \w*_runs|from tiny_vllm|from vllm_server) import", text) else 2
+
+
 class _ByFile(LoadFileScheduling):
     """Keep the tests of a file together, since they share an engine or a trained run.
 
@@ -56,12 +67,18 @@ class _ByFile(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "containers" if "mark.containers" in (ROOT / file).read_text() else file
+        return "containers" if rank_file(file) == 0 else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Spread tests over the processes of `pytest -n 2`."""
+    """Spread tests over the processes of `pytest -n 2`, in the order of `pytest_collection_modifyitems`."""
+    config.option.loadscopereorder = False
     return _ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: at the end, no process waits long for the other."""
+    items.sort(key=lambda item: rank_file(item.nodeid.partition("::")[0]))
 
 
 def pytest_configure(config: pytest.Config) -> None:

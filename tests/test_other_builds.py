@@ -19,7 +19,7 @@ def run(folder: Path, version: str, code: str) -> str:
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchvision\nVersion: {version}\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=600)
     return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 

@@ -310,7 +310,7 @@ def build_raw(name: str, *, stream: bool) -> tuple[str, dict[str, Any]]:
 def http(name: str, endpoint: Endpoint) -> httpx.Client:
     header = {"anthropic": "x-api-key", "google": "x-goog-api-key"}.get(name, "authorization")
     key = endpoint.api_key if header != "authorization" else f"Bearer {endpoint.api_key}"
-    return httpx.Client(base_url=endpoint.origin, headers={header: key}, timeout=20)
+    return httpx.Client(base_url=endpoint.origin, headers={header: key}, timeout=600)
 
 
 @every_dialect

@@ -211,7 +211,7 @@ def test_a_broken_law_reaches_whoever_closes_the_session(place: str) -> None:
 def send_by_hand(endpoint: Endpoint, body: dict[str, Any]) -> socket.socket:
     """A connection with a request on it. Closing it hangs up."""
     payload = orjson.dumps(body)
-    connection = socket.create_connection(endpoint.origin.removeprefix("http://").split(":"), timeout=20)
+    connection = socket.create_connection(endpoint.origin.removeprefix("http://").split(":"), timeout=600)
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {endpoint.api_key}\r\n"
     connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
     return connection

@@ -56,7 +56,7 @@ class Talk:
         incoming = self.client.incoming()
         headers = {**incoming.headers, "authorization": f"Bearer {self._endpoint.api_key}"}
         url, query = self._endpoint.origin + incoming.path, dict(incoming.query)
-        return httpx.post(url, content=incoming.body, params=query, headers=headers, timeout=20)
+        return httpx.post(url, content=incoming.body, params=query, headers=headers, timeout=600)
 
     def ask(self) -> Seen:
         response = self.send()
@@ -172,7 +172,7 @@ def test_half_a_sign_in_a_path_is_no_fault_of_ours() -> None:
     with talk("qwen3", "google", [f"Yes.{END}"]) as agent:
         body = agent.client.incoming().body
         url = f"{agent._endpoint.origin}/v1beta/models/x%ED%A0%BD:generateContent?key={agent._endpoint.api_key}"
-        response = httpx.post(url, content=body, headers={"user-agent": "\xed\xa0\xbd".encode("latin-1")}, timeout=20)
+        response = httpx.post(url, content=body, headers={"user-agent": "\xed\xa0\xbd".encode("latin-1")}, timeout=600)
         assert response.status_code == 200, response.text
         response.json()
 

@@ -6,6 +6,7 @@ losses are TRL's, over the rollouts of an optimizer step. Rows come from a subcl
 sessions in `PolarGRPOTrainer`. `step.py` is a training step, top to bottom.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from polar_trl.grpo.memory.checkpointing import Checkpointing
 from polar_trl.grpo.packing.batch import to_rows
 from polar_trl.grpo.packing.forward import choose_layout, prepare_model, score
 from polar_trl.grpo.packing.packer import Packer
+from polar_trl.grpo.packing.prefix import keep_prefix
 from polar_trl.grpo.packing.supported import find_causal_model
 from polar_trl.grpo.rows import Row
 from polar_trl.grpo.step import TrainingStep
@@ -70,16 +72,19 @@ class PackedGRPOTrainer(GRPOTrainer):
             score=self._score,
             ref_model=self.ref_model,
         )
+        checkpointing = Checkpointing(self.args, self.accelerator, self.accelerator.unwrap_model(self.model))
         self.step = TrainingStep(
             self.args,
             self.accelerator,
             self.trl,
             collect_rows=self._collect_rows,
-            packer=Packer(self.args, self.accelerator, policy, self.layout_kind),
+            packer=Packer(
+                *(self.args, self.accelerator, policy, self.layout_kind), count_spare=checkpointing.count_spare_tokens
+            ),
             loss=self.step_loss,
             guard=self.step_guard,
             phases=self.phases,
-            checkpointing=Checkpointing(self.args, self.accelerator, self.accelerator.unwrap_model(self.model)),
+            checkpointing=checkpointing,
         )
 
     def _collect_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
@@ -88,8 +93,13 @@ class PackedGRPOTrainer(GRPOTrainer):
 
     def _score(self, model: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies [B, C] of the rows of a pass (nats)."""
-        with self.accelerator.autocast():
-            logps_S, entropies_S = score(model, micro_batch["packed"])
+        packed = micro_batch["packed"]
+        causal_model = find_causal_model(self.accelerator.unwrap_model(model))
+        # a pass that trains keeps it until its backward pass is over (`Checkpointing.apply`)
+        is_trained = torch.is_grad_enabled()
+        keeping = nullcontext() if is_trained else keep_prefix(packed.layout, causal_model, self.accelerator)
+        with self.accelerator.autocast(), keeping:
+            logps_S, entropies_S = score(model, packed)
         return to_rows(logps_S, micro_batch), to_rows(entropies_S, micro_batch)
 
     # What transformers' loop calls, in its order.

@@ -235,6 +235,9 @@ class TrainingStep:
                 with exchange, self.checkpointing.apply(micro_batch, checkpointed):
                     loss += self.trl.run_pass(model, micro_batch)
             except torch.OutOfMemoryError:
+                prefixes = (other["packed"].layout.prefix for other in passes)
+                for prefix in filter(None, prefixes):
+                    prefix.kept.clear()  # with the gradients that passes before this one gave it
                 return None
         return loss
 

@@ -1,6 +1,7 @@
 """Draw sessions of published lengths of agents' sessions, and rows of random token ids for them.
 
-Three sets: "swe", "20k/40" and "5k/30". Sessions of a group share the system prompt, tools and task exactly, those of
+Three sets of published means, "swe", "20k/40" and "5k/30", and one for each agent, whose own prompt and tools were
+measured. Sessions of a group share the system prompt, tools and task exactly, those of
 other groups the system prompt and tools. Nobody published the lengths themselves: each session is drawn around the
 published means, the same for the same seed.
 """
@@ -21,8 +22,12 @@ class LengthSet:
     mean_calls: float
     log_sigma: float
     """Standard deviation of the logarithm of the number of calls; 0: each session has `mean_calls`."""
+    group_size: int = 4
+    """Rollouts of a task, if the bench is not told."""
 
 
+# SWE-bench (arXiv:2310.06770, table 1): an issue has 195 words on average, at 1.3 tokens each.
+TASK_TOKENS = 250
 SETS = {
     # Polar's offline set (arXiv:2605.24220), SWE tasks by Qwen3.5-122B-A10B in Pi: 104 messages on average, 51 of the
     # assistant, a tail over 200. Its spread is not given: 0.5 makes 6 % of sessions longer than 200 messages, and the
@@ -32,12 +37,16 @@ SETS = {
     "20k/40": LengthSet(prompt_tokens=20_000, mean_calls=40, log_sigma=0.0),
     "5k/30": LengthSet(prompt_tokens=5_000, mean_calls=30, log_sigma=0.0),
 }
+# What agents send at their first call, prompt and tools, in SmolLM2's vocabulary (docs/paper.md), and an issue.
+AGENT_TOKENS = {"qwen_code": 18_200, "claude_code": 12_800, "codex": 9_400, "pi": 1_800}
+SETS |= {
+    agent: LengthSet(prompt_tokens=tokens + TASK_TOKENS, mean_calls=30, log_sigma=0.0, group_size=16)
+    for agent, tokens in AGENT_TOKENS.items()
+}
 # The same survey: 300 sampled and 700 observed tokens a turn. Their spread is not given: the exponential distribution
 # is the one that supposes nothing but a mean.
 SAMPLED_TOKENS = 300
 OBSERVED_TOKENS = 700
-# SWE-bench (arXiv:2310.06770, table 1): an issue has 195 words on average, at 1.3 tokens each.
-TASK_TOKENS = 250
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,18 +5,20 @@
 
   python scripts/gpu/check_layouts.py --models gemma2 gemma3 gpt_oss --json FILE
 
-Random small models, rows of odd lengths that share prefixes: log-probabilities and gradients of "packed" and "tree"
-against the same model on each row alone with SDPA, with transformers' eager attention where SDPA does not know the
-scores, and, for gated delta nets, with transformers' code in torch. In float32, and in bfloat16 against float32 (where
-the row alone is as far off). On a GPU with flash-linear-attention its kernels are what is checked: they multiply
-float32 in TF32 (10 bits), hence their limit.
+Random small models, rows of odd lengths that share prefixes: log-probabilities and gradients of "packed", "tree" and
+"kept" (a prefix over three passes) against the same model on each row alone with SDPA, with transformers' eager
+attention where SDPA does not know the scores, and, for gated delta nets, with transformers' code in torch. In float32,
+and in bfloat16 against float32 (where the row alone is as far off). On a GPU with flash-linear-attention its kernels
+are what is checked: they multiply float32 in TF32 (10 bits), hence their limit.
 """
 
 import argparse
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,13 @@ from torch import Tensor
 from trl.trainer.utils import add_fused_lm_head
 
 from polar_trl.grpo.packing import fla_kernels
-from polar_trl.grpo.packing.forward import LayoutKind, pack_rows, prepare_model, score
+from polar_trl.grpo.packing.forward import pack_rows, prepare_model, score
 from polar_trl.grpo.packing.linear_attention import computed_in_torch
+from polar_trl.grpo.packing.prefix import SharedPrefix, keep_prefix
 
 VOCAB = 1000
+KEPT = 256
+"""Tokens that the layers keep from pass to pass."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
@@ -77,13 +82,17 @@ def build_rows() -> tuple[list[Any], list[Any]]:
     lengths = [(700, 500), (700, 90), (700, 1300), (shorter, 640), (0, 33), (700, 1)]
     rows = [np.concatenate([common[:shared], rng.integers(VOCAB, size=own)]) for shared, own in lengths]
     scored = [np.concatenate([[False], rng.random(len(row) - 1) < 0.3]) for row in rows]
-    for mask in scored:
-        mask[-1] = True
+    for row, mask in zip(rows, scored, strict=True):
+        mask[: min(KEPT + 1, len(row) - 1)], mask[-1] = False, True
     return rows, scored
 
 
-def train(model: Any, kind: LayoutKind | None, rows: list[Any], scored: list[Any]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [S], and the gradient of their weighted sum; kind None is each row alone."""
+def train(model: Any, kind: Any, rows: list[Any], scored: list[Any]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [S], and the gradient of their weighted sum.
+
+    Args:
+        kind: "packed", "tree", None for each row alone, or "kept": three passes, whose prefix the layers keep.
+    """
     device = next(model.parameters()).device
     model.zero_grad()
     weights = torch.randn(sum(int(mask.sum()) for mask in scored), generator=torch.Generator().manual_seed(1))
@@ -96,11 +105,30 @@ def train(model: Any, kind: LayoutKind | None, rows: list[Any], scored: list[Any
             at = torch.from_numpy(np.flatnonzero(mask)).to(device)
             parts.append(logps[at - 1].gather(-1, ids[0, at, None])[:, 0])
         logps = torch.cat(parts)
+    elif kind == "kept":
+        return train_keeping(model, rows, scored, weights.to(device))
     else:
         logps = score(model, pack_rows(rows, scored, kind=kind, device=device))[0]
     (logps * weights.to(device)).sum().backward()
     gradient = torch.cat([p.grad.flatten().float() for p in model.parameters()])
     return logps.detach().float(), gradient
+
+
+def train_keeping(model: Any, rows: list[Any], scored: list[Any], weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward of the first rows, then of others, then of the last, which begin with one prefix."""
+    prefix, accelerator = SharedPrefix(rows[0][:KEPT]), SimpleNamespace(autocast=nullcontext, device=weights.device)
+    parts = []
+    weights_of = weights.split([int(mask.sum()) for mask in scored])
+    for some in (slice(0, 2), slice(2, 5), slice(5, None)):
+        is_read = some.stop is not None
+        packed = pack_rows(
+            rows[some], scored[some], kind="tree", device=weights.device, prefix=prefix, is_read=is_read
+        )
+        with keep_prefix(packed.layout, model, accelerator):
+            logps = score(model, packed)[0]
+            (logps * torch.cat(weights_of[some])).sum().backward()
+        parts.append(logps.detach().float())
+    return torch.cat(parts), torch.cat([p.grad.flatten().float() for p in model.parameters()])
 
 
 def check(
@@ -112,7 +140,7 @@ def check(
     found = {"alone": train(model, None, rows, scored)}
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     prepare_model(model, "tree")
-    found |= {kind: train(model, kind, rows, scored) for kind in ("packed", "tree")}
+    found |= {kind: train(model, kind, rows, scored) for kind in ("packed", "tree", "kept")}
     return {
         kind: ((logps - truth[0]).abs().max().item(), ((gradient - truth[1]).norm() / truth[1].norm()).item())
         for kind, (logps, gradient) in found.items()

@@ -26,7 +26,7 @@ name=$1; shift
 if [ -z "${PYTHON:-}" ]; then
   if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
 fi
-export PYTHONPATH="$PWD:$PWD/scripts/gpu:$PWD/scripts/bench:$PWD/scripts/dev${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD:$PWD/scripts:$PWD/scripts/gpu:$PWD/scripts/bench:$PWD/scripts/dev${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 # the engine lives in this process; its sampler needs FlashInfer only where that is installed
 export VLLM_ENABLE_V1_MULTIPROCESSING=0

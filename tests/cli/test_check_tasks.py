@@ -6,8 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from typing import Any
 import pytest
 from calc_releases import CALC, PYTHON, build, make_row
 from environments import IMAGE, install_pytest
+from launch import find_warm_python
+from serving import wait_until
 
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.cli import main
@@ -207,16 +207,14 @@ def test_an_interrupt_leaves_nothing_behind(task: Path, tmp_path: Path) -> None:
     (task / HIDDEN).write_text("import pathlib, time\npathlib.Path('/tmp/started').touch()\ntime.sleep(600)\n")
     (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "polar_trl", "check-tasks", str(task)],
+        [find_warm_python(), "-m", "polar_trl", "check-tasks", str(task)],
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("tmp/polar-trl-*/*/disk/tmp/started")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: any(tmp_path.glob("tmp/polar-trl-*/*/disk/tmp/started")))
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=600)
     assert (process.returncode, "polar-trl: stopped" in said) == (130, True), said
     assert [str(path) for path in (tmp_path / "tmp").rglob("work")] == []
 
@@ -230,10 +228,10 @@ def test_a_run_refuses_bad_tasks(task: Path, tmp_path: Path) -> None:
     said = []
     for arguments in ([], ["--check_tasks", "false"]):
         done = subprocess.run(
-            [sys.executable, "scripts/train.py", "--config", config, "--output_dir", tmp_path / "run", *arguments],
+            [find_warm_python(), "scripts/train.py", "--config", config, "--output_dir", tmp_path / "run", *arguments],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
             cwd=ROOT,
         )
         assert done.returncode == 1

@@ -122,9 +122,9 @@ def test_a_folder_of_a_dead_process_goes_whatever_is_in_it(state: Path, capsys: 
 FORGE = r"""
 for place in . .. ../.. $HOME/.. $HOME/../.. {state} {state}/*; do
   for name in owner helper; do
-    echo "{helper}" > "$place/$name"
+    [ -p "$place/$name" ] || echo "{helper}" > "$place/$name"
   done
-  echo "{dead}" > "$place/owner"
+  [ -p "$place/owner" ] || echo "{dead}" > "$place/owner"
   rm -f "$place/owner" && mkfifo "$place/owner"
 done
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import load_dataset
+from launch import find_warm_python
 from openai_servers import serve_app
 from records import read_session
 from starlette.requests import Request
@@ -33,8 +34,8 @@ def run_documented(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     for before, after in (("--limit 8", "--limit 3"), ("runs/collect", shlex.quote(str(out)))):
         assert command.count(before) == 1
         command = command.replace(before, after)
-    words = [sys.executable, "-m", "polar_trl", *shlex.split(command)[1:], *more]
-    return subprocess.run(words, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    words = [find_warm_python(), "-m", "polar_trl", *shlex.split(command)[1:], *more]
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -175,7 +176,7 @@ def test_a_server_with_another_tokenizer(
 
 def test_help_has_examples_and_loads_nothing_heavy() -> None:
     code = "import sys, polar_trl.cli as c\ntry: c.main(['collect', '--help'])\nfinally: print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     text, modules = done.stdout.rsplit("\n", 2)[0], done.stdout.strip().splitlines()[-1]
     assert "polar-trl collect --config quickstart --num_samples 4 --output_dir runs/collect" in text
     assert not {"torch", "trl", "vllm", "transformers", "datasets"} & set(json.loads(modules.replace("'", '"')))

@@ -10,6 +10,8 @@ from polar_trl.cli import main
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.pi import PiHarness
+from polar_trl.tools.security import check
+from polar_trl.tools.security.probes import PROBES
 
 ROOT = Path(__file__).resolve().parents[2]
 LADDER = str(ROOT / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl")
@@ -182,10 +184,13 @@ def test_security_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["name"] for row in rows if not row["held"]} <= {"io_uring and rare sockets"} and len(rows) == 21
 
 
-def test_security_of_a_sandbox_that_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_security_of_a_sandbox_that_does_not_hold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "PROBES", [probe for probe in PROBES if probe.attack in ("mounts", "network")])
     assert main(["doctor", "--security", "--sandbox", "local"]) == 1
     said = capsys.readouterr().out
-    assert "of 21 attacks held" in said and "use `--sandbox bwrap`" in said
+    assert "1 of 2 attacks held" in said and "use `--sandbox bwrap`" in said
 
 
 def test_security_without_a_sandbox_that_works(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import find_warm_python
 from openai_servers import serve_app
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,7 +33,7 @@ from polar_trl.setup.run_setup import RunArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ("--config", str(ROOT / "polar_trl" / "configs" / "quickstart.yaml"))
-START = [sys.executable, "-m", "polar_trl", "eval"]
+EVAL = ("-m", "polar_trl", "eval")
 DOCS = (ROOT / "docs" / "eval.md").read_text(encoding="utf-8")
 
 
@@ -43,15 +44,15 @@ def find_commands(text: str, program: str) -> list[list[str]]:
 
 
 def start(out: Path, *keys: str, log: Path, before: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-    command = [*before, *START, *QUICKSTART, "--output_dir", str(out), *keys]
+    command = [*before, sys.executable, *EVAL, *QUICKSTART, "--output_dir", str(out), *keys]
     with log.open("wb") as file:
         return subprocess.Popen(command, cwd=ROOT, stderr=file)
 
 
 def run(out: Path, *keys: str) -> tuple[dict[str, Any], str]:
     """The summary on standard output, which holds nothing else, and what was said."""
-    command = [*START, *QUICKSTART, "--output_dir", str(out), "--json", *keys]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    command = [find_warm_python(), *EVAL, *QUICKSTART, "--output_dir", str(out), "--json", *keys]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout), done.stderr
 
@@ -96,7 +97,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     process = start(out, *keys, log=log)
     wait_for_results(process, out, len(killed) + 2, log)
     process.send_signal(signal.SIGINT)
-    exit_status = process.wait(timeout=60)
+    exit_status = process.wait(timeout=600)
     stopped, stop_log = read_results(out), log.read_text()
     summary, end_log = run(out, *keys)
     return Resumed(out, keys, killed, stopped, exit_status, stop_log, summary, end_log)
@@ -371,7 +372,7 @@ def test_the_second_ctrl_c_is_answered_in_one_line() -> None:
         "    pass\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "cleaned\n")
     assert done.stderr == "polar-trl: stopping, sandboxes are being removed; once more ends it at once\n"
 

@@ -5,13 +5,13 @@ import importlib.util
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from launch import find_warm_python
 from tiny_qwen import build_tiny_qwen3, build_tiny_qwen35
 from transformers import AutoTokenizer
 
@@ -217,8 +217,8 @@ def test_why_no_reply_can_be_continued(
 def test_what_goes_without_saying_is_not_said(smollm2: Path, tmp_path: Path) -> None:
     template = CHATML_TOOLS.replace("CONTENT", "m.content | upper").replace("ARGUMENTS", "0")
     for model in (smollm2, build_folder(smollm2, tmp_path / "upper", template)):
-        command = [sys.executable, "-m", "polar_trl", "lint-template", str(model)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        command = [find_warm_python(), "-m", "polar_trl", "lint-template", str(model)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert " ".join(done.stdout.split()).count("own chat template") == 1
         assert "llama-3" not in done.stdout
         assert "chat template:" not in done.stderr
@@ -313,8 +313,8 @@ def record_session(model: Path, path: Path) -> Rollout:
 def test_the_real_command_on_a_recorded_session(qwen35: Path, tmp_path: Path) -> None:
     path = tmp_path / "sessions" / "a.jsonl"
     rollout = record_session(qwen35, path)
-    command = [sys.executable, "-m", "polar_trl", "lint-template", str(qwen35), "--session", str(path)]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    command = [find_warm_python(), "-m", "polar_trl", "lint-template", str(qwen35), "--session", str(path)]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["source"], report["exact"], report["notes"]) == (str(path), True, [])
@@ -337,7 +337,7 @@ def test_the_real_command_on_a_recorded_session(qwen35: Path, tmp_path: Path) ->
     assert len(trained[0].call_indices) == len(rollout.calls) == 3
     assert report["policies"]["template"]["trajectories"] == 2
 
-    shown = subprocess.run([*command, "--thinking", "template"], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run([*command, "--thinking", "template"], capture_output=True, text=True, timeout=600)
     assert shown.returncode == 1
     text = " ".join(shown.stdout.split())
     assert "reasoning dropped" in text and "'true'" in text and "'True'" in text

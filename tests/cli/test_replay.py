@@ -273,7 +273,7 @@ def test_as_a_command_it_loads_nothing_heavy(tmp_path: Path) -> None:
         "import sys, polar_trl.cli as c; status = c.main(sys.argv[1:]); print(sorted(sys.modules)); sys.exit(status)"
     )
     command = [sys.executable, "-c", code, "replay", str(tmp_path / "a.jsonl"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report, modules = done.stdout.splitlines()
     assert json.loads(report)["sessions"] == 1

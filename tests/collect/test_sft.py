@@ -2,13 +2,13 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from collect_sessions import DONE, Recorder, record_folder
 from datasets import DatasetDict, load_dataset
+from launch import find_warm_python
 from tiny_qwen import build_tiny_qwen3
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
@@ -111,7 +111,7 @@ def test_the_block_of_the_docs_runs(recorder: Recorder, target: Path, tmp_path: 
     for before, after in changes.items():
         assert block.count(before) == 1
         block = block.replace(before, after)
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = subprocess.run([find_warm_python(), "-c", block], capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "'train_loss'" in done.stdout
 

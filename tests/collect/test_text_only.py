@@ -5,16 +5,15 @@ import json
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import find_warm_python
 from openai_servers import ASKED, serve_app
-from serving import CHAT, PARAMS, RENDERER, client, http, new_log, serve
+from serving import CHAT, PARAMS, RENDERER, client, http, new_log, serve, wait_until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -35,14 +34,6 @@ from polar_trl.types import ChatRequest, Message, Rollout, Task, Tool, ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = {"type": "function", "function": {"name": "shell", "description": "", "parameters": {"type": "object"}}}
-
-
-def wait_long(condition: Callable[[], bool]) -> None:
-    """For what a process does that has to import everything first."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def say(text: str | None, finish_reason: str = "stop", **fields: Any) -> dict[str, Any]:
@@ -275,11 +266,11 @@ def test_the_command_collects_messages_and_says_so(tmp_path: Path) -> None:
         return JSONResponse(say(f"```bash\n{task[1] if task else 'false'}\n```"))
 
     ASKED.clear()
-    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart"]
+    command = [find_warm_python(), "-m", "polar_trl", "collect", "--config", "quickstart"]
     command += ["--limit", "3", "--output_dir", str(tmp_path / "out")]
 
     def collect(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=200, cwd=ROOT)
+        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=600, cwd=ROOT)
 
     with serve_app({"/v1/models": models, "/v1/chat/completions": completions}) as url:
         done = collect("--base_url", f"{url}/v1")
@@ -331,20 +322,20 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path) -> None:
 
     ASKED.clear()
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart", "--text_only"]
+    command = [find_warm_python(), "-m", "polar_trl", "collect", "--config", "quickstart", "--text_only"]
     command += ["--limit", "3", "--output_dir", str(out), "--min_reward", "0", "--max_agents", "1", "--json"]
     with serve_app({"/v1/models": models, "/v1/chat/completions": completions}) as url:
         command += ["--base_url", f"{url}/v1"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        wait_long(lambda: (len(ASKED) == 3 and bool(read_results(out))) or process.poll() is not None)
+        wait_until(lambda: (len(ASKED) == 3 and bool(read_results(out))) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 130, said[-3000:]
         assert said.strip().splitlines()[-1] == "polar-trl: stopped; the same command goes on with what is left"
         assert [result.reward is not None for result in read_results(out)] == [True]
         assert not (out / "dataset").exists()
         released = True
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "1 graded sessions and 0 without a reward are there already, 2 sessions are left to run" in done.stderr
     report = json.loads(done.stdout)

@@ -93,7 +93,7 @@ def test_accelerate_starts_the_run_by_the_file_of_a_name(tmp_path: Path) -> None
     (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(settings | {"use_cpu": True, "mixed_precision": "no"}))
     words = ["train", "quickstart", "--accelerate", "cpu.yaml", "--lerning_rate", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "polar_trl", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "polar_trl", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1
     assert "train: flags: nothing reads --lerning_rate. Did you mean 'learning_rate'?" in done.stderr

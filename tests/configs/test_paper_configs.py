@@ -8,12 +8,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch_ranks
+from launch import find_warm_python, launch_ranks
 from records import read_session
 from tiny_paper_model import build_tiny_paper_model
 
@@ -35,8 +34,8 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tasks")
-    build = [sys.executable, "scripts/build_pypi_tasks.py", "--out", str(out), "--only", *TASKS]
-    subprocess.run(build, check=True, timeout=280, cwd=ROOT)
+    build = [find_warm_python(), "scripts/build_pypi_tasks.py", "--out", str(out), "--only", *TASKS]
+    subprocess.run(build, check=True, timeout=600, cwd=ROOT)
     return out
 
 
@@ -48,15 +47,16 @@ def read_overrides() -> list[str]:
 
 def launch(config: str, model: Path, tasks: Path, out: Path, *more: str) -> dict[str, Any]:
     """Run one step; return its line of log.jsonl."""
+    python = find_warm_python()
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "accelerate.commands.launch", "scripts/train.py"),
+            *(python, "-m", "accelerate.commands.launch", "--no_python", python, "scripts/train.py"),
             *("--config", config, "--model_name_or_path", str(model)),
             *("--tasks", str(tasks), "--output_dir", str(out), *read_overrides(), *more),
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )

@@ -6,11 +6,11 @@ The engine is vLLM's CPU build with a tiny model whose second end is sampled eve
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import find_warm_python
 from tiny_tokenizers import CHATML, build_tokenizer, encode, read_trl_template, user
 
 from polar_trl.tokens.load import load_renderer
@@ -69,7 +69,7 @@ def test_no_end_of_the_turn_is_text(smollm2: Path, tmp_path: Path) -> None:
     model = build_model(smollm2, tmp_path / "model")
     script = tmp_path / "sessions.py"
     script.write_text(SESSIONS)
-    done = subprocess.run([sys.executable, str(script), str(model)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([find_warm_python(), str(script), str(model)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert set(answer["stops"]) == {2, 0}

@@ -7,13 +7,13 @@ import asyncio
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from launch import find_warm_python
 from openai_servers import ASKED, serve_app
 from serving import CHAT, http, new_log, serve
 from starlette.requests import Request
@@ -79,10 +79,10 @@ def test_it_samples_what_the_colocated_engine_samples(
 ) -> None:
     # in a process of its own: an engine leaves its process group behind
     done = subprocess.run(
-        [sys.executable, "-c", COLOCATED, str(smollm2), json.dumps(prompts)],
+        [find_warm_python(), "-c", COLOCATED, str(smollm2), json.dumps(prompts)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     colocated = json.loads(done.stdout.strip().splitlines()[-1])
@@ -179,7 +179,7 @@ def test_sessions_through_the_proxy_keep_the_servers_ids(
 
 def test_the_command_collects_from_the_server(vllm_server: str, tmp_path: Path) -> None:
     """`polar-trl collect` on shell tasks; what it writes are the ids that the server sampled, and it is resumable."""
-    command = [sys.executable, "-m", "polar_trl", "collect", "--config", "quickstart"]
+    command = [find_warm_python(), "-m", "polar_trl", "collect", "--config", "quickstart"]
     command += ["--base_url", vllm_server, "--limit", "3", "--output_dir", str(tmp_path / "out"), "--json"]
     command += [
         "--min_reward",
@@ -192,7 +192,7 @@ def test_the_command_collects_from_the_server(vllm_server: str, tmp_path: Path) 
 
     def collect(num_samples: int) -> tuple[dict[str, Any], str]:
         done = subprocess.run(
-            [*command, "--num_samples", str(num_samples)], capture_output=True, text=True, timeout=200, cwd=ROOT
+            [*command, "--num_samples", str(num_samples)], capture_output=True, text=True, timeout=600, cwd=ROOT
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout), done.stderr

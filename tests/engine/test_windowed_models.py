@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from attention_models import WINDOW, build_model
+from launch import find_warm_python
 
 from polar_trl.cache import find_cache
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def compare(model: Path, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    command = [sys.executable, str(ROOT / "tests/helpers/engine_logps.py"), str(model), "prompts.json", "out.json"]
+    command = [find_warm_python(), str(ROOT / "tests/helpers/engine_logps.py"), str(model), "prompts.json", "out.json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())

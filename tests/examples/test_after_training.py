@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from collect_sessions import TOOL, record_folder
 from doc_pages import ROOT, find_blocks, list_lines
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
+from launch import list_warm_programs
 from peft import AutoPeftModelForCausalLM
 from tiny_qwen import build_tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,8 +25,6 @@ from polar_trl.cli import main
 from polar_trl.collect.data_set import Selection, build_data_set
 from polar_trl.collect.run import parse_collection
 from polar_trl.grpo.resume.hub import UPLOADED
-
-pytestmark = pytest.mark.timeout(900)  # several engines are loaded, one after the other
 
 PAGE = ROOT / "docs" / "after-training.md"
 MERGE, _, SERVE, SERVE_ADAPTER, SERVE_CPU, LOGIN, UPLOAD, UPLOAD_RUN, COLLECT, SFT, TRAIN = list_lines(
@@ -42,8 +40,8 @@ TWO_CORES = (
 
 
 def run(command: str, folder: Path) -> str:
-    env = os.environ | {"PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    env = os.environ | {"PATH": list_warm_programs()}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}\n{(done.stdout + done.stderr)[-4000:]}"
     return done.stdout
 
@@ -122,11 +120,11 @@ def test_vllm_serves_it_with_the_options_of_the_page(merged: Path, tmp_path: Pat
     with serve_vllm(merged, tmp_path / "log.txt", *options) as url:
         messages = [{"role": "user", "content": "List the files."}]
         body = {"model": "mine", "messages": messages, "tools": [TOOL], "max_tokens": 16}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["completion_tokens"] > 0
         body = {"model": "mine", "messages": messages, "max_tokens": 16}
-        reply = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": "none"}, timeout=60)
+        reply = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": "none"}, timeout=600)
         assert reply.status_code == 200 and reply.json()["usage"]["output_tokens"] > 0, reply.text
 
 
@@ -151,10 +149,10 @@ def test_the_hubs_command_has_these_words(tmp_path: Path) -> None:
     for name in ("merged", "own_repository"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.json").write_text("{}")
-    env = os.environ | {"PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"PATH": list_warm_programs(), "HF_HUB_OFFLINE": "1"}
     for command in (UPLOAD, UPLOAD_RUN):
         done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 1 and "offline" in done.stderr, done.stderr  # its usage would be status 2
 

@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from launch import find_warm_python
 from make_notebook import NOTEBOOK, SOURCE, read_cells
 
 
@@ -40,6 +40,7 @@ def test_the_source_runs(tmp_path: Path) -> None:
     ):
         assert program.count(before) == 1
         program = program.replace(before, after)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    command = [find_warm_python(), "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "step 1: reward" in done.stdout

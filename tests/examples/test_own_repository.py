@@ -5,18 +5,16 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from doc_pages import ROOT, find_blocks, list_lines
 from environments import IMAGE, copy_pytest, install_pytest
+from launch import list_warm_programs
 from records import read_session
 
 from polar_trl.cache import CACHE_VARIABLE
-
-pytestmark = pytest.mark.timeout(900)  # several engines are loaded, one after the other
 
 EXAMPLE = ROOT / "examples" / "own_repository"
 PAGE = ROOT / "docs" / "own-repository.md"
@@ -48,8 +46,8 @@ def folder(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 def run(command: str, folder: Path) -> str:
     """Run a command as the page has it, with what makes it small behind it; return what it printed."""
-    env = os.environ | {"PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}", "COLUMNS": "200"}
-    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    env = os.environ | {"PATH": list_warm_programs(), "COLUMNS": "200"}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}\n{(done.stdout + done.stderr)[-4000:]}"
     return done.stdout + done.stderr
 

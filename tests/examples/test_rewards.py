@@ -134,7 +134,7 @@ def test_a_grader_a_function_and_a_reward_model_are_weighed(tiny_model: Path, tm
     out = tmp_path / "out"
     program = WORKER.format(model=str(tiny_model), reward_model=str(tmp_path / "judge"), out=str(out))
     done = subprocess.run(
-        [sys.executable, "-c", program, str(SOURCE.parent)], capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", program, str(SOURCE.parent)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(text) for text in (out / "log.jsonl").read_text().splitlines()]

@@ -39,7 +39,7 @@ def run_agent(tmp_path: Path, replies: list[str], *options: str, key: str | None
             env=env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
     return done, log
 
@@ -138,7 +138,7 @@ def test_an_endpoint_that_fails_is_named(tmp_path: Path, status: int, body: byte
     thread.start()
     env = {"PATH": "/usr/bin:/bin", "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1"}
     command = [sys.executable, "-I", "-S", str(AGENT), "x"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     thread.join()
     server.server_close()
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
@@ -147,6 +147,6 @@ def test_an_endpoint_that_fails_is_named(tmp_path: Path, status: int, body: byte
 def test_an_endpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     env = {"PATH": "/usr/bin:/bin", "OPENAI_BASE_URL": "http://127.0.0.1:1/v1"}
     command = [sys.executable, "-I", "-S", str(AGENT), "x"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert "no answer from 127.0.0.1:1" in done.stderr

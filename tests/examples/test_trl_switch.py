@@ -3,11 +3,11 @@
 import difflib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import find_warm_python
 from records import read_session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,10 +47,10 @@ def trained(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) ->
         settings |= {"max_session_calls": 2, "vllm_max_model_length": 2048, "max_agents": 4}
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE / request.param), *flags],
+        [find_warm_python(), str(EXAMPLE / request.param), *flags],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-4000:]

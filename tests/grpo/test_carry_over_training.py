@@ -14,7 +14,6 @@ from polar_trl.reconstruct.merge import build_prefix_merged
 from polar_trl.types import Call
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_weights_change_in_mid_session(tiny_model: Path, tmp_path: Path, processes: int) -> None:
     run_worker("carry_over_worker.py", str(tiny_model), str(tmp_path), processes=processes)

@@ -2,7 +2,9 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 from polar_trl.engine import colocate
 from polar_trl.grpo.multimodal import exclude_unreached, find_unreached, freeze_unreached
 from polar_trl.grpo.packing.forward import PackedRows, choose_layout, pack_rows, prepare_model, score
+from polar_trl.grpo.packing.prefix import SharedPrefix, keep_prefix
 
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
 SIZES: dict[str, Any] = {
@@ -96,11 +99,17 @@ def pack(kind: Any) -> list[PackedRows]:
     rows, scored = build_rows()
     if kind == "single":
         return [pack_rows([r], [s], kind=kind, device=CPU) for r, s in zip(rows, scored, strict=True)]
+    if kind == "kept":  # of the first nine tokens none is scored or predicts a scored one
+        prefix, halves = SharedPrefix(rows[0][:9]), (slice(0, 2), slice(2, 4))
+        return [
+            pack_rows(rows[some], scored[some], kind="tree", device=CPU, prefix=prefix, is_read=some.start == 0)
+            for some in halves
+        ]
     return [pack_rows(rows, scored, kind=kind, device=CPU)]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["tree", "packed", "single"])
+@pytest.mark.parametrize("kind", ["tree", "packed", "single", "kept"])
 def test_rows_are_scored_and_trained_as_by_plain_passes_over_each_alone(kind: Any, checkpointing: bool) -> None:
     plain = build_model()
     model = copy.deepcopy(plain)
@@ -108,12 +117,16 @@ def test_rows_are_scored_and_trained_as_by_plain_passes_over_each_alone(kind: An
     wanted.sum().backward()
     assert choose_layout(model, None) == "tree"
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    prepare_model(model, kind)
+    prepare_model(model, "tree" if kind == "kept" else kind)
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable()
-    found = torch.cat([score(model, packed)[0] for packed in pack(kind)])
-    found.sum().backward()
+    parts = []
+    for packed in pack(kind):
+        with keep_prefix(packed.layout, model, SimpleNamespace(autocast=nullcontext, device=CPU)):
+            parts.append(score(model, packed)[0])
+            parts[-1].sum().backward()
+    found = torch.cat(parts)
     assert len(found) == 4 * 4 + 3 + 68 + 31 + 18
     assert (found - wanted).abs().max() <= 2e-5
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

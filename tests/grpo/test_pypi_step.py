@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import docker
 import pytest
-from launch import run_worker
+from launch import find_warm_python, run_worker
 from records import read_session
 from tiny_qwen import build_tiny_qwen3
 
@@ -21,12 +20,11 @@ ROOT = Path(__file__).parents[2]
 TASK = "xmltodict-0.14.1-to-0.14.2"
 
 
-@pytest.mark.timeout(600)
 def test_one_step_on_a_real_bug(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_tiny_qwen3(smollm2, tmp_path / "tiny-qwen3")
     tasks, out = tmp_path / "tasks", tmp_path / f"pypi-{os.getpid()}"  # the run's name in the engine
-    build = [sys.executable, str(ROOT / "scripts" / "build_pypi_tasks.py"), "--out", str(tasks), "--only", TASK]
-    subprocess.run(build, check=True, timeout=300)
+    build = [find_warm_python(), str(ROOT / "scripts" / "build_pypi_tasks.py"), "--out", str(tasks), "--only", TASK]
+    subprocess.run(build, check=True, timeout=600)
     out.mkdir()
     with tempfile.TemporaryDirectory(prefix="pypi-") as folder:  # sandboxes of its own, with short paths
         monkeypatch.setenv("TMPDIR", folder)

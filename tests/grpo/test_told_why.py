@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = ROOT / "tests" / "grpo" / "workers" / "counting_agent.py"
 SETTINGS = {
@@ -28,7 +26,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.timeout(600)
 def test_a_failed_first_batch_is_mended_and_run_again(tiny_model: Path, tmp_path: Path) -> None:
     tasks = [{"id": f"t{i}", "instruction": f"task {i}: ok"} for i in range(2)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
@@ -39,7 +36,7 @@ def test_a_failed_first_batch_is_mended_and_run_again(tiny_model: Path, tmp_path
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
     def train() -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
 
     (tmp_path / "near_grades.py").write_text("def grade(task, sandbox):\n    return task.metadata['points']\n")
     failed = train()

@@ -70,7 +70,7 @@ def test_an_agent_answers_from_the_settings_alone(name: str, tmp_path: Path) -> 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
     said = done.stdout + done.stderr
     assert WORD in done.stdout and done.returncode == 0, said[-3000:]

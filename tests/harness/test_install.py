@@ -128,7 +128,7 @@ def test_two_processes_at_once_install_once(log: Path) -> None:
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
     Path(f"{log}.go").touch()
-    ends = [process.communicate(timeout=60) for process in processes]
+    ends = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert [stdout for stdout, _ in ends] == ["done\n"] * 2
     assert sum("installing @org/agent" in stderr for _, stderr in ends) == 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from calc_releases import PYTHON, build, make_row
 from doc_commands import FIRST
 from environments import IMAGE, install_pytest
+from launch import find_warm_python
 from tiny_paper_model import build_tiny_paper_model
 from transformers import AutoTokenizer, PreTrainedConfig, Qwen3_5Config, Qwen3Config
 
@@ -51,7 +52,7 @@ class Workspace:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
         )
 
 
@@ -81,11 +82,17 @@ def build_workspace(folder: Path, smollm2: Path) -> Workspace:
 
 
 def _build_environment(folder: Path) -> None:
-    """A `.venv` that scripts/install.sh finds up to date."""
+    """A `.venv` that scripts/install.sh finds up to date, whose Python is warm."""
     (folder / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
-        if path.name != "installed":
+        if path.name not in ("installed", "bin"):
             (folder / ".venv" / path.name).symlink_to(path)
+    (folder / ".venv" / "bin").mkdir()
+    warm = Path(find_warm_python()).parent
+    for path in Path(sys.prefix, "bin").iterdir():
+        (folder / ".venv" / "bin" / path.name).symlink_to(
+            warm / path.name if path.name in ("python", "polar-trl") else path
+        )
     sources = ("pyproject.toml", "constraints/cpu.txt", "scripts/install.sh")
     wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in sources))
     (folder / ".venv" / "installed").write_text(f"{wanted.hexdigest()}  -\n")

@@ -49,7 +49,7 @@ import os, urllib.request
 body = b'{"messages": [{"role": "user", "content": "hi"}]}'
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-with urllib.request.urlopen(request, timeout=60) as reply:
+with urllib.request.urlopen(request, timeout=600) as reply:
     reply.read()
 """
 """The agent's only words to its model. Called as `python3 ~/ask.py`."""
@@ -118,7 +118,7 @@ class Sessions:
     def wait_until_asked(self, times: int) -> None:
         """Until the model was asked that often since the last wait."""
         for _ in range(times):
-            assert self._asked.acquire(timeout=120), "no agent asked its model"
+            assert self._asked.acquire(timeout=600), "no agent asked its model"
 
     def _reply(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
         self._asked.release()
@@ -175,7 +175,7 @@ class OwnEngine:
 
     def _control(self, word: str) -> None:
         env = {**os.environ, "POLAR_ENGINE": str(self._state)}
-        subprocess.run(["bash", str(SCRIPTS / "dev" / "container_engine.sh"), word], env=env, check=True, timeout=120)
+        subprocess.run(["bash", str(SCRIPTS / "dev" / "container_engine.sh"), word], env=env, check=True, timeout=600)
 
 
 class Tap:

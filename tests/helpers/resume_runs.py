@@ -37,6 +37,7 @@ def start_worker(
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**ENVIRONMENT, "TMPDIR": str(out / "tmp")},
+            start_new_session=True,  # so that a test can press Ctrl-C for all of a run's processes
         )
 
 

@@ -14,6 +14,7 @@ from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.errors import EngineBusyError
 from polar_trl.proxy import Proxy
 from polar_trl.recording.log import SessionLog
+from polar_trl.sandbox.base import Sandbox
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import Completion, Endpoint, Message, TokenIds, ToolCall
@@ -44,11 +45,11 @@ def serve(engine: Engine, renderer: Renderer = RENDERER, **settings: Any) -> Ite
 
 def http(endpoint: Endpoint) -> httpx.Client:
     headers = {"authorization": f"Bearer {endpoint.api_key}"}
-    return httpx.Client(base_url=endpoint.origin, headers=headers, timeout=20)
+    return httpx.Client(base_url=endpoint.origin, headers=headers, timeout=600)
 
 
 def client(endpoint: Endpoint) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.origin}/v1", api_key=endpoint.api_key, timeout=20, max_retries=0)
+    return openai.OpenAI(base_url=f"{endpoint.origin}/v1", api_key=endpoint.api_key, timeout=600, max_retries=0)
 
 
 class BusyEngine(ScriptedEngine):
@@ -86,9 +87,20 @@ class GatedEngine(TokenEngine):
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for two minutes or more: two cores may be busy with trainings and containers of other tests."""
     tick = threading.Event()
-    for _ in range(2000):
+    for _ in range(24_000):
         if condition():
             return
         tick.wait(0.005)
     raise AssertionError("it never came true")
+
+
+def kill_when_up(box: Sandbox) -> None:
+    """Kill what runs in a sandbox once it has made the file `up`; returns at once."""
+
+    def kill() -> None:
+        wait_until(lambda: box.get("up") is not None)
+        box.kill()
+
+    threading.Thread(target=kill, daemon=True).start()

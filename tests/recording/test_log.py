@@ -365,6 +365,6 @@ log.close(build_rollout(build_call(0), build_call(1)))
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     command = [sys.executable, "-c", FULL_DISK, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout == "OSError 1\n", done.stderr
     assert read_session(path) == build_rollout(build_call(0), build_call(1))

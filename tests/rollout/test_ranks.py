@@ -70,17 +70,21 @@ def build_jobs(group: str, *scripts: str) -> list[Job]:
 
 
 def run_both(
-    root: Path, function: Callable[[OpenSessions, int], Any], grade: Any = lambda task, box: 1.0, **config: Any
+    root: Path,
+    function: Callable[[OpenSessions, int], Any],
+    grade: Any = lambda task, box: 1.0,
+    num_ranks: int = 2,
+    **config: Any,
 ) -> list[Any]:
-    """Run two ranks with an engine, a proxy and sandboxes each."""
+    """Run two ranks, or more, with an engine, a proxy and sandboxes each."""
 
     def run(rank: Any) -> Any:
         with open_sessions(root / f"rank{rank.rank}", ranks=rank, seen=root, grade=grade, **config) as sessions:
             return function(sessions, rank.rank)
 
-    for rank in (0, 1):
+    for rank in range(num_ranks):
         (root / f"rank{rank}").mkdir()
-    return run_ranks(2, run)
+    return run_ranks(num_ranks, run)
 
 
 def list_ids(results: list[RolloutResult]) -> list[str]:
@@ -131,6 +135,34 @@ def test_both_ranks_take_the_same_groups_and_the_bound_holds_over_ranks(tmp_path
         return taken
 
     assert run_both(tmp_path, run, max_policy_lag=1) == [[["new-r0"], ["old-r0"]], [["new-r1"], ["old-r1"]]]
+
+
+def test_three_ranks_share_groups_that_do_not_divide_among_them(tmp_path: Path) -> None:
+    """Two groups of three, then a single one: fewer groups than ranks. Rank 2 is slow: its agents wait for all others
+    of their batch, which the other two ranks then run."""
+
+    def run(sessions: OpenSessions, rank: int) -> list[list[str]]:
+        wait = f"while ! test -e {tmp_path}/4; do sleep 0.05; done; {TURN}"
+        jobs = [*build_jobs("a", *[TURN] * 3), *build_jobs("b", TURN, wait, wait)]
+        sessions.runner.start(jobs)
+        taken = [list_ids(sessions.runner.take(2))]
+        sessions.proxy.hold()
+        sessions.runner.start(build_jobs("c", *[TURN] * 3))
+        sessions.change_policy()
+        return [*taken, list_ids(sessions.runner.take(1))]
+
+    graded: list[str] = []
+
+    def grade(task: Task, box: Any) -> float:
+        graded.append(task.id)
+        (tmp_path / str(len(graded))).touch()
+        return 1.0
+
+    assert run_both(tmp_path, run, grade, num_ranks=3, max_policy_lag=1, max_agents=1, max_preparing=1) == [
+        [["a-r0", "a-r1"], ["c-r0"]],
+        [["a-r2", "b-r0"], ["c-r1"]],
+        [["b-r1", "b-r2"], ["c-r2"]],
+    ]
 
 
 def test_stragglers_are_cut_by_the_times_of_all_ranks(tmp_path: Path) -> None:

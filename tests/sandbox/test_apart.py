@@ -66,11 +66,11 @@ def test_what_one_session_does_costs_no_other_its_reward(
     guard = f"[ -e {tmp_path}/outside ] && exit 9"
     (tmp_path / "outside").touch()
     command = HARMFUL[harm].format(root=sessions.root)
-    wiper = sessions.start(backend, {"wiper": f"{WORK}; {guard}; cd /; {command}"}).result(timeout=120)["wiper"]
+    wiper = sessions.start(backend, {"wiper": f"{WORK}; {guard}; cd /; {command}"}).result(timeout=600)["wiper"]
     wiped.set()
     (find_folder(sessions, "at_work") / "disk" / "home" / "go").touch()
     for future in (at_work, graded):
-        (finished,) = future.result(timeout=120).values()
+        (finished,) = future.result(timeout=600).values()
         assert (finished.rollout.stop_reason, finished.rollout.reward) == ("completed", 1.0), finished.rollout.error
     assert wiper.rollout.error is None and wiper.rollout.reward == 1.0  # graded, whatever it did to itself
     assert (tmp_path / "outside").exists()
@@ -82,7 +82,7 @@ def test_what_one_session_does_costs_no_other_its_reward(
 )
 def test_what_an_agent_does_to_its_own_folder_is_graded(sessions: Sessions, kind: str, command: str) -> None:
     script = f"{WORK}; {command.format(root=sessions.root)}; true"
-    (finished,) = sessions.start(build(kind, sessions.root), {"a": script}, read_result).result(timeout=120).values()
+    (finished,) = sessions.start(build(kind, sessions.root), {"a": script}, read_result).result(timeout=600).values()
     expected = 1.0 if "{root}" in command and kind == "bwrap" else 0.0
     assert (finished.rollout.reward, finished.rollout.error) == (expected, None)
 
@@ -130,7 +130,7 @@ def test_a_folder_that_is_harmed_while_it_is_graded_gives_no_reward(
         return box.get("result") == b"fine\n"
 
     scripts = {"victim": WORK, "other": WORK}
-    results = sessions.start(build(kind, sessions.root), scripts, grade).result(timeout=120)
+    results = sessions.start(build(kind, sessions.root), scripts, grade).result(timeout=600)
     require_no_reward(results["victim"], folders["victim"])
     assert results["other"].rollout.reward == 1.0
     if (aside := sessions.root / "aside").exists():
@@ -146,4 +146,4 @@ def test_a_folder_that_is_removed_while_its_agent_works_gives_no_reward(sessions
     sessions.wait_until_asked(1)
     folder = find_folder(sessions, "victim")
     remove(folder)
-    require_no_reward(running.result(timeout=120)["victim"], folder)
+    require_no_reward(running.result(timeout=600)["victim"], folder)

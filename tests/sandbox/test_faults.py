@@ -96,7 +96,7 @@ def test_killed_from_outside_is_no_zero(sessions: Sessions, engine: docker.Docke
         for pid in list_processes(victim):
             if read_name(pid) == "bwrap":
                 os.kill(int(pid), signal.SIGKILL)
-    results = running.result(timeout=120)
+    results = running.result(timeout=600)
     rollout = results["victim"].rollout
     assert (rollout.stop_reason, rollout.reward, len(rollout.calls)) == ("agent_failed", None, 1)
     assert rollout.error is not None and rollout.error.startswith("SandboxError: ")
@@ -111,10 +111,10 @@ def test_an_engine_that_is_restarted_costs_what_ran_and_nothing_more(
     running = sessions.start(backend, {"victim": "python3 ~/ask.py; sleep 600"}, read_result)
     sessions.wait_until_asked(1)
     own_engine.restart(number)
-    rollout = running.result(timeout=120)["victim"].rollout
+    rollout = running.result(timeout=600)["victim"].rollout
     assert (rollout.stop_reason, rollout.reward, len(rollout.calls)) == ("agent_failed", None, 1)
     assert rollout.error is not None and rollout.error.startswith("SandboxError: ")
-    require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=120)["next"])
+    require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=600)["next"])
     backend.close()
     require_nothing_left(Leftovers(sessions.root, sessions.token, own_engine.connect()))
 
@@ -126,13 +126,13 @@ def test_an_engine_that_hangs_fails_the_session_in_time(
     with own_engine.tap(request_line, own_engine.freeze) as tap:
         backend = build("docker", sessions.root, host=tap.host, api_timeout_s=2)
         try:
-            finished = sessions.start(backend, {"a": FINE}, prepare_timeout_s=4.0).result(timeout=60)["a"]
+            finished = sessions.start(backend, {"a": FINE}, prepare_timeout_s=4.0).result(timeout=600)["a"]
             assert tap.was_met
         finally:
             own_engine.thaw()
         assert (finished.rollout.stop_reason, finished.rollout.reward) == ("prepare_failed", None)
         assert finished.rollout.error is not None and finished.rollout.error.startswith("SandboxError: ")
-        require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=120)["next"])
+        require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=600)["next"])
         backend.close()
     # what it made when it woke up is gone too
     require_nothing_left(Leftovers(sessions.root, sessions.token, own_engine.connect()))
@@ -174,7 +174,7 @@ def test_a_fork_bomb_that_lifts_its_limits_first_is_held_and_gone_before_grading
         return read_result(task, box)
 
     scripts = {"bomb": f"python3 ~/ask.py; POLAR_BOMB=1 python3 -c '{BOMB}'", "other": f"sleep 1; {FINE}"}
-    results = sessions.start(build(kind, sessions.root), scripts, grade).result(timeout=120)
+    results = sessions.start(build(kind, sessions.root), scripts, grade).result(timeout=600)
     require_fine(results["bomb"])
     require_fine(results["other"])
 
@@ -183,7 +183,7 @@ def test_a_fork_bomb_that_lifts_its_limits_first_is_held_and_gone_before_grading
 def test_a_memory_hog_that_lifts_its_limits_first_is_killed_counted_and_graded(sessions: Sessions, kind: str) -> None:
     hog = f"python3 -c '{LIFT}\nx = bytearray(500 << 20)'"
     scripts = {"tool": f"{FINE}; {hog}; exit 0", "agent": f"{FINE}; exec {hog}", "other": FINE}
-    results = sessions.start(build(kind, sessions.root), scripts, read_result).result(timeout=120)
+    results = sessions.start(build(kind, sessions.root), scripts, read_result).result(timeout=600)
     require_fine(results["tool"])
     require_fine(results["other"])
     assert (results["agent"].rollout.stop_reason, results["agent"].rollout.reward) == ("agent_failed", 1.0)
@@ -204,7 +204,7 @@ def test_a_full_disk_is_the_sessions_own(sessions: Sessions, tmp_path: Path, kin
         "dd if=/dev/zero of=big bs=1M count=500 2>/dev/null; dd if=/dev/zero of=/tmp/big bs=1M count=500 2>/dev/null"
     )
     scripts = {"filler": f"{FINE}; {fill}; exit 0", "other": f"sleep 2; dd if=/dev/zero of=x bs=1M count=16; {FINE}"}
-    results = sessions.start(build(kind, sessions.root), scripts, grade).result(timeout=120)
+    results = sessions.start(build(kind, sessions.root), scripts, grade).result(timeout=600)
     require_fine(results["filler"])
     require_fine(results["other"])
     counts = {name: finished.rollout.counters.get("agent_disk_full", 0) for name, finished in results.items()}
@@ -217,7 +217,7 @@ def test_an_agent_that_ignores_signals_ends_at_its_limit_and_is_graded(sessions:
     running = sessions.start(
         build(kind, sessions.root), {"a": f"{FINE}; {stubborn}"}, read_result, agent_timeout_s=4.0
     )
-    finished = running.result(timeout=120)["a"]
+    finished = running.result(timeout=600)["a"]
     assert (finished.rollout.stop_reason, finished.rollout.reward) == ("agent_timeout", 1.0), finished.rollout.error
     require_trained(finished)
 
@@ -227,7 +227,7 @@ def test_an_agent_that_kills_all_that_it_sees_ends_nobody_else(sessions: Session
     # the first process of a sandbox is what keeps it: an agent that could end it would have no reward instead of 0
     kill = "[ $PWD = /workspace ] && { kill -TERM 1; kill -KILL 1; kill -9 -1; sleep 1; }"
     scripts = {"a": f"{FINE}; {kill}; exit 0"}
-    require_fine(sessions.start(build(kind, sessions.root), scripts, read_result).result(timeout=120)["a"])
+    require_fine(sessions.start(build(kind, sessions.root), scripts, read_result).result(timeout=600)["a"])
 
 
 @both_kinds
@@ -240,7 +240,7 @@ def test_a_daemon_is_dead_before_grading(sessions: Sessions, kind: str) -> None:
     daemon = "trap '' TERM HUP; while :; do date +%s%N >> alive; sleep 0.02; done"
     detach = f'POLAR_DAEMON=1 setsid bash -c "(exec >/dev/null 2>&1; {daemon}) &"'
     script = f"python3 ~/ask.py; {detach}; until [ -s alive ]; do sleep 0.05; done"
-    require_fine(sessions.start(build(kind, sessions.root), {"a": script}, grade).result(timeout=120)["a"])
+    require_fine(sessions.start(build(kind, sessions.root), {"a": script}, grade).result(timeout=600)["a"])
 
 
 @both_kinds
@@ -272,4 +272,4 @@ def test_what_a_killed_trainer_left_is_gone_at_the_next_start(sessions: Sessions
     backends: list[SandboxBackend] = [build(kind, sessions.root) for kind in ("bwrap", "docker")]
     require_nothing_left(leftovers)
     for backend in backends:
-        require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=120)["next"])
+        require_fine(sessions.start(backend, {"next": FINE}, read_result).result(timeout=600)["next"])

@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from serving import kill_when_up, wait_until
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.local import LocalSandbox, LocalSandboxBackend
@@ -41,10 +40,7 @@ def is_running(mark: str) -> bool:
 
 
 def wait_until_gone(mark: str) -> None:
-    deadline = time.monotonic() + 15
-    while is_running(mark):
-        assert time.monotonic() < deadline, f"{mark} still runs"
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(mark))
 
 
 def test_a_command_sees_its_files_and_a_small_environment(
@@ -66,7 +62,7 @@ def test_secrets_of_the_trainer_stay_with_it(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_deadline_ends_everything(sandbox: LocalSandbox) -> None:
-    result = run(sandbox, "echo started; sleep 87.125 & sleep 87.125", timeout_s=0.5)
+    result = run(sandbox, "echo started; sleep 87.125 & sleep 87.125", timeout_s=3)
     assert (result.exit_code, result.timed_out, result.stdout) == (None, True, "started\n")
     wait_until_gone("87.125")
 
@@ -88,10 +84,8 @@ def test_a_daemon_does_not_outlive_the_command(sandbox: LocalSandbox, escape: st
 
 
 def test_kill_from_another_thread(sandbox: LocalSandbox) -> None:
-    timer = threading.Timer(0.5, sandbox.kill)
-    timer.start()
-    result = run(sandbox, "sleep 89.25")
-    timer.join()
+    kill_when_up(sandbox)
+    result = run(sandbox, "touch up; sleep 89.25")
     assert result.exit_code is None
     assert not result.timed_out
     wait_until_gone("89.25")
@@ -163,10 +157,7 @@ def test_a_killed_trainer_takes_its_agents_along(tmp_path: Path) -> None:
         "s.run('echo up > started; sleep 90.375', env={}, timeout_s=100)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("*/disk/work/started")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: any(tmp_path.glob("*/disk/work/started")))
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     wait_until_gone("90.375")

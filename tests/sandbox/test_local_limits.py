@@ -111,7 +111,7 @@ def test_daemons_are_gone(sandbox: LocalSandbox, kind: str, ends_by: str) -> Non
     # it waits until the daemon is there, so that the test cannot pass by being early
     command = f"{DAEMONS[kind]}\nuntil pgrep -f '^(/bin/)?{NAP}' >/dev/null; do sleep 0.02; done; echo up"
     command += "; sleep 1000" if ends_by == "deadline" else ""
-    result = sandbox.run(command, env={}, timeout_s=3 if ends_by == "deadline" else 60)
+    result = sandbox.run(command, env={}, timeout_s=6 if ends_by == "deadline" else 60)
     assert (result.stdout, result.timed_out) == ("up\n", ends_by == "deadline")
     assert find_processes(str(Path(sandbox.workdir).parent)) == []
 
@@ -220,7 +220,7 @@ def test_without_namespaces_an_agent_that_kills_its_supervisor_does_not_hang_the
 def test_without_namespaces_daemons_are_gone(plain_sandbox: LocalSandbox, ends_by: str) -> None:
     command = f"{DAEMONS['double_fork']}\nuntil pgrep -f '^(/bin/)?{NAP}' >/dev/null; do sleep 0.02; done; echo up"
     command += "; sleep 1000" if ends_by == "deadline" else ""
-    result = plain_sandbox.run(command, env={}, timeout_s=3 if ends_by == "deadline" else 60)
+    result = plain_sandbox.run(command, env={}, timeout_s=6 if ends_by == "deadline" else 60)
     assert (result.stdout, result.timed_out) == ("up\n", ends_by == "deadline")
     assert find_processes(str(Path(plain_sandbox.workdir).parent)) == []
 

@@ -234,7 +234,7 @@ def test_an_agent_of_a_local_sandbox_ends_nobody_by_control_groups(
         if is_filtered:
             assert victim.poll() is None
         else:
-            assert victim.wait(timeout=60) == -signal.SIGKILL
+            assert victim.wait(timeout=600) == -signal.SIGKILL
     finally:
         victim.kill()
         victim.wait()

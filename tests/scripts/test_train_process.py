@@ -20,8 +20,6 @@ from polar_trl.errors import ConfigError
 from polar_trl.grpo.resume.checkpoint import GO_ON, find_checkpoint
 from polar_trl.run_folder import FolderLock, read_log
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def write_config(folder: Path, model: Path, **settings: Any) -> Path:
     """A run file of a run that takes seconds for each step."""

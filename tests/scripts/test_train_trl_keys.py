@@ -1,12 +1,12 @@
 """A run file with the keys of `trl grpo`: a data set by name, a reward function and an agent by their paths."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from launch import find_warm_python
 from records import read_session
 
 from polar_trl.run_folder import read_log
@@ -56,8 +56,8 @@ def write(folder: Path, model: Path, **settings: Any) -> None:
 
 
 def train(folder: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "polar_trl", "train", "run.yaml"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
+    command = [find_warm_python(), "-m", "polar_trl", "train", "run.yaml"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
 
 
 def test_the_run_file_of_the_page_trains(tiny_model: Path, tmp_path: Path) -> None:

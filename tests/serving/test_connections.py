@@ -352,7 +352,7 @@ def run_script(script: str) -> str:
         env={**os.environ, "PYTHONPATH": folders},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

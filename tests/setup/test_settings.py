@@ -1,11 +1,11 @@
 """Test `--help`, `--help-all` and docs/settings.md, which are made from the help texts of the settings."""
 
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from launch import find_warm_python
 
 from polar_trl.grpo.arguments import RunParser
 from polar_trl.grpo.config import PolarGRPOConfig
@@ -55,8 +55,8 @@ def test_the_short_help_fits_on_a_screen_or_two_and_the_long_one_has_everything(
 
 
 def test_the_command_prints_it() -> None:
-    command = [sys.executable, "-m", "polar_trl", "train", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [find_warm_python(), "-m", "polar_trl", "train", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "Tasks and rewards:" in done.stdout, done.stderr
 
 

@@ -100,11 +100,11 @@ def harbor() -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=INSTALLED.parent) as scratch:
             install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python"]
             words = [*install, "--no-compile", "--target", f"{scratch}/made", *PACKAGES]
-            subprocess.run(words, check=True, timeout=300)
+            subprocess.run(words, check=True, timeout=600)
             os.rename(f"{scratch}/made", INSTALLED)
     texts = json.dumps([*SAME.values(), *WRONG.values(), *UNSUPPORTED.values()])
     command = [sys.executable, "-I", "-B", "-c", ASK, str(INSTALLED)]
-    done = subprocess.run(command, input=texts, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input=texts, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     names = [f"{group} {name}" for group, cases in CASES.items() for name in cases]

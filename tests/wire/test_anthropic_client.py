@@ -37,7 +37,7 @@ def connect(
     with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=90)) as proxy:
         endpoint = proxy.open_session(log)
         key = api_key or endpoint.api_key
-        yield anthropic.Anthropic(base_url=endpoint.origin, api_key=key, max_retries=max_retries, timeout=20), log
+        yield anthropic.Anthropic(base_url=endpoint.origin, api_key=key, max_retries=max_retries, timeout=600), log
 
 
 def test_the_stream_helpers_events() -> None:

@@ -256,7 +256,7 @@ class Served:
         log = SessionLog(session_id="s", task_id="t", group_id="g")
         self.endpoint = proxy.open_session(log, SessionLimits(max_calls=1_000_000))
         headers = {"authorization": f"Bearer {self.endpoint.api_key}", "anthropic-version": "2023-06-01"}
-        self.http = httpx.Client(base_url=self.endpoint.origin, headers=headers, timeout=60)
+        self.http = httpx.Client(base_url=self.endpoint.origin, headers=headers, timeout=600)
         self.num_checks = 0
 
     def post(self, path: str, body: bytes) -> httpx.Response:

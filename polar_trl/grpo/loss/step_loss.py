@@ -51,10 +51,12 @@ class StepLoss:
         if not is_off_policy and self.args.beta == 0.0:
             return
         with disable_gradient_checkpointing(self.trl.model, self.args.gradient_checkpointing_kwargs):
-            for micro_batch in window:
-                if is_off_policy:
+            # one policy after the other: layers keep what a prefix is under one
+            if is_off_policy:
+                for micro_batch in window:
                     micro_batch["old_per_token_logps"] = self.score(self.trl.model, micro_batch)[0]
-                if self.args.beta != 0.0:
+            if self.args.beta != 0.0:
+                for micro_batch in window:
                     micro_batch["ref_per_token_logps"] = self._reference_logps(micro_batch)
 
     def prepare(self, windows: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from math import ceil
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.memory.memory import SPARE, PassMemory, count_pass
+from polar_trl.grpo.memory.memory import SPARE, PassMemory, count_pass, count_prefix
 from polar_trl.grpo.memory.setup import Setup, choose_kernels
+from polar_trl.grpo.packing.prefix import keep_prefix
 from polar_trl.grpo.packing.supported import find_causal_model
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,10 @@ class Checkpointing:
         self._room = self._read_room()
         if self._room is None or not self._can_count():
             return [len(self._layers)] * len(passes)
-        tokens = [float(micro_batch["packed"].layout.num_tokens) for micro_batch in passes]
+        layouts = [micro_batch["packed"].layout for micro_batch in passes]
+        prefixes = {len(layout.prefix.token_ids) for layout in layouts if layout.prefix is not None}
+        self._room -= max(map(self._count_kept, prefixes), default=0)
+        tokens = [float(layout.num_tokens) for layout in layouts]
         if self._accelerator.num_processes > 1:
             own = torch.tensor([-self._room, *tokens], dtype=torch.float64, device=self._accelerator.device)
             room, *tokens = self._accelerator.gather(own).view(-1, len(own)).amax(dim=0).tolist()
@@ -77,24 +81,30 @@ class Checkpointing:
 
     @contextmanager
     def apply(self, micro_batch: Any, checkpointed: int) -> Iterator[None]:
-        """Run a pass with its first layers checkpointed. Raises `ConfigError` where it runs out of memory for good.
+        """Run a pass with its first layers checkpointed, and with what layers keep of its prefix.
 
+        Raises `ConfigError` where it runs out of memory for good.
         `torch.OutOfMemoryError` is raised on where the step can be trained again, after another `choose`.
         """
         if self._args.gradient_checkpointing:
             for index, layer in enumerate(self._layers):
                 layer.gradient_checkpointing = index < checkpointed
-        num_tokens = micro_batch["packed"].layout.num_tokens
+        layout = micro_batch["packed"].layout
+        num_tokens = layout.num_tokens
         is_measured = self._room is not None and not self._is_checked and self._accelerator.device.type == "cuda"
-        before = self._measure_from_here() if is_measured else 0
+        peak = 0
         try:
-            yield
+            with keep_prefix(layout, find_causal_model(self._model), self._accelerator):
+                before = self._measure_from_here() if is_measured else 0
+                yield
+                if is_measured:
+                    peak = torch.cuda.max_memory_allocated() - before
         except torch.OutOfMemoryError as error:
             self._require_more(num_tokens, checkpointed, error)
             self._extra += ceil(len(self._layers) / _MORE)
             raise
         if is_measured:
-            self._compare(num_tokens, checkpointed, torch.cuda.max_memory_allocated() - before)
+            self._compare(num_tokens, checkpointed, peak)
 
     def end_step(self, chosen: Sequence[int]) -> dict[str, float]:
         """Return the figures of a step that was trained; the first one's memory has been compared."""
@@ -119,6 +129,31 @@ class Checkpointing:
             return round(start + (end - start) * share)
 
         return PassMemory(**{item.name: extend(item.name) for item in fields(PassMemory)})
+
+    def count_spare_tokens(self) -> int | None:
+        """Count the tokens of a prefix that layers can keep beside the largest pass (a collective).
+
+        None where memory is not known, as on a CPU; 0 where a pass or the keys and values cannot be counted.
+        """
+        room = self._read_room()
+        if room is None:
+            return None
+        spare = 0.0
+        with suppress(ConfigError):
+            if self._can_count():
+                most = len(self._layers) if self._args.checkpointed_layers is None else self._args.checkpointed_layers
+                checkpointed = most if self._args.gradient_checkpointing else 0
+                states = self._count_kept(0)  # of recurrent layers, whatever the prefix's length
+                spare = room - self.count(self._args.max_tokens_per_device).peak(checkpointed) - states
+                spare /= self._count_kept(1) - states
+        own = torch.tensor([spare], dtype=torch.float64, device=self._accelerator.device)
+        return max(0, int(self._accelerator.gather(own).min()))
+
+    def _count_kept(self, num_tokens: int) -> int:
+        """Bytes that layers keep of a prefix of so many tokens, with its gradients."""
+        policy = find_causal_model(self._model)
+        itemsize = 2 if self._accelerator.mixed_precision in ("bf16", "fp16") else policy.dtype.itemsize
+        return count_prefix(policy.config, num_tokens, itemsize)
 
     def _can_count(self) -> bool:
         """Tell whether a pass can be counted; where it cannot, every layer is checkpointed, as TRL does."""

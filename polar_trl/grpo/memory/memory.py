@@ -384,6 +384,18 @@ def count_kv(model_config: Any, itemsize: int = 2) -> tuple[int, int]:
     return per_token, recurrent * (inputs * itemsize + matrix * 4)
 
 
+def count_prefix(model_config: Any, num_tokens: int, itemsize: int) -> int:
+    """Bytes of a prefix that the trainer's layers keep from pass to pass, and of its gradients in float32.
+
+    Per token, layers x 2 x key-value heads x head size x (itemsize + 4), of layers with full attention or a window.
+
+    Args:
+        itemsize: Bytes per element of keys and values.
+    """
+    kept, gradients = count_kv(model_config, itemsize), count_kv(model_config, 4)
+    return (kept[0] + gradients[0]) * num_tokens + kept[1] + gradients[1]
+
+
 def _largest(weights: Iterable[Weight]) -> int:
     return max(w.nbytes for w in weights)
 

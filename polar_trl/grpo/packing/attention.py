@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop_out
@@ -27,6 +28,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from polar_trl.grpo.packing.layout import Layout
+from polar_trl.grpo.packing.prefix import exchange
 
 ATTENTION = "polar"
 BLOCK_SIZE = 128
@@ -103,6 +105,11 @@ def attend(
         return _attend_in_batch(module, query, key, value, attention_mask, scoring, **kwargs), None
     if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
         raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
+    # along the tokens as they lie in memory: with other strides FlexAttention would be compiled anew
+    key, value = (
+        exchange(layout, module, index, x.transpose(1, 2), dim=1).transpose(1, 2)
+        for index, x in enumerate((key, value))
+    )
     if sliding_window is not None and sliding_window > layout.position_ids_L.max():
         sliding_window = None  # it reaches over every row: computed as a full layer, whose mask it shares
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)
@@ -169,11 +176,12 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: Layout
     """
     window = scoring.sliding_window
     outs = []
+    before = layout.num_before  # keys of a prefix that is read lie in front
     for index, segment in enumerate(layout.segments):
         length = segment.end - segment.start
         earliest = _earliest_seen(segment.depth, window)
         spans = [
-            slice(part.start + max(earliest - part.depth, 0), part.end)
+            slice(before + part.start + max(earliest - part.depth, 0), before + part.end)
             for part in (*layout.context_of(index), segment)
             if part.depth + part.end - part.start > earliest
         ]
@@ -244,33 +252,39 @@ def build_block_mask(layout: Layout, device: torch.device, window: int | None = 
 def _build_block_mask(layout: Layout, device: torch.device, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    if layout.num_tokens % BLOCK_SIZE:
-        raise ValueError(f"a layout of {layout.num_tokens} tokens is not a multiple of {BLOCK_SIZE}")
-    ends_L = torch.from_numpy(layout.subtree_ends_L).to(device=device, dtype=torch.int32)
-    ends = ends_L.view(-1, BLOCK_SIZE)  # [blocks of keys, keys of a block]
-    num_blocks = len(ends)
+    before = layout.num_before
+    if layout.num_tokens % BLOCK_SIZE or before % BLOCK_SIZE:
+        raise ValueError(f"a layout of {before} + {layout.num_tokens} tokens is not one of multiples of {BLOCK_SIZE}")
+    # keys of a prefix that is read are before all others, and their subtree is what continues it
+    ends_of_keys = np.concatenate([np.full(before, layout.num_continuing), layout.subtree_ends_L])
+    ends_K = torch.from_numpy(ends_of_keys).to(device=device, dtype=torch.int32)
+    ends = ends_K.view(-1, BLOCK_SIZE)  # [blocks of keys, keys of a block]
+    num_blocks, blocks_before = layout.num_tokens // BLOCK_SIZE, before // BLOCK_SIZE
     starts = torch.arange(num_blocks, device=device) * BLOCK_SIZE  # [blocks of queries]
     # All [blocks of queries, blocks of keys]. Left of the diagonal a block is full, and computed without a mask, where
     # all subtrees of its keys reach the end of its queries; it is empty where none reaches their start. On the
     # diagonal some query always comes before some key.
-    is_left = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
+    not_right = torch.ones(num_blocks, len(ends), dtype=torch.bool, device=device).tril(blocks_before)
+    is_left = not_right.tril(blocks_before - 1)
     is_full = is_left & (ends.amin(dim=1)[None, :] >= starts[:, None] + BLOCK_SIZE)
     is_needed = is_left & (ends.amax(dim=1)[None, :] > starts[:, None])
-    is_needed |= torch.eye(num_blocks, dtype=torch.bool, device=device)
+    is_needed |= not_right & ~is_left
+    shift = torch.tensor(before, device=device)  # a tensor, as a number would be compiled anew for each prefix
 
     def is_in_context(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < ends_L[k])
+        return (k <= q + shift) & (q < ends_K[k])
 
     is_seen = is_in_context
     if window is not None:
-        positions_L = torch.from_numpy(layout.position_ids_L).to(device=device, dtype=torch.int32)
-        lows_L = positions_L - window  # a tensor: a number would be compiled in, or guarded, window by window
-        positions, lows = positions_L.view(-1, BLOCK_SIZE), lows_L.view(-1, BLOCK_SIZE)
+        places = np.concatenate([np.arange(before), layout.position_ids_L])
+        positions_K = torch.from_numpy(places).to(device=device, dtype=torch.int32)
+        lows_L = positions_K[before:] - window  # a tensor: a number would be compiled in, or guarded, window by window
+        positions, lows = positions_K.view(-1, BLOCK_SIZE), lows_L.view(-1, BLOCK_SIZE)
         is_full &= positions.amin(dim=1)[None, :] > lows.amax(dim=1)[:, None]
         is_needed &= positions.amax(dim=1)[None, :] > lows.amin(dim=1)[:, None]
 
         def is_in_window(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return is_in_context(_b, _h, q, k) & (positions_L[k] > lows_L[q])
+            return is_in_context(_b, _h, q, k) & (positions_K[k] > lows_L[q])
 
         is_seen = is_in_window
     return BlockMask.from_kv_blocks(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polar_trl.grpo.packing.forward import LayoutKind, pack_rows
+from polar_trl.grpo.packing.prefix import SharedPrefix
 from polar_trl.grpo.rows import Row
 
 
@@ -21,6 +22,8 @@ def build_micro_batch(
     *,
     kind: LayoutKind,
     device: torch.device,
+    prefix: SharedPrefix | None = None,
+    is_read: bool = True,
 ) -> dict[str, Any]:
     """Build a forward pass of B rows; without rows, one that trains nothing and costs two tokens.
 
@@ -30,6 +33,7 @@ def build_micro_batch(
     Args:
         shares: [B] factors of the loss of each row's tokens.
         rollout_tokens: [B] trained tokens of each row's rollout.
+        prefix, is_read: As of `pack_rows`.
 
     Returns:
         `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C]; `advantages`, `shares`,
@@ -53,6 +57,8 @@ def build_micro_batch(
         [row.trainable_T for row in rows],
         kind=kind,
         device=device,
+        prefix=prefix,
+        is_read=is_read,
     )
     return {
         "completion_ids": completion_ids.to(device),

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.packing.adapters import fuse_adapters
 from polar_trl.grpo.packing.attention import ATTENTION, BLOCK_SIZE, register_attention
-from polar_trl.grpo.packing.layout import Ids, Layout, build_layout
+from polar_trl.grpo.packing.layout import Ids, Layout, build_layout, build_layout_after
 from polar_trl.grpo.packing.linear_attention import wrap_linear_attention
+from polar_trl.grpo.packing.prefix import SharedPrefix
 from polar_trl.grpo.packing.supported import find_unsupported
 
 logger = logging.getLogger(__name__)
@@ -97,18 +98,29 @@ class _ScoredOnly:
 
 
 def pack_rows(
-    rows: Sequence[Ids], scored: Sequence[NDArray[np.bool_]], *, kind: LayoutKind, device: torch.device
+    rows: Sequence[Ids],
+    scored: Sequence[NDArray[np.bool_]],
+    *,
+    kind: LayoutKind,
+    device: torch.device,
+    prefix: SharedPrefix | None = None,
+    is_read: bool = True,
 ) -> PackedRows:
     """Lay rows out for one forward pass.
 
     Args:
         rows: Token ids [T] of each row.
         scored: [T] of each row: the tokens whose log-probability is wanted.
+        prefix: That rows of several passes begin with; none of its tokens is scored or predicts a scored one.
+        is_read: Of the prefix: this pass is not the last that begins with it, and reads it from memory.
 
     Raises:
         ValueError: a row's first token is to be scored.
     """
-    layout = build_layout(rows, share_prefixes=kind == "tree")
+    if prefix is None:
+        layout = build_layout(rows, share_prefixes=kind == "tree")
+    else:
+        layout = build_layout_after(rows, prefix, is_read=is_read)
     if device.type == "cuda" and kind != "single":
         layout = layout.pad(BLOCK_SIZE)
     positions, labels, row_of = [], [], []
@@ -118,7 +130,8 @@ def pack_rows(
             raise ValueError(f"row {index}: its first token has no context to be scored in")
         # The token before predicts it: in its row, which in the flat sequence may be far away. Rows that share a
         # token score it once each, at one position.
-        positions.append(layout.positions_of(index)[at - 1])
+        places = layout.positions_of(index)
+        positions.append(places[at - 1 - (len(ids) - len(places))])
         labels.append(ids[at])
         row_of.append(np.full(len(at), index))
 

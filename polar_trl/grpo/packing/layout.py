@@ -12,12 +12,16 @@ No token of a row is dropped or reordered: `Layout.positions_of` gives each row 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from polar_trl.grpo.packing.prefix import SharedPrefix
 
 Ids = NDArray[np.int64]
 
@@ -45,23 +49,41 @@ class Layout:
     """In depth-first order; they tile the flat sequence."""
     chains: tuple[tuple[int, ...], ...]
     """[B]: the segments that each row is made of, from its root."""
+    prefix: "SharedPrefix | None" = None
+    """A prefix of rows of several passes: it is the first segment, or, where that begins at a depth, before them all
+    and read from memory."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids_L)
 
+    @property
+    def num_before(self) -> int:
+        """Tokens of a prefix that is read, and so is not in the flat sequence."""
+        return self.segments[0].depth if self.segments else 0
+
+    @property
+    def num_continuing(self) -> int:
+        """Tokens that continue a prefix that is read; they come first."""
+        return next((s.start for s in self.segments if s.depth == 0), self.num_tokens)
+
     def positions_of(self, row: int) -> Ids:
-        """[T]: positions of a row's tokens in the flat sequence."""
+        """[T]: positions of a row's tokens in the flat sequence, without those of a prefix that is read."""
         parts = [np.arange(self.segments[i].start, self.segments[i].end) for i in self.chains[row]]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def context_of(self, segment: int) -> list[Segment]:
-        """List the segments before this one in its rows, from the root."""
+        """List the segments before this one in its rows, from the root.
+
+        A prefix that is read is the first of them, and ends where the flat sequence begins.
+        """
         context = []
-        parent = self.segments[segment].parent
-        while parent is not None:
-            context.append(self.segments[parent])
-            parent = self.segments[parent].parent
+        root = self.segments[segment]
+        while root.parent is not None:
+            root = self.segments[root.parent]
+            context.append(root)
+        if root.depth:
+            context.append(Segment(start=-root.depth, end=0, parent=None, depth=0))
         return context[::-1]
 
     def pad(self, multiple: int) -> "Layout":
@@ -70,11 +92,11 @@ class Layout:
         if rest == 0:
             return self
         filler = Segment(start=self.num_tokens, end=self.num_tokens + rest, parent=None, depth=0)
-        return Layout(
+        return replace(
+            self,
             token_ids_L=np.pad(self.token_ids_L, (0, rest)),
             position_ids_L=np.concatenate([self.position_ids_L, np.arange(rest)]),
             segments=(*self.segments, filler),
-            chains=self.chains,
         )
 
     @cached_property
@@ -112,6 +134,45 @@ def build_layout(rows: Sequence[Sequence[int] | Ids], *, share_prefixes: bool) -
             segments.append(Segment(start=end, end=end + len(array), parent=None, depth=0))
             end += len(array)
     return _build(segments, chains, [array for array in arrays if len(array)])
+
+
+def build_layout_after(rows: Sequence[Ids], prefix: "SharedPrefix", *, is_read: bool) -> Layout:
+    """Lay rows out as a forest whose first tree is that of the rows that begin with a prefix and go on.
+
+    Args:
+        is_read: The prefix is left out, to be read from memory; else it is the first segment.
+    """
+    ids = prefix.token_ids
+    members = [i for i, row in enumerate(rows) if begins_with(row, ids)]
+    others = sorted(set(range(len(rows))) - set(members))
+    # the prefix is a row of the tree, which ends where the others go on: so it is its first segment
+    tree, rest = _build_forest([ids, *(rows[i] for i in members)]), _build_forest([rows[i] for i in others])
+    skipped = 1 if is_read else 0  # segments
+    segments = [
+        *_shift(tree.segments, -skipped * len(ids), -skipped)[skipped:],
+        *_shift(rest.segments, tree.num_tokens - skipped * len(ids), len(tree.segments) - skipped),
+    ]
+    chains: list[tuple[int, ...]] = [()] * len(rows)
+    for row, chain in zip(members, tree.chains[1:], strict=True):
+        chains[row] = tuple(i - skipped for i in chain[skipped:])
+    for row, chain in zip(others, rest.chains, strict=True):
+        chains[row] = tuple(i + len(tree.segments) - skipped for i in chain)
+    parts = [tree.token_ids_L[skipped * len(ids) :], rest.token_ids_L]
+    return replace(_build(segments, chains, parts), prefix=prefix)
+
+
+def begins_with(row: Ids, prefix: Ids) -> bool:
+    """Tell whether a row begins with the prefix and goes on."""
+    return len(row) > len(prefix) and common_prefix(row, prefix) == len(prefix)
+
+
+def _shift(segments: Sequence[Segment], tokens: int, places: int) -> list[Segment]:
+    """Move segments by so many tokens and places; those that continue the first one, if it leaves, become roots."""
+    shifted = []
+    for s in segments:
+        parent = None if s.parent is None or s.parent + places < 0 else s.parent + places
+        shifted.append(replace(s, start=s.start + tokens, end=s.end + tokens, parent=parent))
+    return shifted
 
 
 def sort_by_prefix(rows: Sequence[Ids]) -> tuple[list[int], list[int]]:

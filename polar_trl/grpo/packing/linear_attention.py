@@ -32,6 +32,7 @@ from torch.nn import functional
 from polar_trl.grpo.packing import fla_kernels
 from polar_trl.grpo.packing.fla_kernels import FlaKernels, Offsets
 from polar_trl.grpo.packing.layout import Layout
+from polar_trl.grpo.packing.prefix import exchange
 
 _GATED_DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Classes of transformers whose forward `_forward_layout` follows."""
@@ -102,13 +103,16 @@ def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
     # the logarithm of the decay, which is in float32 whatever the layer computes in: the rule sums it over a chunk
     decay_LH = -net.A_log.float().exp() * functional.softplus(a_LH.float() + net.dt_bias)
     z_LHV = z.reshape(layout.num_tokens, -1, net.head_v_dim)
+    part = (len(layout.prefix.token_ids) - plan.reach, plan.reach) if layout.prefix is not None else None
+    with_before = exchange(layout, net, 0, qkv_LD, dim=0, part=part)
+    qkv_LD = with_before[len(with_before) - layout.num_tokens :]
     if fla is None:
-        qkv_LD = _convolve(net, qkv_LD, plan)
-        out_LHV = _run_delta_rule(net, qkv_LD, decay_LH, beta_LH, plan)
+        qkv_LD = _convolve(net, qkv_LD, with_before, plan)
+        out_LHV = _run_delta_rule(net, (qkv_LD, decay_LH, beta_LH), plan, layout)
         gated = net.norm(out_LHV.flatten(0, 1), z_LHV.flatten(0, 1)).view(layout.num_tokens, -1)
     else:
-        qkv_LD = fla_kernels.convolve(fla, net, qkv_LD, plan.offsets, _gather_context(qkv_LD, plan))
-        out_LHV = _run_generations(fla, net, (qkv_LD, decay_LH, beta_LH), plan)
+        qkv_LD = fla_kernels.convolve(fla, net, qkv_LD, plan.offsets, _gather_context(with_before, plan))
+        out_LHV = _run_generations(fla, net, (qkv_LD, decay_LH, beta_LH), plan, layout)
         gated = fla_kernels.gate(fla, net, out_LHV, z_LHV)
     output: Tensor = net.out_proj(gated[None])
     return output
@@ -128,8 +132,13 @@ def _project(net: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """Indices of a layout's E segments for a gated delta net whose convolution reaches X tokens back."""
+    """Indices of a layout's E segments for a gated delta net whose convolution reaches X tokens back.
 
+    In `context` and `windows`, the last X tokens of a prefix that is read count as the first of the flat sequence.
+    """
+
+    reach: int
+    """X"""
     lengths: list[int]
     """[E]: tokens per segment."""
     parents: list[int | None]
@@ -147,11 +156,12 @@ class _Plan:
     context_missing: Tensor
     """Bool, like `context`: there is no such token."""
     windows: Tensor
-    """[(E - 1) * 2X]: of each segment but the first, the X tokens before it in its rows and its first X."""
+    """[(E - 1) * 2X]: of each segment but the first, the X tokens before it in its rows and its first X. [E * 2X]
+    where a prefix is read, which the first segment continues."""
     missing: Tensor
     """Bool, like `windows`: there is no such token."""
     heads: Tensor
-    """Tokens that are among the first X of a segment but the first."""
+    """Tokens that are among the first X of those segments."""
     heads_in_windows: Tensor
     """Places of those in `windows`."""
 
@@ -166,7 +176,8 @@ def plan_layout(layout: Layout, reach: int, device: torch.device) -> _Plan:
 
 def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
     parents = [segment.parent for segment in layout.segments]
-    spans = [range(segment.start, segment.end) for segment in layout.segments]
+    before = reach if layout.num_before else 0
+    spans = [range(before + segment.start, before + segment.end) for segment in layout.segments]
     lengths = [len(span) for span in spans]
     generations: list[list[int]] = []
     generation_of: list[int] = []
@@ -174,7 +185,8 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
     tails: list[list[int]] = []  # per segment: the last tokens, at most X, of its rows up to its end
     for index, (parent, span) in enumerate(zip(parents, spans, strict=True)):
         generation = 0 if parent is None else generation_of[parent] + 1
-        context = [] if parent is None else tails[parent]
+        from_prefix = list(range(before)) if layout.segments[index].depth else []
+        context = from_prefix if parent is None else tails[parent]
         if generation == len(generations):
             generations.append([])
         generations[generation].append(index)
@@ -184,12 +196,13 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
         tails.append([*context, *span[-reach:]][-reach:])
     heads = [[*span[:reach], *[-1] * (reach - len(span))] for span in spans]
     contexts_EX, heads_EX = (torch.tensor(x, dtype=torch.int64).view(len(spans), reach) for x in (contexts, heads))
-    # the first segment has no tokens before it, so that the convolution over all tokens is right for it
-    windows = torch.cat([contexts_EX, heads_EX], dim=1)[1:]
+    # a first segment that begins its rows has no tokens before it: the convolution over all tokens is right for it
+    windows = torch.cat([contexts_EX, heads_EX], dim=1)[0 if before else 1 :]
     is_head = windows >= 0
     is_head[:, :reach] = False
-    has_context = reach > 0 and len(generations) > 1
+    has_context = before > 0 or (reach > 0 and len(generations) > 1)
     return _Plan(
+        reach=reach,
         lengths=lengths,
         parents=parents,
         generations=generations,
@@ -200,7 +213,7 @@ def _build_plan(layout: Layout, reach: int, device: torch.device) -> _Plan:
         context_missing=(contexts_EX < 0).to(device),
         windows=windows.flatten().clamp(min=0).to(device),
         missing=(windows < 0).flatten().to(device),
-        heads=windows[is_head].to(device),
+        heads=(windows[is_head] - before).to(device),
         heads_in_windows=is_head.flatten().nonzero()[:, 0].to(device),
     )
 
@@ -210,11 +223,30 @@ def _find_places(members: list[int], earlier: list[int], parents: list[int | Non
     return torch.tensor([place_of[parents[i]] for i in members]).to(device)
 
 
+def _read_state(net: Any, layout: Layout, segments: list[int]) -> Tensor | None:
+    """[E, H, K, V]: the states that these roots go on from, if a prefix is read: zeros for those that do not begin
+    with it."""
+    if layout.prefix is None or not layout.num_before:
+        return None
+    state_1HKV = layout.prefix.kept[net, 1]
+    continues = [layout.segments[index].depth > 0 for index in segments]
+    return torch.cat([state_1HKV if goes_on else torch.zeros_like(state_1HKV) for goes_on in continues])
+
+
+def _has_prefix(layout: Layout) -> bool:
+    """Tell whether the first segment is a prefix, the state after which is kept."""
+    return layout.prefix is not None and layout.num_before == 0
+
+
 # With the kernels of flash-linear-attention.
 
 
 def _gather_context(qkv_LD: Tensor, plan: _Plan) -> Tensor | None:
-    """[E, D, X + 1]: the inputs before each segment, after one column that the convolution does not read."""
+    """[E, D, X + 1]: the inputs before each segment, after one column that the convolution does not read.
+
+    Args:
+        qkv_LD: With those of a prefix that is read in front.
+    """
     if plan.context is None:
         return None
     inputs_EXD = qkv_LD.index_select(0, plan.context.flatten()).unflatten(0, plan.context.shape)
@@ -222,14 +254,17 @@ def _gather_context(qkv_LD: Tensor, plan: _Plan) -> Tensor | None:
     return functional.pad(inputs_EXD, (0, 0, 1, 0)).transpose(1, 2)
 
 
-def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan) -> Tensor:
+def _run_generations(
+    fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan, layout: Layout
+) -> Tensor:
     """[L, H, V]: the gated delta rule, a call for each generation of segments.
 
     Args:
         inputs: Queries, keys and values [L, D], decay and beta [L, H].
     """
-    if len(plan.generations) == 1:
-        return fla_kernels.run_rule(fla, net, *inputs, plan.offsets, initial_EHKV=None, with_final=False)[0]
+    from_prefix, keeps = _read_state(net, layout, plan.generations[0]), _has_prefix(layout)
+    if len(plan.generations) == 1 and not keeps:
+        return fla_kernels.run_rule(fla, net, *inputs, plan.offsets, initial_EHKV=from_prefix, with_final=False)[0]
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
     parts = [x.split(plan.lengths) for x in inputs]
     outs: list[Tensor] = [inputs[0]] * len(plan.lengths)
@@ -239,9 +274,11 @@ def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Te
     ):
         out_LHV, states = fla_kernels.run_rule(
             *(fla, net, *(torch.cat([part[i] for i in members]) for part in parts), offsets),
-            initial_EHKV=None if places is None or states is None else states.index_select(0, places),
-            with_final=number + 1 < len(plan.generations),
+            initial_EHKV=from_prefix if places is None or states is None else states.index_select(0, places),
+            with_final=keeps or number + 1 < len(plan.generations),
         )
+        if number == 0 and states is not None and keeps:
+            states = exchange(layout, net, 1, states, dim=0, part=(0, 1))
         for index, piece in zip(members, out_LHV.split([plan.lengths[i] for i in members]), strict=True):
             outs[index] = piece
     return torch.cat(outs)
@@ -250,7 +287,7 @@ def _run_generations(fla: FlaKernels, net: Any, inputs: tuple[Tensor, Tensor, Te
 # With transformers' functions.
 
 
-def _convolve(net: Any, qkv_LD: Tensor, plan: _Plan) -> Tensor:
+def _convolve(net: Any, qkv_LD: Tensor, with_before: Tensor, plan: _Plan) -> Tensor:
     """Convolve over all tokens, then over each segment's first again, in their own context.
 
     Only the first X tokens of a segment see beyond it, in the flat sequence at tokens that are not before them. With
@@ -259,8 +296,8 @@ def _convolve(net: Any, qkv_LD: Tensor, plan: _Plan) -> Tensor:
     out_LD = _convolve_rows(net, qkv_LD[None])[0]
     if len(plan.windows) == 0:
         return out_LD
-    windows = qkv_LD.index_select(0, plan.windows).masked_fill(plan.missing[:, None], 0.0)
-    again = _convolve_rows(net, windows.view(len(plan.lengths) - 1, -1, windows.shape[-1])).flatten(0, 1)
+    windows = with_before.index_select(0, plan.windows).masked_fill(plan.missing[:, None], 0.0)
+    again = _convolve_rows(net, windows.unflatten(0, (-1, 2 * plan.reach))).flatten(0, 1)
     return out_LD.index_copy(0, plan.heads, again.index_select(0, plan.heads_in_windows))
 
 
@@ -271,14 +308,19 @@ def _convolve_rows(net: Any, rows_BTD: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _run_delta_rule(net: Any, qkv_LD: Tensor, decay_LH: Tensor, beta_LH: Tensor, plan: _Plan) -> Tensor:
-    """[L, H, V]: the gated delta rule in torch, one generation of segments after the other."""
-    rule = _look_up(net, _RULE, qkv_LD.device)
+def _run_delta_rule(net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan, layout: Layout) -> Tensor:
+    """[L, H, V]: the gated delta rule in torch, one generation of segments after the other.
+
+    Args:
+        inputs: As of `_run_generations`.
+    """
+    rule = _look_up(net, _RULE, inputs[0].device)
     # split and cat, whose gradients are cat and split: picking by index would add up gradients atomically
-    inputs = list(zip(*(x.split(plan.lengths) for x in (qkv_LD, decay_LH, beta_LH)), strict=True))
-    outs: list[Tensor] = [qkv_LD] * len(inputs)
+    parts = list(zip(*(x.split(plan.lengths) for x in inputs), strict=True))
+    outs: list[Tensor] = [inputs[0]] * len(parts)
     states: dict[int, Tensor] = {}
-    with_children = set(plan.parents)  # only their states are kept: one is H x K x V numbers
+    # only their states are kept: one is H x K x V numbers
+    wanted = set(plan.parents) | ({0} if _has_prefix(layout) else set())
     for generation in plan.generations:
         earlier, states = states, {}
         for group in _group_by_length(generation, plan.lengths):
@@ -287,15 +329,17 @@ def _run_delta_rule(net: Any, qkv_LD: Tensor, decay_LH: Tensor, beta_LH: Tensor,
             out, final = _apply_rule(
                 net,
                 rule,
-                *(_fill_up(parts, max(lengths)) for parts in zip(*(inputs[i] for i in group), strict=True)),
-                initial_state=torch.stack(starts) if starts else None,
-                output_final_state=not with_children.isdisjoint(group),
+                *(_fill_up(pieces, max(lengths)) for pieces in zip(*(parts[i] for i in group), strict=True)),
+                initial_state=torch.stack(starts) if starts else _read_state(net, layout, group),
+                output_final_state=not wanted.isdisjoint(group),
             )
             for place, index in enumerate(group):
                 outs[index] = out[place, : lengths[place]]
             if final is not None:
                 rows = final.unbind()
-                states.update({i: rows[place] for place, i in enumerate(group) if i in with_children})
+                states.update({i: rows[place] for place, i in enumerate(group) if i in wanted})
+                if 0 in group and _has_prefix(layout):
+                    states[0] = exchange(layout, net, 1, states[0][None], dim=0, part=(0, 1))[0]
     return torch.cat(outs)
 
 

@@ -16,18 +16,19 @@ class DistributedRanks:
     """Implements `Ranks` with gloo and a store of counters, which rank 0 keeps. Making one is a collective.
 
     Args:
-        timeout_s: For which a rank waits in a collective for the others, whose sessions may take longer.
+        timeout_s: For how long a rank waits for the others before it fails, as in the collectives of gradients.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_first = self.rank == 0
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
+        store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False) if is_first else None
         port = self.gather(store.port if store is not None else None)[0]
-        self._store = store if store is not None else dist.TCPStore(host, port, is_master=False)
+        self._store = store if store is not None else dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank."""
@@ -51,5 +52,5 @@ class DistributedRanks:
 
 
 def connect_ranks(num_ranks: int, *, timeout_s: float) -> Ranks:
-    """Return the ranks of this run (a collective where there are several)."""
+    """Return the ranks of this run (a collective where there are several), see `DistributedRanks`."""
     return DistributedRanks(timeout_s) if num_ranks > 1 else OneRank()

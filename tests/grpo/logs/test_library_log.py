@@ -14,7 +14,7 @@ log, ours = LibraryLog(Path(sys.argv[1])), logging.getLogger("polar_trl.grpo.tra
 
 def run(tmp_path: Path, code: str) -> tuple["subprocess.CompletedProcess[str]", str]:
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PRELUDE + code, str(tmp_path)], capture_output=True, text=True, timeout=600
     )
     return done, (tmp_path / "libraries.log").read_text()
 

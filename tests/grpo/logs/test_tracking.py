@@ -44,7 +44,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("WANDB_DIR", str(out))
         patch.setenv("TRACKIO_DIR", str(out / "trackio"))
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(out / "tensorboard"))
-        run_worker("tracking_worker.py", str(tiny_model), str(out), processes=2)
+        run_worker("tracking_worker.py", str(tiny_model), str(out), processes=2, warm=False)
     return out
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import train_cost
@@ -15,6 +16,12 @@ from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.memory.checkpointing import Checkpointing, build_setup, count_apart
 from polar_trl.grpo.memory.memory import PassMemory, count_pass
+from polar_trl.grpo.packing import prefix
+from polar_trl.grpo.packing.layout import build_layout
+from polar_trl.grpo.packing.packer import Packer
+from polar_trl.grpo.packing.prefix import keep_prefix
+from polar_trl.grpo.packing.supported import find_causal_model
+from polar_trl.grpo.rows import Row
 
 COUNTED = PassMemory(num_layers=4, every_peak=300, none_peak=1000, every_saved=100, none_saved=900)
 
@@ -111,6 +118,90 @@ def test_a_pass_that_runs_out_of_memory_is_trained_again_with_more_layers(traine
     assert trainer._metrics["train"]["polar/checkpointed_layers"][-1] == 3
 
 
+def share_prompt(trainer: Any, monkeypatch: pytest.MonkeyPatch, num_shared: int) -> None:
+    """Let five rows of a pass each, of which all but the third begin with the same tokens, be packed as a tree."""
+    monkeypatch.setattr(prefix, "LEAST_TOKENS", 8)
+    trainer.args.max_tokens_per_device = num_shared + 40
+    policy = find_causal_model(trainer.model)
+    count_spare = trainer.step.checkpointing.count_spare_tokens
+    trainer.step.packer = Packer(trainer.args, trainer.accelerator, policy, "tree", count_spare=count_spare)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(500, size=num_shared)] * 5
+    prompts[2] = rng.integers(500, size=num_shared)
+    trainer.preset = []
+    for number, prompt in enumerate(prompts):
+        ids = np.concatenate([prompt, rng.integers(500, size=40 - 2 * number)])
+        trainable = np.arange(len(ids)) > num_shared + 5
+        trainer.preset.append(
+            Row(
+                rollout_id=f"r{number}",
+                advantage=1.0 - number,
+                token_ids_T=ids,
+                trainable_T=trainable,
+                logprobs_T=np.where(trainable, -5.0, 0.0).astype(np.float32),
+                policy_versions_T=np.where(trainable, 0, -1),
+            )
+        )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_that_ran_out_of_memory_fills_its_prefix_again(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, beta: float
+) -> None:
+    trainer.args.beta = beta
+    found = trainer.step.checkpointing
+    found._read_room = lambda: None
+    share_prompt(trainer, monkeypatch, 60)
+    monkeypatch.setattr(prefix, "LEAST_TOKENS", 1000)
+    loss, gradients, _ = run_step(trainer)
+    assert not any(batch["packed"].layout.prefix for batch in trainer.step.windows[0])
+    monkeypatch.setattr(prefix, "LEAST_TOKENS", 8)
+    once, same, _ = run_step(trainer)
+    assert [batch["packed"].layout.num_before for batch in trainer.step.windows[0]] == [60, 60, 0, 60, 0]
+    assert once == pytest.approx(loss, rel=1e-5)
+    found._read_room = lambda: 1e12
+    third, tries = found._layers[2], []
+
+    def run_out(*_: Any) -> None:
+        tries.append(len(tries))
+        if tries == [0, 1, 2]:  # in a pass without the prefix, after two have added gradients to what is kept of it
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    third.register_full_backward_pre_hook(run_out)
+    again, others, _ = run_step(trainer)
+    assert again == pytest.approx(loss, rel=1e-5) and len(tries) == 3 + 5
+    for ours, theirs, wanted in zip(same, others, gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(theirs, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_prefix_is_kept_as_far_as_there_is_memory_beside_the_largest_pass(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = trainer.step.checkpointing
+    assert found._read_free_memory() is None  # a CPU
+    found._read_room = lambda: None
+    assert found.count_spare_tokens() is None
+    share_prompt(trainer, monkeypatch, 60)
+    found._read_room = lambda: 1e12
+    run_step(trainer)
+    layouts = [batch["packed"].layout for batch in trainer.step.windows[0]]
+    with keep_prefix(layouts[0], find_causal_model(trainer.model), trainer.accelerator):
+        kept = sum(leaf.nbytes + leaf.grad.nbytes for leaf in layouts[0].prefix.kept.values())
+    assert kept == found._count_kept(60)
+    room = found._room
+    assert room == 1e12 - kept  # what is left for the passes
+    largest = found.count(trainer.args.max_tokens_per_device).peak(4)
+    found._read_room = lambda: largest + kept // 2
+    assert found.count_spare_tokens() == 30
+    run_step(trainer)
+    assert [batch["packed"].layout.num_before for batch in trainer.step.windows[0]] == [30, 30, 0, 30, 0]
+    found._read_room = lambda: largest - 1
+    assert found.count_spare_tokens() == 0
+    run_step(trainer)
+    assert not any(batch["packed"].layout.prefix for batch in trainer.step.windows[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "num_processes", "words"),
     [
@@ -127,7 +218,7 @@ def test_running_out_of_memory_for_good_says_what_to_do(
         setattr(trainer.args, name, value)
     found = trainer.step.checkpointing
     found._accelerator = SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"))
-    micro_batch = {"packed": SimpleNamespace(layout=SimpleNamespace(num_tokens=65536))}
+    micro_batch = {"packed": SimpleNamespace(layout=build_layout([np.zeros(65536)], share_prefixes=False))}
     with (
         pytest.raises(ConfigError, match=r"a pass of 65,536 tokens ran out of GPU memory") as raised,
         found.apply(micro_batch, 4 if num_processes == 1 else 0),
@@ -152,7 +243,7 @@ def test_ranks_agree_on_the_longest_pass_and_the_least_room() -> None:
 
     found.count = count  # type: ignore[method-assign]
     found._layers = [object()] * 4  # type: ignore[list-item]
-    passes = [{"packed": SimpleNamespace(layout=SimpleNamespace(num_tokens=n))} for n in (20, 25)]
+    passes = [{"packed": SimpleNamespace(layout=build_layout([np.zeros(n)], share_prefixes=False))} for n in (20, 25)]
     assert found.choose(passes) == [2, 2]  # 1000 - 2 * 200 is within 700; one layer is not enough
     assert asked[-2:] == [20, 30]
 

@@ -11,7 +11,6 @@ from resume_runs import finish, kill_at, read_lines
 from polar_trl.cli import main
 from polar_trl.grpo.resume.checkpoint import find_problem, list_checkpoints
 
-pytestmark = pytest.mark.timeout(600)
 SETTINGS = {"save_steps": 1, "max_steps": 4}
 
 

@@ -25,7 +25,7 @@ MODEL_FILES = {
 def test_a_push_has_the_model_its_tokenizer_card_and_figures_and_nothing_else(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    run_worker("hub_worker.py", str(tiny_model), str(tmp_path / "run"))
+    run_worker("hub_worker.py", str(tiny_model), str(tmp_path / "run"), warm=False)
     commits = json.loads((tmp_path / "run.json").read_text())
     assert len(commits) >= 4  # two checkpoints, the model that was saved, and the one that was pushed
     assert set(commits[-1]) == {*MODEL_FILES, "rewards.png"}

@@ -6,9 +6,11 @@ that one of them falls between the two.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,11 @@ from resume_runs import (
     find_processes,
     finish,
     kill_at,
+    kill_workers,
     list_sandboxes,
     read_lines,
+    read_logs,
+    start_worker,
     wait_for,
 )
 from safetensors.torch import load_file
@@ -321,3 +326,47 @@ def test_open_sessions_of_two_ranks_begin_anew(tiny_model: Path, tmp_path: Path,
     assert {*saved[0]} == groups[2] or {*saved[0]} == groups[3]
     sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
     assert sums[0] == pytest.approx(sums[1], rel=1e-9)
+
+
+@pytest.mark.timeout(600)
+def test_groups_that_lie_across_three_ranks_begin_anew(tiny_model: Path, tmp_path: Path) -> None:
+    """Two groups of three on three ranks: rank 1 has the last of one and the first of the other."""
+    settings = {
+        "max_policy_lag": 2,
+        "per_device_train_batch_size": 2,
+        "steps_per_generation": 1,
+        "num_generations": 3,
+        "max_steps": 4,
+        "save_steps": 1,
+        "max_agents": 1,
+        "max_preparing": 1,
+    }
+    kill_at(tiny_model, tmp_path, "training", 2, processes=3, only_rank=0, **settings)
+    finish(tiny_model, tmp_path, processes=3, **settings)
+    assert find_processes(tmp_path) == []
+    lines = read_lines(tmp_path / "trained.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    tasks = {path.stem: read_record(path).rollout.task_id for path in tmp_path.glob("sessions/*/*/*.jsonl")}
+    ids = [rollout_id for line in lines for rollout_id in line["rollouts"]]
+    assert len(ids) == len(set(ids)) == 24
+    for line in lines:
+        assert sorted(Counter(tasks[rollout_id] for rollout_id in line["rollouts"]).values()) == [3, 3]
+    sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
+    assert sums == pytest.approx([sums[0]] * 3, rel=1e-9)
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_on_two_ranks_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """Pressed in a terminal, where the launcher and both ranks get it, while agents wait in mid-session."""
+    settings = {"max_policy_lag": 1, "per_device_train_batch_size": 2, "steps_per_generation": 1, "max_agents": 2}
+    worker = start_worker(tiny_model, tmp_path, "rollout", 1, settings, 2)
+    try:
+        wait_for(worker, tmp_path, "tmp/polar-trl-*/*/disk/work/waiting", 4)
+        os.killpg(worker.pid, signal.SIGINT)
+        assert worker.wait(timeout=120) != 0
+        assert find_processes(tmp_path) == []
+        assert list_sandboxes(tmp_path) == []
+    finally:
+        kill_workers(tmp_path)
+        worker.wait()
+    assert "KeyboardInterrupt" in read_logs(tmp_path)

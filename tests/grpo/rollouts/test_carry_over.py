@@ -26,13 +26,13 @@ def versions(result: RolloutResult) -> list[int]:
 def test_a_session_is_held_across_a_policy_change(tmp_path: Path) -> None:
     """The session lives on pings, its clock stands still, and every token knows its version."""
     with open_sessions(tmp_path, max_policy_lag=1) as sessions:
-        sessions.start_group("g", f"{TURN}; {sessions.build_wait('go')}; {TURN}", agent_timeout_s=5.0)
+        sessions.start_group("g", f"{TURN}; {sessions.build_wait('go')}; {TURN}", agent_timeout_s=8.0)
         sessions.wait_for_calls(1)
         sessions.proxy.hold()
         (tmp_path / "go").touch()
         (gate_stats,) = sessions.gate_stats()
         # longer than the client waits in silence, and than the agent may take
-        wait_until(lambda: gate_stats.held_s > 6.0)
+        wait_until(lambda: gate_stats.held_s > 9.0)
         assert len(sessions.engine.params) == 1
         sessions.change_policy()
         (result,) = sessions.runner.take(1)
@@ -41,8 +41,8 @@ def test_a_session_is_held_across_a_policy_change(tmp_path: Path) -> None:
     assert [call.completion.first_policy_version for call in rollout.calls] == [0, 1]
     assert [call.completion.last_policy_version for call in rollout.calls] == [0, 1]
     assert versions(result) == [0] * len(REPLY) + [1] * len(REPLY)
-    assert rollout.seconds["held"] > 6.0
-    assert rollout.seconds["agent"] < 5.0
+    assert rollout.seconds["held"] > 9.0
+    assert rollout.seconds["agent"] < 8.0
     assert rollout.counters.get("calls_aborted", 0) == 0
 
 
@@ -226,6 +226,6 @@ def test_stragglers_are_cut_and_keep_their_traces(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_with_sessions_open_ends_and_leaves_nothing(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, open_sessions_file, str(tmp_path)], timeout=120, check=False)
+    ended = subprocess.run([sys.executable, open_sessions_file, str(tmp_path)], timeout=600, check=False)
     assert ended.returncode == 7
     assert list((tmp_path / "boxes").glob("*")) == []

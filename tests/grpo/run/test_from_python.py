@@ -12,8 +12,6 @@ from launch import WORKERS
 
 from polar_trl.grpo.resume.checkpoint import GO_ON
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def ended(

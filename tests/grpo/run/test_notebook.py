@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import nbformat
-import pytest
 from doc_pages import ROOT, find_blocks
 from launch import WORKERS
 from nbclient import NotebookClient
@@ -27,7 +26,6 @@ trainer.close()
 """
 
 
-@pytest.mark.timeout(600)
 def test_a_trainer_trains_and_evaluates_in_a_notebook(tiny_model: Path, tmp_path: Path) -> None:
     (look,) = find_blocks(ROOT / "docs" / "python.md", "python")
     look = look.replace('"runs/first"', repr(str(tmp_path / "run")))

@@ -69,5 +69,5 @@ class Owner: pass
 owner = Owner()
 OpenParts(owner).add("engine", lambda: print("closed"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == "closed\n"

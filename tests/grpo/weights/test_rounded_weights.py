@@ -3,14 +3,13 @@
 import json
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from launch import ACCELERATE, WORKERS, build_launcher
+from launch import ACCELERATE, WORKERS, build_launcher, find_warm_python
 from safetensors.torch import load_file
 from tiny_qwen import build_tiny_qwen3
 
@@ -29,7 +28,7 @@ def train(model: Path, out: Path, launcher: list[str], *, resume: Path | None = 
         [*launcher, str(WORKERS / "rounding_worker.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return [torch.load(path, weights_only=True) for path in sorted(out.glob("rank*.pt"))]
@@ -42,8 +41,9 @@ def build_fsdp2_launcher(folder: Path) -> list[str]:
     file.write_text(yaml.safe_dump(settings))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    return [*launch, "--main_process_port", str(port)]
+    python = find_warm_python()
+    launch = [python, "-m", "accelerate.commands.launch", "--config_file", str(file), "--no_python"]
+    return [*launch, "--main_process_port", str(port), python]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of one process, and its folder."""
     out = tmp_path_factory.mktemp("alone")
-    (result,) = train(model, out, build_launcher(1))
+    (result,) = train(model, out, build_launcher(1, warm=True))
     return out, result
 
 
@@ -75,10 +75,10 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_stopped(
     model: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     out, result = alone
-    (resumed,) = train(model, tmp_path, build_launcher(1), resume=out / "checkpoint-2")
+    (resumed,) = train(model, tmp_path, build_launcher(1, warm=True), resume=out / "checkpoint-2")
     for key in ("computing", "masters", "engine"):
         assert equal(resumed[key], result[key]), key
-    (anew,) = train(model, tmp_path / "other", build_launcher(1), seed=43)
+    (anew,) = train(model, tmp_path / "other", build_launcher(1, warm=True), seed=43)
     assert not equal(anew["masters"], result["masters"])
 
 
@@ -86,7 +86,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_stopped(
 def test_two_ranks_have_one_ranks_weights(
     model: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path, kind: str
 ) -> None:
-    launcher = build_launcher(2) if kind == "ddp" else build_fsdp2_launcher(tmp_path)
+    launcher = build_launcher(2, warm=True) if kind == "ddp" else build_fsdp2_launcher(tmp_path)
     first, second = train(model, tmp_path, launcher, per_device_train_batch_size=2)
     assert first["sharded"] == second["sharded"] == (kind == "fsdp2")
     for key in ("computing", "masters", "engine"):
@@ -105,7 +105,12 @@ def test_the_update_ratio_shows_what_rounding_to_nearest_loses(model: Path, tmp_
     ratios = {}
     for rounding in ("dithered", "nearest"):
         (result,) = train(
-            model, tmp_path / rounding, build_launcher(1), weight_rounding=rounding, learning_rate=1e-7, max_steps=3
+            model,
+            tmp_path / rounding,
+            build_launcher(1, warm=True),
+            weight_rounding=rounding,
+            learning_rate=1e-7,
+            max_steps=3,
         )
         ratios[rounding] = [line["polar/update_ratio"] for line in result["log"] if "polar/update_ratio" in line]
         assert len(ratios[rounding]) == 2  # of the pushes before steps 2 and 3

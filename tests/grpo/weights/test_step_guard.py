@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from launch import run_worker
 
-pytestmark = pytest.mark.timeout(900)
 ONCE = ("nan loss", "infinite gradient", "infinite gradient, unclipped", "infinite gradient, late")
 
 

@@ -11,6 +11,7 @@ Under one process or several; rank 0 writes OUT/<world size>.pt, a dict of secti
     trl          (architecture, loss type) -> (loss, gradient, log-probabilities) of one padded batch, by TRL
     trl_table    number of a case -> (loss, gradient, logged figures), by TRL
     empty_last   of each rank: squared norm of the weights before and after a step whose last generation is empty
+    kept         tokens of each prefix that layers kept from pass to pass on rank 0: any of 4 or more tokens
 """
 
 import os
@@ -27,12 +28,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_padded import build_padded_batch
 
 from polar_trl.grpo.config import LOSS_TYPES, PackedGRPOConfig
+from polar_trl.grpo.packing import prefix
 from polar_trl.grpo.packing.batch import build_micro_batch
 from polar_trl.grpo.rows import Row
 
 LAYOUTS = ("tree", "packed", "single")
 SPLITS = ((1, 10_000), (1, 200), (2, 90), (7, 200))
 """Parts per rollout, and most tokens of a forward pass."""
+DIVIDED = LOSS_TYPES[:3]
+"""One of each way to divide. The other loss types meet the first and the last split, and the cases of the table."""
 TABLE_SPLITS = ((2, 10_000), (3, 300))
 """The same, of the cases of the table."""
 
@@ -40,14 +44,15 @@ TABLE_SPLITS = ((2, 10_000), (3, 300))
 def list_loss_types(architecture: str, layout: str, world: int) -> tuple[str, ...]:
     """List what is computed: every loss type where it costs least, and one of each way to divide everywhere else.
 
-    Architectures differ in how a pass is scored, which several ranks do not touch: there, Llama stands for all, and
-    one layout of the hybrid has passes of every length.
+    Architectures and layouts differ in how a pass is scored, which several ranks do not touch: there, the trees of
+    Llama stand for all, beside one loss type in its other layouts and of the hybrid on two ranks.
     """
-    if architecture == "llama":
-        return LOSS_TYPES[: {1: len(LOSS_TYPES), 2: 3, 4: 2}[world]]
     if world == 1:
-        return LOSS_TYPES[: 3 if architecture == "qwen3_5" else 1]
-    return LOSS_TYPES[:1] if (architecture, layout, world) == ("qwen3_5", "tree", 2) else ()
+        return {"llama": LOSS_TYPES, "qwen3": DIVIDED[:1], "qwen3_5": DIVIDED}[architecture]
+    if (architecture, layout) == ("llama", "tree"):
+        return DIVIDED if world == 2 else DIVIDED[:2]
+    others = (("llama", "packed"), ("llama", "single"), ("qwen3_5", "tree"))
+    return DIVIDED[:1] if world == 2 and (architecture, layout) in others else ()
 
 
 def read_gradient(trainer: Any) -> torch.Tensor:
@@ -281,9 +286,9 @@ def run_layout(trainer: PresetRows, architecture: str, results: dict[str, Any]) 
     trainer.use_vllm = True  # the loss is to read the importance ratio
     for loss_type in list_loss_types(architecture, layout, world):
         found = results["training"][architecture, layout, loss_type]
-        for parts, max_tokens in SPLITS:
+        for parts, max_tokens in SPLITS if loss_type in DIVIDED else (SPLITS[0], SPLITS[-1]):
             found[f"{parts} parts of {max_tokens}"] = train_ours(trainer, loss_type, share, parts, max_tokens)
-        for count in (1, 4):
+        for count in (1, 4) if loss_type in DIVIDED else ():
             found[f"{count} micro-steps"] = train_ours(trainer, loss_type, share, 2, 200, per_generation=count)
         results["evaluation"][architecture, layout, loss_type] = evaluate_ours(trainer, loss_type, share)
     results["nothing"][architecture, layout] = train_nothing(trainer)
@@ -293,9 +298,22 @@ def run_layout(trainer: PresetRows, architecture: str, results: dict[str, Any]) 
         results["logps"][architecture, layout] = score_ours(trainer)
 
 
+def note_kept_prefixes(kept: list[int]) -> None:
+    fill = prefix.SharedPrefix.fill
+
+    def fill_and_note(self: Any, *args: Any) -> None:
+        kept.append(len(self.token_ids))
+        fill(self, *args)
+
+    prefix.SharedPrefix.fill = fill_and_note  # type: ignore[method-assign]
+    prefix.LEAST_TOKENS = 4
+
+
 def main(out: Path) -> None:
     common = build_common()
     results: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    results["kept"] = []
+    note_kept_prefixes(results["kept"])
     run_table(out, common, results)
     for architecture in ("llama", "qwen3", "qwen3_5"):
         for layout in LAYOUTS:

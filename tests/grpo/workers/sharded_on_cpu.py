@@ -17,6 +17,11 @@ def configure_sharding() -> dict[str, Any]:
     is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if not is_deepspeed and os.environ.get("ACCELERATE_USE_FSDP") != "true":
         return {"use_cpu": True}
+    if is_deepspeed:
+        import deepspeed
+
+        # a reduction in shared memory, which takes a C++ compiler half a minute; gloo has one
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     PartialState(cpu=True)
     found = DistributedType.DEEPSPEED if is_deepspeed else DistributedType.MULTI_GPU
     PartialState._shared_state["distributed_type"] = found

@@ -24,7 +24,7 @@ class CountHeld(TrainerCallback):
 
     def on_step_end(self, *_, **__):
         gc.collect()
-        held.append(sum(isinstance(value, Call | Trajectory) for value in gc.get_objects()))
+        held.append(sum(type(value) in (Call, Trajectory) for value in gc.get_objects()))
 
 
 trainer.add_callback(CountHeld())

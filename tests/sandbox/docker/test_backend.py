@@ -6,7 +6,7 @@ Needs root. Tests that freeze an engine start their own.
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import docker
 import pytest
 import requests
 from faults import IMAGE, LIMITS, Leftovers, OwnEngine
+from serving import wait_until
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
@@ -30,15 +31,6 @@ CONNECT = "python3 -c \"import socket; print(socket.create_connection(('{}', {})
 
 def build_backend(root: Path, **settings: Any) -> DockerSandboxBackend:
     return DockerSandboxBackend(limits=LIMITS, root=root, image=IMAGE, **settings)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait longer than other tests do: two cores are busy with containers."""
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("it never came true")
 
 
 def build_task(**fields: Any) -> Task:

@@ -283,7 +283,7 @@ def test_a_spec_that_its_tests_do_not_bear_out(
 
 def run_script(*arguments: str) -> tuple[int, Any, str]:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments, "--json"], capture_output=True, text=True, timeout=250
+        [sys.executable, str(SCRIPT), *arguments, "--json"], capture_output=True, text=True, timeout=600
     )
     return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
 

@@ -197,7 +197,7 @@ def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:
             ]
             assert bound == [f"0100007F:{port:04X}"], "loopback and nothing else"
             served.send_signal(signal.SIGINT)
-            assert served.wait(timeout=20) == 0
+            assert served.wait(timeout=600) == 0
             assert "Traceback" not in served.stderr.read()
         finally:
             served.kill()
@@ -206,7 +206,7 @@ def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:
 
 def test_a_page_loads_nothing_of_training() -> None:
     code = "import json, sys, polar_trl.cli.inspect, polar_trl.tools.inspector.app; print(json.dumps([*sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert not {"torch", "trl", "vllm", "transformers", "accelerate", "peft", "datasets"} & set(
         json.loads(done.stdout)
     )

@@ -1,42 +1,58 @@
 #!/usr/bin/env python3
 """Measure a training step: TRL's padded path against flat layouts, on the lengths of agents' sessions.
 
-  python scripts/bench/bench_train.py                                     # CPU: tiny model, lengths scaled down
-  python scripts/bench/bench_train.py --model 0.6b --scale 1 --groups 1 --group_size 8 --json bench.json      # a GPU
+  python scripts/bench_train.py --sets qwen_code claude_code codex pi --json bench.json   # CPU: tiny model, 2 minutes
+  python scripts/bench_train.py --max_passes 2                                            # the padded ways, too
+  python scripts/bench_train.py --sets qwen_code --model 4b --lora_rank 32 --scale 1 --repeat 2            # a GPU
+  python scripts/bench_train.py --model 0.6b --scale 1 --group_size 8 --max_tokens 65536                   # a GPU
 
-Every set of lengths (session_lengths.py) is trained in four ways, in this order and in one process:
+Sets of lengths (scripts/bench/session_lengths.py): published ones (swe, 20k/40, 5k/30), and 16 sessions of one task
+and 30 calls behind the measured prompt and tools of an agent. --scale is a factor of all lengths, so that the ratio of
+prompt to turns stays. Each set is trained in these ways, one after the other in one process; agents' sets in the last
+two only, unless --ways says otherwise:
 
   trl_padded_per_request  a row per model call, padded as TRL does: to the longest row of the step
   padded_merged           a row per session, padded the same way
   packed_merged           a row per session, no padding
-  tree_merged             the same, prefixes that rows share forwarded once
+  tree_merged             the same, prefixes that rows share forwarded once; one of several passes twice in the step
 
 A step is forward and backward of all rows (random weights, random ids, loss "dapo") and one AdamW step. The padded
 ways forward as many rows at a time as fit --max_tokens, at least one; all their passes have one shape, so that beyond
---max_passes the rest is extrapolated from the mean of those (the table says of how many). Peak memory is of the
-device: what torch allocated on a GPU, resident memory on a CPU.
+--max_passes the rest is extrapolated from the mean of those (the table says of how many). "compiled" counts what
+torch.compile had to compile in the fastest step: unless it is 0, the step is slower for it. Peak memory is of the
+device: what torch allocated on a GPU, resident memory on a CPU. The second table compares seconds, and on a CPU, where
+other jobs may run, seconds of the processor.
 """
 
 import argparse
+import copy
 import json
 import math
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.extend(str(Path(__file__).parent / name) for name in ("bench", "gpu"))
+
 import numpy as np
 import torch
 from datasets import Dataset
+from fla_tuning import limit_tuning
+from model_sizes import QWEN3_06B, QWEN3_4B, QWEN35_4B, VOCABULARY, build_sizes
+from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from session_lengths import SETS, build_rows, build_sessions
+from session_lengths import AGENT_TOKENS, SETS, build_rows, build_sessions
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch._dynamo.utils import counters
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -49,44 +65,33 @@ from trl_padded import build_padded_batch, split_padded_batch
 
 from polar_trl.grpo.config import PackedGRPOConfig
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
+from polar_trl.grpo.packing import prefix
+from polar_trl.grpo.packing.attention import BLOCK_SIZE
+from polar_trl.grpo.packing.layout import build_layout
+from polar_trl.grpo.packing.packer import build_cost_model
+from polar_trl.grpo.packing.supported import find_causal_model
 from polar_trl.grpo.rows import Row
 
 WAYS = ("trl_padded_per_request", "padded_merged", "packed_merged", "tree_merged")
+TINY = build_sizes(4, 128, 384, 2, 1, 64) | {"vocab_size": 8192}
+QWEN3, QWEN35 = ({"vocab_size": VOCABULARY[name]} for name in ("qwen3", "qwen3.5"))
+HYBRID = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+"""Of Qwen3.5's architecture: three gated delta nets and one attention layer; heads of 128 are the default."""
 MODELS: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 8192,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-    },
-    # of Qwen3.5's architecture: three gated delta nets and one attention layer
-    "tiny_hybrid": {
-        "vocab_size": 8192,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-    },
-    # the sizes of Qwen3-0.6B
-    "0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+    "tiny": TINY,
+    # its LM head is as small a part as that of a large model
+    "tiny_head": TINY | {"vocab_size": 1024},
+    "tiny_hybrid": TINY
+    | {f"linear_num_{kind}_heads": 4 for kind in ("key", "value")}
+    | {f"linear_{kind}_head_dim": 64 for kind in ("key", "value")},
+    "0.6b": QWEN3_06B | QWEN3,
+    "4b": QWEN3_4B | QWEN3,
+    "3.5-4b": QWEN35_4B | QWEN35 | HYBRID,
 }
+FULL_PASS = 65_536
+"""Tokens of a pass at full lengths."""
+GOAL = {"qwen_code": 1.6}
+"""How many times faster a tree should be than packed rows."""
 
 
 class PresetRows(PackedGRPOTrainer):
@@ -118,6 +123,7 @@ def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> A
         "use_cpu": not on_gpu,
         "bf16": on_gpu,
         "gradient_checkpointing": not args.keep_activations,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -131,6 +137,9 @@ def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> A
         ),
         "train_dataset": Dataset.from_dict({"prompt": ["x"] * 8}),
     }
+    if args.lora_rank:
+        rank = args.lora_rank
+        common["peft_config"] = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     if "padded" in way:
         return GRPOTrainer(args=GRPOConfig(**settings, steps_per_generation=1), **common)
     layout: Any = way.removesuffix("_merged")
@@ -139,7 +148,8 @@ def build_trainer(model: Any, way: str, out: str, args: argparse.Namespace) -> A
 
 
 def load_rows(name: str, way: str, args: argparse.Namespace, vocab_size: int) -> list[Row]:
-    sessions = build_sessions(name, num_groups=args.groups, group_size=args.group_size, scale=args.scale)
+    group_size = args.group_size or SETS[name].group_size
+    sessions = build_sessions(name, num_groups=args.groups, group_size=group_size, scale=args.scale)
     merged = way != "trl_padded_per_request"
     rng = np.random.default_rng(1)
     advantages = rng.normal(size=len(sessions))
@@ -166,10 +176,10 @@ def measure(trainer: Any, rows: list[Row], way: str, args: argparse.Namespace) -
     if not args.keep_activations:  # transformers would, in train()
         trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     device = trainer.accelerator.device
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW((p for p in trainer.model.parameters() if p.requires_grad), lr=1e-6)
     trainer.model.zero_grad()
     trainer._step, trainer.current_gradient_accumulation_steps = 0, 1
-    started = _now(device)
+    compiled, processor, started = counters["stats"]["unique_graphs"], time.process_time(), _now(device)
     if "padded" in way:
         figures = _run_padded(trainer, rows, args, device)
     else:
@@ -182,7 +192,9 @@ def measure(trainer: Any, rows: list[Row], way: str, args: argparse.Namespace) -
     before_step = _now(device)
     optimizer.step()
     seconds *= figures["passes"] / figures["measured"]
-    return {**figures, "seconds": seconds + _now(device) - before_step}
+    seconds += _now(device) - before_step
+    compiled, processor = counters["stats"]["unique_graphs"] - compiled, time.process_time() - processor
+    return {**figures, "compiled": compiled, "processor_seconds": processor, "seconds": seconds}
 
 
 def _run_padded(trainer: Any, rows: list[Row], args: argparse.Namespace, device: torch.device) -> dict[str, float]:
@@ -229,28 +241,81 @@ def read_peak(device: torch.device) -> int:
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sets: dict[str, Any] = {name: {} for name in args.sets}
-    with tempfile.TemporaryDirectory() as out:
-        for way in args.ways:
-            trainer = build_trainer(build_model(args.model, device), way, out, args)
-            for name in args.sets:
-                rows = load_rows(name, way, args, trainer.model.config.vocab_size)
-                small = [row for row in rows if row.rollout_id == "r0"][:1]
-                measure(trainer, small, way, args)  # compiles and allocates
-                reset_peak(device)
-                best = min((measure(trainer, rows, way, args) for _ in range(args.repeat)), key=lambda r: r["seconds"])
-                sets[name][way] = {**best, "rows": len(rows), "peak_bytes": read_peak(device)}
-                say(f"{name} {way}: {best['seconds']:.2f} s")
-            del trainer
-    return {
+    report: dict[str, Any] = {
         "machine": describe_machine(device),
         "versions": {package: version(package) for package in ("torch", "transformers", "trl")},
         "date": str(date.today()),
         "settings": {key: value for key, value in vars(args).items() if key != "json"},
-        "seconds_per_step": {way: sum(sets[name][way]["seconds"] for name in sets) for way in args.ways},
-        "peak_bytes": {way: max(sets[name][way]["peak_bytes"] for name in sets) for way in args.ways},
-        "sets": sets,
+        "sets": {name: {} for name in args.sets},
+        "tree": {},
     }
+    with tempfile.TemporaryDirectory() as out:
+        for name in args.sets:
+            for way in args.ways:
+                trainer = build_trainer(build_model(args.model, device), way, out, args)
+                rows = load_rows(name, way, args, trainer.model.config.vocab_size)
+                say(f"{name} {way}: {len(rows)} rows, {sum(len(row.token_ids_T) for row in rows):,} tokens")
+                if "padded" not in way:
+                    warm_up(trainer, rows, way, args)
+                reset_peak(device)
+                best = min((measure(trainer, rows, way, args) for _ in range(args.repeat)), key=lambda r: r["seconds"])
+                report["sets"][name][way] = {**best, "rows": len(rows), "peak_bytes": read_peak(device)}
+                say(f"  {best['seconds']:.2f} s, {best['tokens']:,.0f} tokens forwarded, {best['passes']:.0f} passes")
+                if way == "tree_merged" and "packed_merged" in report["sets"][name]:
+                    report["tree"][name] = compare(name, report["sets"][name], rows, trainer.model)
+                add_sums(report)
+                if args.json:
+                    args.json.write_text(json.dumps(report, indent=1) + "\n")
+                del trainer
+    return report
+
+
+def warm_up(trainer: Any, rows: list[Row], way: str, args: argparse.Namespace) -> None:
+    """Train two rows, each with its prompt and little more, in two passes: all that is compiled is so once.
+
+    A pass of one block of queries would not do: torch.compile specializes on sizes of 1, and then the measured step
+    compiles its passes over a kept prefix again.
+    """
+    short = []
+    for row in rows[:2]:
+        end = int(row.trainable_T.argmax()) + 3 * BLOCK_SIZE
+        arrays = ("token_ids_T", "trainable_T", "logprobs_T", "policy_versions_T")
+        short.append(replace(row, **{name: getattr(row, name)[:end] for name in arrays}))
+    packer = trainer.step.packer
+    packer._args = copy.copy(trainer.args)
+    packer._args.max_tokens_per_device = 1
+    measure(trainer, short, way, args)
+    packer._args = trainer.args
+
+
+def compare(name: str, measured: dict[str, Any], rows: list[Row], model: Any) -> dict[str, Any]:
+    """How many times faster a tree is than packed rows, and how many times fewer tokens and floating-point operations
+    of a forward a tree of all rows has."""
+    ids = [row.token_ids_T for row in rows]
+    cost = build_cost_model(find_causal_model(model))
+    segments = build_layout(ids, share_prefixes=True).segments
+    operations = sum(cost.cost_of(s.end - s.start, s.depth) for s in segments)
+    # on a CPU other jobs may run
+    unit = "seconds" if torch.cuda.is_available() else "processor_seconds"
+    packed_seconds, tree_seconds = (measured[f"{kind}_merged"][unit] for kind in ("packed", "tree"))
+    speedup = packed_seconds / tree_seconds
+    return {
+        "packed_seconds": packed_seconds,
+        "tree_seconds": tree_seconds,
+        "speedup": speedup,
+        "tokens_allow": sum(map(len, ids)) / segments[-1].end,
+        "operations_allow": sum(cost.cost_of(len(row)) for row in ids) / operations,
+        "goal": GOAL.get(name),
+        "met": speedup >= GOAL[name] if name in GOAL else None,
+    }
+
+
+def add_sums(report: dict[str, Any]) -> None:
+    """Over all sets, of the ways that have been through them."""
+    sets = report["sets"].values()
+    ways = [way for way in report["settings"]["ways"] if all(way in measured for measured in sets)]
+    report["seconds_per_step"] = {way: sum(measured[way]["seconds"] for measured in sets) for way in ways}
+    report["peak_bytes"] = {way: max(measured[way]["peak_bytes"] for measured in sets) for way in ways}
 
 
 def describe_machine(device: torch.device) -> str:
@@ -268,6 +333,7 @@ def print_report(report: dict[str, Any], ways: Sequence[str]) -> None:
         "passes",
         "measured",
         "forwarded tokens",
+        "compiled",
         "seconds",
         "peak GB",
         "against the first",
@@ -279,31 +345,52 @@ def print_report(report: dict[str, Any], ways: Sequence[str]) -> None:
             ratio = measured[ways[0]]["seconds"] / figures["seconds"]
             table.add_row(
                 *(name, way, str(figures["rows"]), f"{figures['passes']:.0f}", f"{figures['measured']:.0f}"),
-                *(f"{figures['tokens']:.0f}", f"{figures['seconds']:.2f}", f"{figures['peak_bytes'] / 1e9:.2f}"),
+                *(f"{figures['tokens']:.0f}", str(figures["compiled"]), f"{figures['seconds']:.2f}"),
+                f"{figures['peak_bytes'] / 1e9:.2f}",
                 f"{ratio:.1f}x",
             )
     Console(width=140).print(table)
+    if report["tree"]:
+        print_tree(report["tree"])
     print(json.dumps(report["seconds_per_step"]))
+
+
+def print_tree(compared: dict[str, Any]) -> None:
+    table = Table(title="a tree against packed rows: times faster, and times fewer tokens and operations there are")
+    for column in ("set", "packed s", "tree s", "faster", "tokens allow", "operations allow", "goal", ""):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    for name, found in compared.items():
+        goal = () if found["goal"] is None else (f"{found['goal']:.1f}x", "met" if found["met"] else "missed")
+        factors = (found["speedup"], found["tokens_allow"], found["operations_allow"])
+        seconds = (found["packed_seconds"], found["tree_seconds"])
+        table.add_row(name, *(f"{x:.2f}" for x in seconds), *(f"{x:.2f}x" for x in factors), *goal)
+    Console(width=140).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--model", choices=MODELS, help="tiny_head in agents' sets, tiny in others, if left out")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=[name for name in SETS if name not in AGENT_TOKENS])
+    parser.add_argument("--ways", nargs="+", choices=WAYS)
     parser.add_argument("--groups", type=int, default=1, help="tasks per step")
-    parser.add_argument("--group_size", type=int, default=4, help="rollouts per task")
+    parser.add_argument("--group_size", type=int, help="rollouts per task; 16 in agents' sets and 4 in others")
+    parser.add_argument("--lora_rank", type=int, help="train LoRA of this rank, on all linear layers")
     parser.add_argument("--scale", type=float, default=0.03, help="factor of all lengths")
-    parser.add_argument("--max_tokens", type=int, default=8192, help="tokens of one forward pass")
+    parser.add_argument("--max_tokens", type=int, help="of one pass; 65,536 x scale in agents' sets, 8,192 in others")
     parser.add_argument("--max_passes", type=int, default=8, help="padded passes that are run; the rest is estimated")
     parser.add_argument("--repeat", type=int, default=1, help="the fastest of so many steps counts")
     parser.add_argument("--keep_activations", action="store_true", help="no gradient checkpointing")
+    parser.add_argument("--fla_configs", type=int, default=0, help="that each of its kernels tries; 0 for all")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     args = parser.parse_args()
+    is_agents = set(args.sets) <= set(AGENT_TOKENS)
+    args.model = args.model or ("tiny_head" if is_agents else "tiny")
+    args.ways = args.ways or list(WAYS[2:] if is_agents else WAYS)
+    args.max_tokens = args.max_tokens or (round(FULL_PASS * args.scale) if is_agents else 8192)
+    prefix.LEAST_TOKENS = max(1, round(prefix.LEAST_TOKENS * min(1.0, args.scale)))  # lengths are scaled
+    limit_tuning(args.fla_configs)
     report = run(args, lambda text: print(text, flush=True))
     print_report(report, args.ways)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
