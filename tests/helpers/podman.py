@@ -3,15 +3,16 @@
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import docker
-from faults import IMAGE
+from faults import IMAGE, list_processes
 
 from polar_trl.sandbox.owner import list_mounts
 
@@ -56,8 +57,13 @@ def serve(uid: int = 0) -> Iterator[Path]:
         docker.DockerClient(base_url=f"unix://{engine}").images.load(b"".join(saved))
         yield engine
     finally:
-        service.terminate()
-        service.wait()
+        # beside the service: a user's is a child of it, and each command's watcher stays for minutes
+        while left := list_processes(str(folder)):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            service.poll()
+            time.sleep(0.05)
         for mount in reversed(list_mounts(folder)):
             subprocess.run(["umount", "--lazy", mount], check=True)
         shutil.rmtree(folder)

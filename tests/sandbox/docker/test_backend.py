@@ -18,6 +18,7 @@ from serving import wait_until
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
+from polar_trl.sandbox.docker import client
 from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 from polar_trl.sandbox.docker.client import Removals, connect, limit_calls
 from polar_trl.types import Task
@@ -286,8 +287,19 @@ def test_engines_elsewhere_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_engine(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError, match=r"no container engine answers at unix:///.*none.sock \(.*start Docker, or"):
+    with pytest.raises(
+        SandboxError, match=r"no container engine answers at unix:///.*none.sock \(.*start Docker or Podman"
+    ):
         build_backend(tmp_path / "state", host=f"unix://{tmp_path}/none.sock")
     (tmp_path / "dead.sock").write_text("")
     with pytest.raises(SandboxError, match="no container engine answers at"):
         build_backend(tmp_path / "state", host=f"unix://{tmp_path}/dead.sock")
+
+
+def test_the_first_socket_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("podman.sock", "later.sock"):
+        (tmp_path / name).write_text("")
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setattr(client, "SOCKETS", [f"{tmp_path}/{name}.sock" for name in ("docker", "podman", "later")])
+    with pytest.raises(SandboxError, match=f"no container engine answers at unix://{tmp_path}/podman.sock"):
+        connect(None)
