@@ -34,10 +34,12 @@ def main(path: str, words: list[str]) -> None:
         ignored = [number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
         request = {"words": words, "env": dict(os.environ), "cwd": os.getcwd(), "ignored": ignored}
         text = json.dumps(request).encode()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until they can be passed on
         socket.send_fds(server, [len(text).to_bytes(4)], [0, 1, 2])
         server.sendall(text)
         for number in set(_PASSED_ON) - set(ignored):
             signal.signal(number, lambda number, _: server.send(bytes([number])))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         answer = server.recv(4)
     if not answer:
         sys.exit("warm_python.py: the server has ended")
