@@ -7,6 +7,7 @@ server's environment where they read it at import. A test of those starts `sys.e
 too, unless PYTHONEXECUTABLE names another.
 """
 
+import atexit
 import contextlib
 import gc
 import json
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 
 PRELOADED = (
     *("polar_trl.grpo.arguments", "polar_trl.grpo.trainer"),
@@ -118,17 +120,24 @@ if __name__ == "__main__":
     for name in PRELOADED:
         import_module(name)
     words = serve(sys.argv[2])
-    words = words[1:] if words[0] == "-u" else words
-    if words[0] == "-m":
-        sys.path[0] = os.getcwd()
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.path[0] = ""
-        sys.argv = ["-c", *words[2:]]
-        sys.modules["__main__"] = module = types.ModuleType("__main__")
-        exec(compile(words[1], "<string>", "exec"), module.__dict__)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+    try:
+        words = words[1:] if words[0] == "-u" else words
+        if words[0] == "-m":
+            sys.path[0] = os.getcwd()
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.path[0] = ""
+            sys.argv = ["-c", *words[2:]]
+            sys.modules["__main__"] = module = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), module.__dict__)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+    except KeyboardInterrupt:  # an atexit function of some library may make Python forget that
+        sys.excepthook(*sys.exc_info())
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
