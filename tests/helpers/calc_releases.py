@@ -17,7 +17,7 @@ from polar_trl.tasks.build.folders import Tools, write_task
 from polar_trl.tasks.build.pypi import build_draft, parse_spec
 from polar_trl.tasks.build.releases import Release, hash_file
 from polar_trl.tasks.build.suite import find_environment
-from polar_trl.tasks.environment import provide_python
+from polar_trl.tasks.environment import list_environments, provide_python
 from polar_trl.tasks.harbor import load_harbor
 
 PYTHON = Path(sys.executable)
@@ -128,5 +128,5 @@ def check_here(folder: Path, scratch: Path) -> Checked:
     """Return what a run's graders say about a task folder, in sandboxes of this machine."""
     pretend_installed(folder / "environment" / "requirements.txt")
     (task,) = provide_python(load_harbor(folder))
-    checker = TaskChecker(LocalSandboxBackend(scratch / "sessions"), kind="local", gold_runs=1)
-    return checker.check(task)
+    backend = LocalSandboxBackend(scratch / "sessions", mounts=list_environments([task]))
+    return TaskChecker(backend, kind="local", gold_runs=1).check(task)
