@@ -4,7 +4,7 @@
 #
 #   bash scripts/test.sh                              everything, as CI runs it (Debian, as root)
 #   bash scripts/test.sh tests/wire -x                a part
-#   bash scripts/test.sh machines [c]                 ranks and sessions on several machines made of namespaces, which
+#   bash scripts/test.sh machines                     ranks on several machines made of namespaces, which
 #                                                     takes five minutes of CPU time and is not in CI
 #   CONTAINERS=no bash scripts/test.sh                without the tests of containers, for machines without root
 set -euo pipefail

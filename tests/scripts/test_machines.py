@@ -124,7 +124,7 @@ def is_of(name: str, pids: list[int]) -> bool:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--help"], "bash scripts/test_machines.sh --json machines.json c"),
+        (["--help"], "bash scripts/test_machines.sh --json machines.json"),
         (["--json"], "--json needs a file"),
         ([], "--json FILE is needed"),
         (["--json", "x", "d"], "unknown argument d"),
