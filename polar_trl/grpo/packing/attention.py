@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from polar_trl.grpo.packing.layout import Layout
-from polar_trl.grpo.packing.prefix import exchange
+from polar_trl.grpo.packing.prefix import apply_prefix
 
 ATTENTION = "polar"
 BLOCK_SIZE = 128
@@ -107,7 +107,7 @@ def attend(
         raise ValueError(f"queries {tuple(query.shape)} do not fit a layout of {layout.num_tokens} tokens")
     # along the tokens as they lie in memory: with other strides FlexAttention would be compiled anew
     key, value = (
-        exchange(layout, module, index, x.transpose(1, 2), dim=1).transpose(1, 2)
+        apply_prefix(layout, module, index, x.transpose(1, 2), dim=1).transpose(1, 2)
         for index, x in enumerate((key, value))
     )
     if sliding_window is not None and sliding_window > layout.position_ids_L.max():

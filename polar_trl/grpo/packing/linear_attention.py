@@ -32,7 +32,7 @@ from torch.nn import functional
 from polar_trl.grpo.packing import fla_kernels
 from polar_trl.grpo.packing.fla_kernels import FlaKernels, Offsets
 from polar_trl.grpo.packing.layout import Layout
-from polar_trl.grpo.packing.prefix import exchange
+from polar_trl.grpo.packing.prefix import apply_prefix
 
 _GATED_DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Classes of transformers whose forward `_forward_layout` follows."""
@@ -104,7 +104,7 @@ def _forward_layout(net: Any, hidden_states: Tensor, layout: Layout) -> Tensor:
     decay_LH = -net.A_log.float().exp() * functional.softplus(a_LH.float() + net.dt_bias)
     z_LHV = z.reshape(layout.num_tokens, -1, net.head_v_dim)
     part = (len(layout.prefix.token_ids) - plan.reach, plan.reach) if layout.prefix is not None else None
-    with_before = exchange(layout, net, 0, qkv_LD, dim=0, part=part)
+    with_before = apply_prefix(layout, net, 0, qkv_LD, dim=0, part=part)
     qkv_LD = with_before[len(with_before) - layout.num_tokens :]
     if fla is None:
         qkv_LD = _convolve(net, qkv_LD, with_before, plan)
@@ -278,7 +278,7 @@ def _run_generations(
             with_final=keeps or number + 1 < len(plan.generations),
         )
         if number == 0 and states is not None and keeps:
-            states = exchange(layout, net, 1, states, dim=0, part=(0, 1))
+            states = apply_prefix(layout, net, 1, states, dim=0, part=(0, 1))
         for index, piece in zip(members, out_LHV.split([plan.lengths[i] for i in members]), strict=True):
             outs[index] = piece
     return torch.cat(outs)
@@ -339,7 +339,7 @@ def _run_delta_rule(net: Any, inputs: tuple[Tensor, Tensor, Tensor], plan: _Plan
                 rows = final.unbind()
                 states.update({i: rows[place] for place, i in enumerate(group) if i in wanted})
                 if 0 in group and _has_prefix(layout):
-                    states[0] = exchange(layout, net, 1, states[0][None], dim=0, part=(0, 1))[0]
+                    states[0] = apply_prefix(layout, net, 1, states[0][None], dim=0, part=(0, 1))[0]
     return torch.cat(outs)
 
 

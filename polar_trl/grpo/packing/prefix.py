@@ -72,7 +72,7 @@ def keep_prefix(layout: Layout, model: Any, accelerator: Any) -> Iterator[None]:
         prefix.kept.clear()
 
 
-def exchange(
+def apply_prefix(
     layout: Layout, module: nn.Module, index: int, x: Tensor, *, dim: int, part: tuple[int, int] | None = None
 ) -> Tensor:
     """Return the tensor that a layer goes on with in the place of x, of which later tokens of a row need a part.

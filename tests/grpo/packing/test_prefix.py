@@ -25,7 +25,7 @@ from polar_trl.grpo.packing.forward import pack_rows, prepare_model, score
 from polar_trl.grpo.packing.layout import Layout, build_layout, build_layout_after
 from polar_trl.grpo.packing.linear_attention import computed_in_torch
 from polar_trl.grpo.packing.packer import Packer
-from polar_trl.grpo.packing.prefix import SharedPrefix, choose_prefix, exchange, keep_prefix
+from polar_trl.grpo.packing.prefix import SharedPrefix, apply_prefix, choose_prefix, keep_prefix
 from polar_trl.grpo.rows import Row
 
 CPU = torch.device("cpu")
@@ -156,14 +156,14 @@ def test_gradients_of_what_is_kept_are_summed_in_float32() -> None:
 
     class Decoder(torch.nn.Module):
         def forward(self, layout: Layout, **_: Any) -> None:
-            exchange(layout, module, 0, torch.ones(2, 3, dtype=torch.bfloat16), dim=1)
+            apply_prefix(layout, module, 0, torch.ones(2, 3, dtype=torch.bfloat16), dim=1)
 
     shared.fill(SimpleNamespace(base_model=Decoder()), CPU)
     for size in (256.0, 1.0, 1.0, 1.0):
-        read = exchange(rest, module, 0, torch.zeros(2, 1, dtype=torch.bfloat16), dim=1)
+        read = apply_prefix(rest, module, 0, torch.zeros(2, 1, dtype=torch.bfloat16), dim=1)
         (read * size).sum().backward()
     closing = torch.zeros(2, 3, requires_grad=True)
-    exchange(whole, module, 0, closing, dim=1).sum().backward()
+    apply_prefix(whole, module, 0, closing, dim=1).sum().backward()
     # in bfloat16, 256 + 1 is 256
     assert closing.grad is not None and closing.grad.tolist() == [[260.0, 260.0, 1.0]] * 2
 
