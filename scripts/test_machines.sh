@@ -7,11 +7,12 @@
 # (a, b) are not there yet.
 #
 # Needs Linux and root; installs iproute2 if it is missing. The file has: sessions, per_node (sessions by machine), lost
-# (sessions that a machine took with it), left_behind (processes and folders of sessions after the end),
-# weights_equal, resumed_equal, and parts, with what each found. Exit status 0 if all that was asked for holds.
+# (sessions that a machine took with it; null, since part c does not count them), left_behind (processes and folders of
+# sessions after the end), weights_equal, resumed_equal, and parts, with what each found. Exit status 0 if all that was
+# asked for holds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-help() { sed -n '2,11p' "$0" | sed 's/^# \{0,1\}//'; }
+help() { sed -n '2,12p' "$0" | sed 's/^# \{0,1\}//'; }
 out=
 parts=()
 while [ $# -gt 0 ]; do

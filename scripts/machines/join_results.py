@@ -9,8 +9,10 @@ parts = {path.stem: json.loads(path.read_text()) for path in sorted(Path(sys.arg
 per_node: Counter[str] = Counter()
 for found in parts.values():
     per_node.update(found.get("per_node", {}))
-whole = {name: sum(found.get(name, 0) for found in parts.values()) for name in ("sessions", "lost", "left_behind")}
+whole = {name: sum(found[name] for found in parts.values()) for name in ("sessions", "left_behind")}
+counts = [found["lost"] for found in parts.values() if "lost" in found]
+lost = sum(counts) if counts else None  # not every part counts them
 ranks = {name: parts.get("c", {}).get(name) for name in ("weights_equal", "resumed_equal")}
-joined = {**whole, "per_node": per_node, **ranks, "parts": parts}
+joined = {**whole, "lost": lost, "per_node": per_node, **ranks, "parts": parts}
 Path(sys.argv[2]).write_text(json.dumps(joined, indent=1) + "\n")
 print(json.dumps(joined, indent=1))

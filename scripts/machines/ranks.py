@@ -210,7 +210,7 @@ def count_sessions(machines: Machines) -> dict[str, Any]:
     left = machines.list_left_behind()
     for line in left:
         say(f"left behind: {line}")
-    return {"sessions": len(paths), "per_node": per_node, "lost": 0, "left_behind": len(left)}
+    return {"sessions": len(paths), "per_node": per_node, "left_behind": len(left)}
 
 
 def say(text: str) -> None:
