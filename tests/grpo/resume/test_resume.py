@@ -68,6 +68,11 @@ def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out, finish(tiny_model, out), starts)
 
 
+def require_equal_weights(out: Path, num_ranks: int) -> None:
+    sums = [json.loads(path.read_text()) for path in out.glob("weights-*.json")]
+    assert sums == pytest.approx([sums[0]] * num_ranks, rel=1e-9)
+
+
 def read_sessions(run: Run) -> dict[str, list[Any]]:
     """Return the records by rollout id."""
     records = defaultdict(list)
@@ -206,9 +211,7 @@ def test_two_processes_go_on_together(tiny_model: Path, tmp_path: Path) -> None:
     assert [line["rollouts"] for line in read_lines(tmp_path / "lost.jsonl")] == [steps[1]]
     for name in ("polar_rank0.pt", "polar_rank1.pt", "rng_state_0.pth", "rng_state_1.pth"):
         assert (tmp_path / "checkpoint-3" / name).is_file()
-    sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
-    assert len(sums) == 2
-    assert sums[0] == pytest.approx(sums[1], rel=1e-9)
+    require_equal_weights(tmp_path, 2)
     assert find_processes(tmp_path) == []
 
 
@@ -324,8 +327,7 @@ def test_open_sessions_of_two_ranks_begin_anew(tiny_model: Path, tmp_path: Path,
     assert [len(group) for group in groups] == [1] * 5
     assert len(set.union(*groups)) == 5
     assert {*saved[0]} == groups[2] or {*saved[0]} == groups[3]
-    sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
-    assert sums[0] == pytest.approx(sums[1], rel=1e-9)
+    require_equal_weights(tmp_path, 2)
 
 
 @pytest.mark.timeout(600)
@@ -351,8 +353,7 @@ def test_groups_that_lie_across_three_ranks_begin_anew(tiny_model: Path, tmp_pat
     assert len(ids) == len(set(ids)) == 24
     for line in lines:
         assert sorted(Counter(tasks[rollout_id] for rollout_id in line["rollouts"]).values()) == [3, 3]
-    sums = [json.loads(path.read_text()) for path in tmp_path.glob("weights-*.json")]
-    assert sums == pytest.approx([sums[0]] * 3, rel=1e-9)
+    require_equal_weights(tmp_path, 3)
 
 
 @pytest.mark.timeout(600)
