@@ -1,10 +1,10 @@
 """Start Python with torch, TRL and vLLM loaded: `python -I -S warm_python.py SOCKET ...` runs what `python ...` would.
 
 A fork server: each start is a fork of one process that has imported them (`serve`), which saves eight seconds of
-imports. The script, `-m MODULE` or `-c CODE` finds its words, environment, folder and streams as usual; signals and the exit status are
-passed on. What differs: /proc shows the command line and the environment of the server, and libraries have read the
-server's environment where they read it at import. A test of those starts `sys.executable`, which what runs here does
-too, unless PYTHONEXECUTABLE names another.
+imports. The script, `-m MODULE` or `-c CODE` finds its words, environment, folder and streams as usual; signals and
+the exit status are passed on. What differs: /proc shows the command line and the environment of the server, and
+libraries have read the server's environment where they read it at import. A test of those starts `sys.executable`,
+which what runs here does too, unless PYTHONEXECUTABLE names another.
 """
 
 import atexit
