@@ -43,4 +43,4 @@ def test_one_step_on_a_real_bug(smollm2: Path, tmp_path: Path, monkeypatch: pyte
     for rollout in rollouts:
         assert rollout.calls and rollout.reward == 0.0 and rollout.error is None
         assert any(tool.name == "bash" for tool in rollout.calls[0].request.tools), "these are Pi's own tools"
-    assert docker.from_env().containers.list(all=True, filters={"label": f"{LABEL}={out.name}"}) == []
+    assert docker.from_env().api.containers(all=True, filters={"label": f"{LABEL}={out.name}"}) == []

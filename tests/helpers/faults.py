@@ -260,7 +260,8 @@ class Leftovers:
 
     def list_containers(self, part: str = "") -> list[Any]:
         """The containers that have a folder mounted with `part` in its name."""
-        containers = self._engine.containers.list(all=True, filters={"label": f"{OWNER_LABEL}={self._owner}"})
+        own = {"label": f"{OWNER_LABEL}={self._owner}"}
+        containers = self._engine.containers.list(all=True, filters=own, ignore_removed=True)
         return [box for box in containers if any(part in mount["Source"] for mount in box.attrs["Mounts"])]
 
 

@@ -135,7 +135,7 @@ def test_docker_where_no_relay_runs(home: Path, engine: Path, bare_image: str) -
     report = report_of("node", bare_image, home=home, engine=engine)
     assert "it has neither python3 nor node. Add one of them to the image" in report["refusal"]
     assert report["left"] == []
-    containers = docker.from_env().containers.list(all=True, filters={"ancestor": bare_image})
+    containers = docker.from_env().containers.list(all=True, filters={"ancestor": bare_image}, ignore_removed=True)
     assert [container.name for container in containers if container.labels.get(OWNER_LABEL)] == []
 
 

@@ -34,7 +34,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[docker.D
     monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path / "cache"))
     client = docker.from_env()
     yield client
-    left = client.containers.list(all=True, filters={"label": f"{OWNER_LABEL}={build_owner_tag()}"})
+    left = client.api.containers(all=True, filters={"label": f"{OWNER_LABEL}={build_owner_tag()}"})
     for image in client.images.list():
         if MADE_HERE in image.labels or any(tag.startswith("127.0.0.1:") for tag in image.tags):
             client.images.remove(image.id, force=True)
