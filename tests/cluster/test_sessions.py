@@ -3,26 +3,27 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray_nodes import RayNodes, build_cluster_parts, build_jobs, cluster_runner
 from records import read_session
-from short_sessions import CALL, REPLY
+from serving import GatedEngine, wait_until
+from short_sessions import CALL
 from small_package import make_task
 
 from polar_trl.cli import main
+from polar_trl.cluster.backend import RemoteBackend
 from polar_trl.errors import ConfigError, TaskError
-from polar_trl.rollout.runner import RolloutConfig
-from polar_trl.sandbox.cgroup import PARENT, ROOT
-from polar_trl.sandbox.owner import find_state_folder
 from polar_trl.types import Task
 
 TASK = Task(id="t", instruction="x", grader="test -s out.txt")
@@ -44,24 +45,23 @@ def node(nodes: RayNodes) -> Any:
     return nodes.add()
 
 
-def list_left() -> list[str]:
-    """List what sessions have on this machine: folders, control groups and processes."""
-    folders = [str(path) for path in find_state_folder().glob("*")]
-    groups = [str(path) for path in (*ROOT.glob(f"{PARENT}/*.*"), *ROOT.glob(f"*/{PARENT}/*.*")) if path.is_dir()]
-    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [*folders, *groups, *(line for line in processes if "netns_holder" in line or line.startswith("bwrap"))]
+def wait_until_nothing_is_left(nodes: RayNodes) -> None:
+    left: list[str] = []
+
+    def is_gone() -> bool:
+        left[:] = nodes.list_left()
+        return not left
+
+    try:
+        wait_until(is_gone)
+    except AssertionError:
+        raise AssertionError(left) from None
 
 
-def wait_until_nothing_is_left(before: list[str], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while left := [line for line in list_left() if line not in before]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-
-
-def test_sessions_on_a_node_are_graded_and_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_on_a_node_are_graded_and_on_record(
+    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POLAR_TEST_SECRET", SECRET)
-    before = list_left()
     agent = f"{CALL}; echo hello > out.txt; env > env.txt; cat /proc/*/environ >> env.txt"
     with cluster_runner([TASK], agent=agent) as runner:
         finished = runner.run(build_jobs(TASK, 4, tmp_path))
@@ -72,30 +72,62 @@ def test_sessions_on_a_node_are_graded_and_on_record(tmp_path: Path, monkeypatch
         assert "+hello" in (rollout.changes or "")
         assert SECRET not in (rollout.changes or "") and "RAY_" not in (rollout.changes or "")
         assert read_session(tmp_path / f"{rollout.id}.jsonl") == rollout
-    assert main(["replay", str(tmp_path / "r0.jsonl")]) == 0
-    wait_until_nothing_is_left(before)
+    assert main(["replay", str(tmp_path / f"{finished[0].rollout.id}.jsonl")]) == 0
+    wait_until_nothing_is_left(nodes)
 
 
-def test_agents_reach_the_proxy_and_no_port_of_the_cluster(tmp_path: Path) -> None:
+def test_an_agent_reaches_the_proxy_and_nothing_of_the_cluster(nodes: RayNodes) -> None:
+    """It looks for Ray's ports and token, for the trainer's gate, and for what another session's relay listens at."""
     import ray
 
-    look = (
-        "import json, os, socket; found = {}\n"
-        "for host, port in json.loads(os.environ['PORTS']):\n"
-        "    try: socket.create_connection((host, port), timeout=5).close(); found[port] = 'open'\n"
-        "    except OSError as error: found[port] = 'shut'\n"
-        "json.dump(found, open('out.txt', 'w'))"
-    )
-    with cluster_runner([TASK], agent=f'{CALL}; python3 -I -S -c "$LOOK"') as runner:
-        ports = [port for node in ray.nodes() for port in (node["NodeManagerPort"], node["ObjectManagerPort"])]
-        address, gcs = os.environ["RAY_ADDRESS"].split(":")
-        targets = [(host, port) for port in (*ports, int(gcs)) for host in ("127.0.0.1", address)]
-        task = replace(TASK, env={"LOOK": look, "PORTS": json.dumps([*targets, ("127.0.0.1", 8080)])})
-        (result,) = runner.run(build_jobs(task, 1))
-    (line,) = [line for line in (result.rollout.changes or "").splitlines() if line.startswith("+{")]
-    found = json.loads(line[1:])
-    assert found.pop("8080") == "open"
-    assert found and set(found.values()) == {"shut"}
+    engine = GatedEngine()
+    with cluster_runner([TASK], agent=f"python3 -I -S look.py; {CALL}", engine=engine) as runner:
+        assert isinstance(runner.backend, RemoteBackend)
+        gate = runner.backend._cluster.gate
+        ports = {nodes.client_port, int(nodes.address.rpartition(":")[2]), gate.address[1]}
+        ports |= {node[name] for node in ray.nodes() for name in ("NodeManagerPort", "ObjectManagerPort")}
+        hosts = ("127.0.0.1", nodes.address.rpartition(":")[0])
+        assert ports == {port for _, port in find_open(product(hosts, ports))}  # for who is not in a sandbox
+        paths = [str(nodes.token), gate._folder.name]
+        assert all(map(os.path.exists, paths))
+        look = f"""
+import glob, json, socket
+found = [path for path in {paths} if glob.glob(path)]
+found += [path for path in glob.glob("/proc/[0-9]*/cmdline") if "ray" in open(path).read()]
+for address in {[*product(hosts, ports), (hosts[1], 8080), ("127.0.0.1", 8080)]}:
+    try:
+        socket.create_connection(address, timeout=5).close()
+        found.append(address)
+    except OSError:
+        pass
+json.dump(found, open("out.txt", "w"))
+"""
+        runner.start(build_jobs(replace(TASK, files={"look.py": look}), 2))
+        for _ in range(2):  # both have looked while the other was there
+            assert engine.entered.acquire(timeout=120)
+        engine.gate.set()
+        results = runner.take(1)
+    assert [result.rollout.reward for result in results] == [1.0] * 2
+    for result in results:
+        (line,) = [line for line in (result.rollout.changes or "").splitlines() if line.startswith("+[")]
+        assert json.loads(line[1:]) == [["127.0.0.1", 8080]]
+
+
+def find_open(addresses: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    found = []
+    for address in addresses:
+        with suppress(ConnectionRefusedError):
+            socket.create_connection(address, timeout=60).close()
+            found.append(address)
+    return found
+
+
+def test_a_trainer_outside_of_the_cluster_uses_its_client_server(nodes: RayNodes) -> None:
+    """`ray://` is another way into Ray for everything that is asked of nodes."""
+    with start_trainer(f"ray://127.0.0.1:{nodes.client_port}", 2, CALL) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "[1.0, 1.0]\n"
+    wait_until_nothing_is_left(nodes)
 
 
 def test_hidden_tests_and_files_of_a_task_are_sent_and_graded_on_the_node(tmp_path: Path) -> None:
@@ -150,82 +182,76 @@ def test_tasks_of_which_only_some_say_how_they_are_graded_are_refused() -> None:
 
 def test_a_full_cluster_waits() -> None:
     """Nine sessions at once on eight places: the ninth begins when a place is free, and fails not."""
-    config = RolloutConfig(max_agents=9, max_preparing=9)
-    agent = f"{CALL}; sleep 1; echo hello > out.txt"
-    with cluster_runner([TASK], agent=agent, config=config) as runner:
-        finished = runner.run(build_jobs(TASK, 9))
+    engine = GatedEngine()
+    with cluster_runner([TASK], agent=f"{CALL}; echo hello > out.txt", engine=engine) as runner:
+        runner.start(build_jobs(TASK, 9))
+        for _ in range(8):
+            assert engine.entered.acquire(timeout=120)
+        assert not engine.entered.acquire(timeout=1)
+        engine.gate.set()
+        finished = runner.take(1)
     assert [r.rollout.reward for r in finished] == [1.0] * 9
     assert max(r.rollout.seconds["prepare"] for r in finished) > 1.0
 
 
-def test_sessions_that_wait_for_a_place_can_be_stopped() -> None:
-    config = RolloutConfig(max_agents=20, max_preparing=20)
-    started = threading.Event()
-
-    def reply(prompt: tuple[int, ...]) -> tuple[int, ...]:
-        started.set()
-        return REPLY
-
-    with cluster_runner([TASK], agent=f"{CALL}; sleep 600", reply=reply, config=config) as runner:
-        runner.start(build_jobs(TASK, 20))
-        assert started.wait(60)
-        runner.close()  # hangs, and so does the test, where a session goes on to wait
-
-
-def test_a_lost_node_takes_its_sessions_and_a_new_one_is_used(nodes: RayNodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_lost_node_takes_its_sessions_and_a_new_one_is_used(nodes: RayNodes, tmp_path: Path, retry: bool) -> None:
     """Eight sessions stay on the first node, two on one that is killed; with retries these run on a third."""
-    before = list_left()
-    for retry in (False, True):
-        second = nodes.add(cpus=2)
-        config = RolloutConfig(max_agents=10, max_preparing=10, retry_lost_sessions=retry)
-        calls: list[int] = []
-        all_called = threading.Event()
-
-        def reply(prompt: Any, calls: list[int] = calls, done: threading.Event = all_called) -> tuple[int, ...]:
-            calls.append(1)
-            if len(calls) == 10:
-                done.set()
-            return REPLY
-
-        # those that are left wait until the node is gone
-        agent = f"{CALL}; sleep 6; echo hello > out.txt"
-        folder = tmp_path / str(retry)
-        folder.mkdir()
-        with cluster_runner([TASK], agent=agent, reply=reply, config=config) as runner:
-            runner.start(build_jobs(TASK, 10, folder))
-            assert all_called.wait(60)
-            nodes.remove(second)
+    second = nodes.add(cpus=2)
+    engine = GatedEngine()
+    agent = f"{CALL}; echo hello > out.txt"
+    with cluster_runner([TASK], agent=agent, engine=engine, retry_lost_sessions=retry) as runner:
+        runner.start(build_jobs(TASK, 10, tmp_path))
+        for _ in range(10):
+            assert engine.entered.acquire(timeout=120)
+        nodes.remove(second)
+        if retry:
             third = nodes.add(cpus=2)
-            finished = [result.rollout for result in runner.take(1)]
-            lost = [rollout for rollout in finished if rollout.stop_reason == "worker_lost"]
-            assert [rollout.reward for rollout in finished if rollout not in lost] == [1.0] * (10 - len(lost))
-            if retry:
-                assert not lost
-                assert sum(rollout.counters.get("retried_after_loss", 0) for rollout in finished) == 2
-                assert len(list(folder.glob("*.lost"))) == 2
-            else:
-                assert [(rollout.reward, rollout.error_kind) for rollout in lost] == [(None, "worker_lost")] * 2
-                name = os.uname().nodename
-                assert all(rollout.counters[f"lost_on_{name}"] == 1 for rollout in lost)
-                assert all((rollout.error or "").startswith(f"node {name} was lost: ") for rollout in lost)
+            for _ in range(2):
+                assert engine.entered.acquire(timeout=120)
+        else:
+            wait_until(lambda: engine.num_aborted == 2)
+        engine.gate.set()
+        finished = [result.rollout for result in runner.take(1)]
+    lost = [rollout for rollout in finished if rollout.stop_reason == "worker_lost"]
+    assert [rollout.reward for rollout in finished if rollout not in lost] == [1.0] * (10 - len(lost))
+    if retry:
         nodes.remove(third)
-    wait_until_nothing_is_left(before)
+        assert not lost
+        assert sum(rollout.counters.get("retried_after_loss", 0) for rollout in finished) == 2
+        assert len(list(tmp_path.glob("*.lost"))) == 2
+    else:
+        assert [(rollout.reward, rollout.error_kind) for rollout in lost] == [(None, "worker_lost")] * 2
+        name = os.uname().nodename
+        assert all(rollout.counters[f"lost_on_{name}"] == 1 for rollout in lost)
+        assert all((rollout.error or "").startswith(f"node {name} was lost: ") for rollout in lost)
+    wait_until_nothing_is_left(nodes)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_trainer_that_is_stopped_leaves_nothing_on_the_node(how: signal.Signals) -> None:
-    before = list_left()
-    script = Path(__file__).parents[1] / "helpers" / "ray_nodes.py"
-    command = [sys.executable, str(script), "4", "sleep 600"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
-        deadline = time.monotonic() + 60
-        while len([line for line in list_left() if "netns_holder" in line and line not in before]) < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+def test_a_trainer_that_is_stopped_leaves_nothing_on_the_node(nodes: RayNodes, how: signal.Signals) -> None:
+    """Ten sessions, of which two wait for a place."""
+    with start_trainer("auto", 10, "sleep 600") as trainer:
+        wait_until(lambda: nodes.count_sandboxes() == 8)
         trainer.send_signal(how)
-        trainer.wait(60)
-    wait_until_nothing_is_left(before)
+        trainer.wait(120)
+    wait_until_nothing_is_left(nodes)
+
+
+@contextmanager
+def start_trainer(address: str, count: int, command: str) -> "Iterator[subprocess.Popen[str]]":
+    """Start one that runs so many sessions; it has prepared the nodes."""
+    script = Path(__file__).parents[1] / "helpers" / "ray_nodes.py"
+    words = [sys.executable, str(script), address, str(count), command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
+        bound = threading.Timer(300, trainer.kill)  # so that nothing is waited for longer
+        bound.start()
+        try:
+            assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
+            yield trainer
+        finally:
+            bound.cancel()
+            trainer.kill()
 
 
 def test_doctor_tries_agents_on_every_node(capsys: pytest.CaptureFixture[str]) -> None:
