@@ -152,6 +152,11 @@ def test_what_the_parts_found_adds_up_and_what_none_counts_is_null(tmp_path: Pat
     subprocess.run(command, check=True, capture_output=True)
     joined = json.loads((tmp_path / "joined.json").read_text())
     assert joined == {
-        **{"sessions": 96, "per_node": {"node2": 48, "node3": 32, "node4": 8}, "lost": 8, "left_behind": 1},
-        **{"weights_equal": None, "resumed_equal": None, "parts": found},
+        "sessions": 96,
+        "per_node": {"node2": 48, "node3": 32, "node4": 8},
+        "lost": 8,
+        "left_behind": 1,
+        "weights_equal": None,
+        "resumed_equal": None,
+        "parts": found,
     }
