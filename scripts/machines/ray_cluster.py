@@ -50,6 +50,7 @@ class RayCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": "/tmp/keys/token",
             "RAY_memory_monitor_refresh_ms": "0",
+            "GRPC_ENABLE_FORK_SUPPORT": "0",
         }
 
     def start_engine(self, machine: int) -> None:

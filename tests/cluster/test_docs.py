@@ -37,7 +37,7 @@ def test_the_manifest_has_room_for_what_the_page_says() -> None:
     assert "bwrap" in group["rayStartParams"]["resources"]
     names = {each["name"] for each in group["template"]["spec"]["containers"][0]["env"]}
     page = PAGE.read_text()
-    assert names == set(re.findall(r"RAY_\w+(?==)", "\n".join(find_blocks(PAGE, "bash"))))
+    assert names == set(re.findall(r"(?:RAY|GRPC)_\w+(?==)", "\n".join(find_blocks(PAGE, "bash"))))
     assert all(name in page for name in names)
 
 

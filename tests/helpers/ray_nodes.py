@@ -45,6 +45,7 @@ class RayNodes:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             # by default Ray takes half a minute to notice that a node is dead
             "RAY_memory_monitor_refresh_ms": "0",
+            "GRPC_ENABLE_FORK_SUPPORT": "0",  # docs/cluster.md says why
             "RAY_health_check_period_ms": "1000",
         }.items():
             self._environment.setenv(name, value)
