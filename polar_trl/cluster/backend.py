@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from polar_trl.cache import find_cache
-from polar_trl.cluster.files import batch, list_roots, pack
+from polar_trl.cluster.files import list_roots, pack
 from polar_trl.cluster.gate import Door
-from polar_trl.cluster.host import NodeAbilities, NodeFacts, Recipe, read_facts
+from polar_trl.cluster.host import Recipe, identify_code
 from polar_trl.cluster.nodes import Cluster, Node, Place
-from polar_trl.errors import ConfigError, PolarError, SandboxError, WorkerLostError
+from polar_trl.errors import PolarError, SandboxError, WorkerLostError
 from polar_trl.grade.base import Grade, Grader
 from polar_trl.sandbox.base import Capabilities, ExecResult, Sandbox, SandboxBackend
 from polar_trl.sandbox.limits import Limits
@@ -47,6 +47,9 @@ class RemoteBackend(SandboxBackend):
     Raises `ConfigError`, see `Cluster`.
     """
 
+    capabilities = Capabilities(cuts_network=True, limits_memory=True, limits_disk=True, uses_images=True)
+    """None is missing from here: each node holds tasks against its own."""
+
     def __init__(self, address: str, recipe: Recipe, *, kind: str, limits: Limits) -> None:
         cpus = limits.cpus if limits.cpus < 1 else math.ceil(limits.cpus)  # Ray counts more than one in whole ones
         self._cluster = Cluster(address, needs={"CPU": cpus, "memory": limits.memory_mb << 20}, kind=kind)
@@ -57,44 +60,31 @@ class RemoteBackend(SandboxBackend):
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._setting_up: dict[str, threading.Lock] = {}
-        self.has_grader = False
-        """Whether nodes grade sessions; known once the backend is prepared, as are its capabilities."""
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Set every node up: send it the tasks' files, have the agent installed, images pulled and solutions checked.
 
         Raises `ConfigError` or `SandboxError` naming the node.
         """
-        outcomes = self.set_up_all(tasks)
-        lost = [error for error in outcomes.values() if isinstance(error, WorkerLostError)]
-        if failed := [error for error in outcomes.values() if isinstance(error, PolarError) and error not in lost]:
-            raise failed[0]
-        for error in lost:  # Ray takes a while to notice; what it should have checked is not
-            logger.warning("%s", error)
-        abilities = [found for found in outcomes.values() if isinstance(found, NodeAbilities)]
-        if not abilities:
+        for error in filter(None, self.set_up_all(tasks).values()):
+            if not isinstance(error, WorkerLostError):
+                raise error
+            logger.warning("%s", error)  # Ray takes a while to notice; what it should have checked is not
+        if not self._nodes:
             raise SandboxError("sandbox_cluster: every node was lost while it was set up")
-        self.has_grader = abilities[0].has_grader
-        each = [ability.capabilities for ability in abilities]
-        self.capabilities = Capabilities(
-            cuts_network=all(one.cuts_network for one in each),
-            limits_memory=all(one.limits_memory for one in each),
-            limits_disk=all(one.limits_disk for one in each),
-            uses_images=all(one.uses_images for one in each),
-        )
 
-    def set_up_all(self, tasks: Sequence[Task]) -> dict[str, NodeAbilities | PolarError]:
-        """Set every node up at once; what each can do, or why not, by the nodes' ids. Each checks its part of the
-        solutions."""
+    def set_up_all(self, tasks: Sequence[Task]) -> dict[str, PolarError | None]:
+        """Set every node up at once, each with its part of the solutions to check; what failed, by the nodes' ids."""
         self._tasks = tasks
         self._digests = {root: pack(root).digest for root in list_roots(tasks)}
         node_ids = list(self._cluster.list_nodes())
 
-        def set_up(place: int) -> NodeAbilities | PolarError:
+        def set_up(place: int) -> PolarError | None:
             try:
-                return self._set_up(node_ids[place], tasks[place :: len(node_ids)])
+                self._set_up(node_ids[place], tasks[place :: len(node_ids)])
             except PolarError as error:
                 return error
+            return None
 
         with ThreadPoolExecutor(MAX_SETTING_UP, thread_name_prefix="polar-node") as setting_up:
             return dict(zip(node_ids, setting_up.map(set_up, range(len(node_ids))), strict=True))
@@ -160,19 +150,14 @@ class RemoteBackend(SandboxBackend):
                 self._set_up(node_id, ())
             return self._nodes[node_id]
 
-    def _set_up(self, node_id: str, checked: Sequence[Task]) -> NodeAbilities:
+    def _set_up(self, node_id: str, checked: Sequence[Task]) -> None:
         node = self._cluster.start_host(node_id)
         try:
             node.line = self._cluster.gate.open_line(node.lose)
-            facts: NodeFacts = node.ask("greet", str(find_cache("agents").parent.absolute()))
-            if facts.code != (own := read_facts().code):
-                raise ConfigError(
-                    f"polar_trl is {facts.code} in {facts.folder}, and {own} here: install the same on every machine"
-                )
-            self._send_files(node)
-            abilities: NodeAbilities = node.ask(
-                "set_up", self._recipe, self._tasks, checked, self._cluster.gate.address, node.line.token
-            )
+            node.ask("greet", identify_code(), str(find_cache("agents").parent.absolute()))
+            for root in node.ask("list_missing", self._digests):
+                node.ask("receive", pack(root))
+            node.ask("set_up", self._recipe, self._tasks, checked, self._cluster.gate.address, node.line.token)
         except WorkerLostError:
             raise
         except PolarError as error:
@@ -180,12 +165,6 @@ class RemoteBackend(SandboxBackend):
             raise type(error)(f"node {node.name}: {error}") from error
         self._nodes[node_id] = node
         logger.info("node %s is set up", node.name)
-        return abilities
-
-    def _send_files(self, node: Node) -> None:
-        missing = set(node.ask("list_missing", self._digests))
-        for sent in batch(pack(root) for root in self._digests if root in missing):
-            node.ask("receive", sent)
 
 
 class RemoteSandbox(Sandbox):

@@ -4,22 +4,18 @@ What is sent is kept in the node's cache by its content, and sent once. Tar keep
 are those of the trainer.
 """
 
-import fcntl
 import hashlib
 import io
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import ConfigError
 from polar_trl.types import Task
-
-MAX_BATCH_BYTES = 64 << 20
-"""Of one message, unless a single folder is larger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,18 +50,6 @@ def pack(path: str) -> Packed:
     return Packed(path=path, digest=hashlib.sha256(content).hexdigest()[:24], content=content)
 
 
-def batch(packed: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Gather into lists of at most `MAX_BATCH_BYTES`."""
-    waiting: list[Packed] = []
-    for item in packed:
-        if waiting and sum(len(other.content) for other in (*waiting, item)) > MAX_BATCH_BYTES:
-            yield waiting
-            waiting = []
-        waiting.append(item)
-    if waiting:
-        yield waiting
-
-
 def find_place(path: str, digest: str) -> Path:
     """Return where a node keeps a path of the trainer's, there or not."""
     return find_cache("sent") / digest / os.path.basename(path)
@@ -75,15 +59,15 @@ def unpack(packed: Packed) -> None:
     """Lay a file or folder into this node's cache, unless it is there."""
     folder = find_place(packed.path, packed.digest).parent
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{packed.digest}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.is_dir():
-            return
-        with tempfile.TemporaryDirectory(prefix=f".{packed.digest}-", dir=folder.parent) as scratch:
-            made = Path(scratch) / "made"
-            with tarfile.open(fileobj=io.BytesIO(packed.content)) as archive:
-                archive.extractall(made, filter="fully_trusted")
+    with tempfile.TemporaryDirectory(prefix=f".{packed.digest}-", dir=folder.parent) as scratch:
+        made = Path(scratch) / "made"
+        with tarfile.open(fileobj=io.BytesIO(packed.content)) as archive:
+            archive.extractall(made, filter="fully_trusted")
+        try:
             made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process of this node was first
+                raise
 
 
 def move(task: Task, places: Mapping[str, Path]) -> Task:

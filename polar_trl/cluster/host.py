@@ -19,53 +19,24 @@ import polar_trl
 from polar_trl.cache import CACHE_VARIABLE
 from polar_trl.cluster.files import Packed, find_place, move, unpack
 from polar_trl.cluster.relay import Address, Loop, Relay, build_tls, hold_line
-from polar_trl.errors import GradeError, PolarError, SandboxError
+from polar_trl.errors import ConfigError, GradeError, PolarError, SandboxError
 from polar_trl.grade.base import Grade, Grader
-from polar_trl.sandbox.base import Capabilities, ExecResult, Sandbox, SandboxBackend
+from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from polar_trl.types import Task
 from polar_trl.user_code import describe_error, format_trace
 
 _REAP = 'exec 3<&0; { read -r word <&3 || exec "$0" -m polar_trl clean; } > /dev/null 2>&1 &'
 
 
-class NodeParts(Protocol):
-    """The sandboxes and the grader of a node."""
-
-    @property
-    def backend(self) -> SandboxBackend:
-        """Makes the sandboxes."""
-        ...
-
-    @property
-    def grader(self) -> Grader | None:
-        """None where sessions are not graded."""
-        ...
-
-
 class Recipe(Protocol):
-    """Builds a node's parts. Pickled, and so of a class that the node can import."""
+    """Builds a node's sandboxes and grader. Pickled, and so of a class that the node can import."""
 
-    def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> NodeParts:
-        """Build what these tasks need, and check the solutions of `checked`. Raises `PolarError`."""
+    def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> tuple[SandboxBackend, Grader | None]:
+        """Build what these tasks need, and check the solutions of `checked`. Raises `PolarError`.
+
+        The grader is None where sessions are not graded.
+        """
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFacts:
-    """What a node is asked before anything else."""
-
-    code: str
-    """Version of polar_trl and a digest of its source: what is pickled must mean the same on both sides."""
-    folder: str
-    """Where it is installed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeAbilities:
-    """What a node that is set up can do."""
-
-    capabilities: Capabilities
-    has_grader: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -84,24 +55,30 @@ class Host:
         self._places: dict[str, Path] = {}
         self._is_closed = False
 
-    def greet(self, cache: str) -> NodeFacts:
-        """Take the trainer's path of the cache, which agents' commands hold, and say what is installed here."""
+    def greet(self, code: str, cache: str) -> None:
+        """Take the trainer's path of the cache, which agents' commands hold.
+
+        Raises `ConfigError` where the code is another one: what is pickled must mean the same on both sides.
+        """
         os.environ[CACHE_VARIABLE] = cache
-        return read_facts()
+        if (own := identify_code()) != code:
+            raise ConfigError(
+                f"polar_trl is {own} in {Path(polar_trl.__file__).parent}, and {code} where the trainer is: install "
+                "the same on every machine"
+            )
 
     def list_missing(self, digests: Mapping[str, str]) -> list[str]:
         """Note what the trainer's tasks name, and list what is not here (paths there)."""
         self._places = {path: find_place(path, digest) for path, digest in digests.items()}
         return [path for path, place in self._places.items() if not place.parent.is_dir()]
 
-    def receive(self, batch: Sequence[Packed]) -> None:
-        """Take files and folders of tasks."""
-        for packed in batch:
-            unpack(packed)
+    def receive(self, packed: Packed) -> None:
+        """Take a file or folder of tasks."""
+        unpack(packed)
 
     def set_up(
         self, recipe: Recipe, tasks: Sequence[Task], checked: Sequence[Task], gate: Address, token: bytes
-    ) -> NodeAbilities:
+    ) -> None:
         """Get ready for these tasks: install the agent, prepare images and work trees. Raises `PolarError`.
 
         Args:
@@ -116,25 +93,24 @@ class Host:
         except OSError as error:
             raise SandboxError(f"the trainer cannot be reached at {gate[0]}:{gate[1]} ({error})") from error
         self._reaper = _start_reaper()
-        self._parts = recipe.build(*([move(task, self._places) for task in tasks] for tasks in (tasks, checked)))
-        return NodeAbilities(capabilities=self._parts.backend.capabilities, has_grader=self._parts.grader is not None)
+        moved = ([move(task, self._places) for task in some] for some in (tasks, checked))
+        self._backend, self._grader = recipe.build(*moved)
 
     def open(self, task: Task, session_id: str, token: bytes) -> str:
         """Make a sandbox that reaches the proxy behind the gate; return the path of its work folder inside."""
         task = move(task, self._places)
-        sandbox = self._parts.backend.create(task, session_id)
+        sandbox = self._backend.create(task, session_id)
         try:
             listener = sandbox.open_listener()
             if listener is None:
                 raise SandboxError("the sandbox shares the node's network, which reaches the cluster")
             relay = Relay(self._loop, listener, self._gate, token, self._tls)
-            is_ordered = self._parts.grader is not None
-            if self._parts.grader is not None:
-                self._parts.grader.order(task)
+            if self._grader is not None:
+                self._grader.order(task)
         except BaseException:
             sandbox.destroy()
             raise
-        self._sessions[session_id] = _Session(task, sandbox, relay, is_ordered)
+        self._sessions[session_id] = _Session(task, sandbox, relay, self._grader is not None)
         return sandbox.workdir
 
     def run(self, session_id: str, command: str, env: Mapping[str, str], timeout_s: float) -> ExecResult:
@@ -172,11 +148,11 @@ class Host:
 
     def grade(self, session_id: str, timeout_s: float) -> Grade:
         """See `Grader.grade`. What a user's own grader raises comes back as `GradeError`: the type may be unknown."""
-        session, grader = self._find(session_id), self._parts.grader
-        assert grader is not None
+        session = self._find(session_id)
+        assert self._grader is not None
         session.is_ordered = False  # from here on the grader takes it back itself
         try:
-            return grader.grade(session.task, session.sandbox, timeout_s=timeout_s)
+            return self._grader.grade(session.task, session.sandbox, timeout_s=timeout_s)
         except PolarError:
             raise
         except Exception as error:  # noqa: BLE001 - the grader's own, see above
@@ -187,15 +163,15 @@ class Host:
         if (session := self._sessions.pop(session_id, None)) is None:
             return
         session.relay.close()
-        if session.is_ordered and self._parts.grader is not None:
-            self._parts.grader.withdraw(session.task)
+        if session.is_ordered and self._grader is not None:
+            self._grader.withdraw(session.task)
         session.sandbox.destroy()
 
     def close(self) -> None:
         """Remove every sandbox, those that were made ahead, too."""
         for session_id in list(self._sessions):
             self.destroy(session_id)
-        self._parts.backend.close()
+        self._backend.close()
         self._is_closed = True
         assert self._reaper.stdin is not None
         self._reaper.stdin.write(b"nothing\n")
@@ -213,13 +189,13 @@ class Host:
             raise SandboxError(f"session {session_id} has no sandbox on this node") from None
 
 
-def read_facts() -> NodeFacts:
-    """Read the facts of this process."""
+def identify_code() -> str:
+    """Name the version of polar_trl that this process has, with a digest of its source."""
     folder = Path(polar_trl.__file__).parent
     digest = hashlib.sha256(f"{sys.version_info[:2]}".encode())
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return NodeFacts(code=f"{polar_trl.__version__} ({digest.hexdigest()[:8]})", folder=str(folder))
+    return f"{polar_trl.__version__} ({digest.hexdigest()[:8]})"
 
 
 def _start_reaper() -> "subprocess.Popen[bytes]":

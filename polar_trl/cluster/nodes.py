@@ -12,10 +12,8 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
-from ipaddress import ip_address
-from ssl import Purpose
+from ssl import Purpose, SSLContext
 from typing import Any
-from urllib.parse import urlsplit
 
 from polar_trl.cluster.gate import Door, Gate
 from polar_trl.cluster.host import Host
@@ -79,8 +77,8 @@ class Node:
             raise WorkerLostError(self.name, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of the Host before what it is doing otherwise; does not wait."""
-        getattr(self.actor, method).options(concurrency_group="control").remote(*arguments)
+        """Call a method of the Host; does not wait."""
+        getattr(self.actor, method).remote(*arguments)
 
 
 class Place:
@@ -115,7 +113,7 @@ class Cluster:
         self._num_given_up = 0
         try:
             self._require_node()
-            host, tls = self._find_address(address)
+            host, tls = self._find_address()
             self.gate = Gate(host, tls)
         except BaseException:
             self.close()
@@ -167,11 +165,10 @@ class Cluster:
         if (node := self.list_nodes().get(node_id)) is None:
             raise WorkerLostError(node_id[:8], "it left the cluster")
         places = min(int(node["Resources"][name] / amount) for name, amount in self._needs.items())
-        actor = ray.remote(concurrency_groups={"control": CONTROL_THREADS})(Host).options(
+        actor = ray.remote(Host).options(
             num_cpus=0,
             max_restarts=0,
-            # a grader's own sandboxes wait for nobody
-            max_concurrency=places + CONTROL_THREADS,
+            max_concurrency=places + CONTROL_THREADS,  # nothing waits for what runs in another place
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         return Node(node["NodeManagerHostname"], actor.remote())
@@ -214,18 +211,15 @@ class Cluster:
             f"with `ray start --resources='{{\"{self._kind}\": 1}}'`, or lower sandbox_cpus and sandbox_memory_mb"
         )
 
-    def _find_address(self, address: str) -> tuple[str, Any]:
+    def _find_address(self) -> tuple[str, SSLContext | None]:
         """Find this machine's address as the nodes know it, and the TLS to speak there; None on the loopback."""
-        import ray
-
-        if address == "auto":
-            own = str(ray.util.get_node_ip_address())
-        else:
+        ways = {}
+        for node in self.list_nodes().values():
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-                probe.connect((urlsplit(address).hostname or "", 1))
-                own = str(probe.getsockname()[0])
-        addresses = {str(node["NodeManagerAddress"]) for node in self.list_nodes().values()}
-        if ip_address(own).is_loopback or addresses == {own}:
+                probe.connect((node["NodeManagerAddress"], 1))
+                ways[node["NodeManagerAddress"]] = str(probe.getsockname()[0])
+        others = [own for address, own in ways.items() if own != address]
+        if not others:
             return "127.0.0.1", None
         tls = build_tls(Purpose.CLIENT_AUTH)
         if tls is None:
@@ -233,7 +227,7 @@ class Cluster:
                 "sandbox_cluster: keys and conversations would cross the network in plain text: start Ray and the "
                 "trainer with RAY_USE_TLS=1 and RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT"
             )
-        return own, tls
+        return others[0], tls
 
 
 def _connect(address: str) -> bool:

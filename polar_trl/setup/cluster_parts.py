@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from polar_trl.cluster.backend import RemoteBackend, RemoteGrader
 from polar_trl.errors import ConfigError, TaskError
+from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import NOBODY, GraderByTask, find_kind
+from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.setup.run_setup import MachineRecipe, RunArguments, RunParts, build_limits, find_sandbox_kind
 from polar_trl.types import Task
 
@@ -20,12 +22,12 @@ class NodeRecipe:
 
     machine: MachineRecipe
 
-    def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> RunParts:
+    def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> tuple[SandboxBackend, Grader | None]:
         """Build what these tasks need, with a grader where anything says how to grade."""
         parts = self.machine.build(tasks, checked)
         if parts.grader is None and any(map(find_kind, tasks)):
-            return replace(parts, grader=GraderByTask(parts.backend))
-        return parts
+            return parts.backend, GraderByTask(parts.backend)
+        return parts.backend, parts.grader
 
 
 def build_cluster_parts(recipe: MachineRecipe, tasks: Sequence[Task]) -> RunParts:
@@ -47,7 +49,8 @@ def build_cluster_parts(recipe: MachineRecipe, tasks: Sequence[Task]) -> RunPart
     except BaseException:
         backend.close()
         raise
-    return RunParts(harness=recipe.harness, backend=backend, grader=RemoteGrader() if backend.has_grader else None)
+    grader = RemoteGrader() if run.grader is not None or any(kinds) else None
+    return RunParts(harness=recipe.harness, backend=backend, grader=grader)
 
 
 def build_cluster_backend(run: RunArguments, recipe: NodeRecipe, kind: str) -> RemoteBackend:

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from polar_trl.cluster.backend import RemoteBackend, RemoteSandbox
-from polar_trl.cluster.host import NodeAbilities
 from polar_trl.errors import ConfigError, PolarError
-from polar_trl.grade.base import Grader
 from polar_trl.harness.base import AgentHarness
 from polar_trl.sandbox import build_backend
 from polar_trl.sandbox.base import SandboxBackend
@@ -33,12 +31,6 @@ class NodeCheckup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Parts:
-    backend: SandboxBackend
-    grader: Grader | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorRecipe:
     """Builds the sandboxes of a node, without an agent. See `cluster.host.Recipe`."""
 
@@ -46,7 +38,7 @@ class DoctorRecipe:
     image: str | None
     mounts: Sequence[Path]
 
-    def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> _Parts:
+    def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> tuple[SandboxBackend, None]:
         """Build them, and fetch the image."""
         backend = build_backend(self.kind, image=self.image, mounts=self.mounts)
         try:
@@ -54,14 +46,15 @@ class DoctorRecipe:
         except BaseException:
             backend.close()
             raise
-        return _Parts(backend=backend)
+        return backend, None
 
 
 class _OnNode(SandboxBackend):
     """Makes sandboxes on one node."""
 
-    def __init__(self, remote: RemoteBackend, node_id: str, abilities: NodeAbilities) -> None:
-        self.capabilities = abilities.capabilities
+    capabilities = RemoteBackend.capabilities
+
+    def __init__(self, remote: RemoteBackend, node_id: str) -> None:
         self._remote = remote
         self._node_id = node_id
 
@@ -96,12 +89,12 @@ def check_cluster(
     backend = RemoteBackend(address, recipe, kind=kind, limits=Limits())
     try:
         found = {}
-        for node_id, outcome in backend.set_up_all([build_task(delay_s)]).items():
+        for node_id, error in backend.set_up_all([build_task(delay_s)]).items():
             name = backend.name_node(node_id)
-            if isinstance(outcome, PolarError):
-                found[name] = NodeCheckup(agents={}, problem=str(outcome))
+            if error is not None:
+                found[name] = NodeCheckup(agents={}, problem=str(error))
                 continue
-            there = _OnNode(backend, node_id, outcome)
+            there = _OnNode(backend, node_id)
             agents = {
                 agent: _check(there, agent, harness, install=install, delay_s=delay_s)
                 for agent, harness in harnesses.items()

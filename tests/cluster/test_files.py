@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_package import make_task
 
-from polar_trl.cluster.files import MAX_BATCH_BYTES, Packed, batch, find_place, list_roots, move, pack, unpack
+from polar_trl.cluster.files import find_place, list_roots, move, pack, unpack
 from polar_trl.errors import ConfigError
 from polar_trl.types import Task
 
@@ -46,12 +46,6 @@ def test_what_changes_is_sent_anew(tmp_path: Path) -> None:
     assert pack(str(tmp_path / "a")).digest == first.digest
     (tmp_path / "a").write_text("2")
     assert pack(str(tmp_path / "a")).digest != first.digest
-
-
-def test_batches_are_bounded() -> None:
-    sizes = [MAX_BATCH_BYTES // 2, MAX_BATCH_BYTES // 2, 1, 2 * MAX_BATCH_BYTES, 1]
-    items = [Packed(path=str(n), digest=str(n), content=bytes(size)) for n, size in enumerate(sizes)]
-    assert [[item.path for item in one] for one in batch(items)] == [["0", "1"], ["2"], ["3"], ["4"]]
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
