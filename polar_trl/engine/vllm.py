@@ -118,7 +118,7 @@ class VllmEngine(TokenEngine):
         self._policy_version = version
 
     def take_prompt_cached(self) -> float:
-        """Share of the prompts' tokens that the prefix cache had, of completions since the last call; 0 without any."""
+        """Share of prompt tokens that the prefix cache had, of completions since the last call; 0 without any."""
         share = self._num_cached_tokens / max(1, self._num_prompt_tokens)
         self._num_prompt_tokens, self._num_cached_tokens = 0, 0
         return share
