@@ -1,5 +1,6 @@
 """Sandboxes that agents run in. `build_backend` makes a backend by its name, `choose_kind` says what "auto" is."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,22 +15,40 @@ KINDS = ("auto", "bwrap", "docker", "local")
 
 
 def choose_kind(kind: str, *, image: str | None = None, tasks: Sequence[Task] = ()) -> str:
-    """Return the kind that "auto" is for these tasks, docker or bwrap; every other name is itself.
+    """Return the kind that "auto" is for these tasks on this machine, docker or bwrap; every other name is itself.
 
-    Raises `ConfigError` for an unknown one.
+    Without images it is bwrap. With images it is Docker or Podman where one is there for this user and can do it, and
+    bwrap with unpacked images where that can. Raises `ConfigError` for an unknown one.
     """
     if kind not in KINDS:
         raise ConfigError(f"sandbox {kind!r} is not known; known are {', '.join(KINDS)}")
     if kind != "auto":
         return kind
-    return "docker" if image is not None or any(map(_needs_engine, tasks)) else "bwrap"
+    if image is None and not any(map(_needs_image, tasks)):
+        return "bwrap"
+    if not all(_can_unpack(task, image) for task in tasks):
+        return "docker"
+    from polar_trl.sandbox.docker.client import find_host
+
+    is_refused = os.geteuid() != 0 and any(task.writable_root for task in tasks)
+    return "bwrap" if is_refused or find_host() is None else "docker"
 
 
-def _needs_engine(task: Task) -> bool:
-    """Return whether a task asks for what only a container engine has: an image, its root, a network."""
+def _needs_image(task: Task) -> bool:
+    """Return whether a task asks for an image, its root, or the network that only an engine has."""
+    return task.image is not None or _is_built(task) or task.writable_root or task.network != "none"
+
+
+def _can_unpack(task: Task, image: str | None) -> bool:
+    """Return whether bubblewrap can do such a task in an unpacked image, or needs none."""
+    has_image = image is not None or task.image is not None
+    return task.network == "none" and (has_image or not (task.writable_root or _is_built(task)))
+
+
+def _is_built(task: Task) -> bool:
+    """Return whether its image is built from a Dockerfile of its own."""
     has_packages = task.workspace is not None and task.tests is not None and task.tests.requirements is not None
-    is_built = task.build_context is not None and not has_packages
-    return task.image is not None or is_built or task.writable_root or task.network != "none"
+    return task.build_context is not None and not has_packages
 
 
 def build_backend(
@@ -43,9 +62,8 @@ def build_backend(
     """Build a backend by its name. Its sandboxes see this machine's Python, without packages, and the `mounts`.
 
     Args:
-        kind: "bwrap", "docker", "local" (folders of this user, no boundary), or "auto": docker where an image is
-            named, else bwrap.
-        image: For tasks that name none; docker only.
+        kind: "bwrap", "docker", "local" (folders of this user, no boundary), or "auto": see `choose_kind`.
+        image: For tasks that name none; not of "local".
         limits: Per session. Defaults that a kind cannot enforce are left out, see its `capabilities`.
         mounts: Folders that they see, read-only at the same path: those of the agent (`Harness.folders`) and those of
             the tests (`tasks.environment.list_environments`).
@@ -55,8 +73,8 @@ def build_backend(
     `SandboxError` where it cannot work on this machine.
     """
     kind = choose_kind(kind, image=image)
-    if image is not None and kind != "docker":
-        raise ConfigError(f"sandbox_image is read by the docker sandbox only, and the sandbox is {kind!r}")
+    if image is not None and kind == "local":
+        raise ConfigError("sandbox_image is read by the docker and bwrap sandboxes, and the sandbox is 'local'")
     backend = _build(kind, image, limits, [*mounts, *find_python()], run_id)
     _require_limits(kind, backend.capabilities, limits)
     return backend
@@ -72,7 +90,7 @@ def _build(kind: str, image: str | None, limits: Limits, mounts: Sequence[Path],
     from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 
     try:
-        return BwrapSandboxBackend(limits=limits, mounts=mounts)
+        return BwrapSandboxBackend(limits=limits, mounts=mounts, image=image)
     except SandboxError as error:
         raise SandboxError(f"{error}; --sandbox local needs nothing, but {describe_local()}") from error
 

@@ -53,7 +53,7 @@ def test_bubblewrap(home: Path) -> None:
         "cuts_network": True,
         "limits_memory": False,
         "limits_disk": False,
-        "uses_images": False,
+        "uses_images": True,
     }
     assert (report["hog"][0], report["out_of_memory"]) == (1, False)  # a process' own memory has an end
     require_a_sandbox(report)

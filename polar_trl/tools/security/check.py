@@ -112,7 +112,7 @@ def build(kind: str, image: str | None) -> SandboxBackend:
     if kind == "bwrap":
         from polar_trl.sandbox.bwrap import BwrapSandboxBackend
 
-        return BwrapSandboxBackend(limits=LIMITS)
+        return BwrapSandboxBackend(limits=LIMITS, image=image)
     if kind == "docker":
         from polar_trl.sandbox.docker import DockerSandboxBackend
 
