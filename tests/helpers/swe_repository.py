@@ -1,13 +1,20 @@
 """Build a tiny repository that pretends to be one that swebench knows, and its row: for the tests of its grader."""
 
 import os
+import shutil
 import subprocess
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+import docker
 
 from polar_trl.tasks.swebench import build_swebench_tasks
 from polar_trl.types import Task
 
+IMAGE = "polar-trl-swe-test:latest"
 FIX = """\
 diff --git a/src/flask/tiny.py b/src/flask/tiny.py
 --- a/src/flask/tiny.py
@@ -52,6 +59,37 @@ def make_repository(folder: Path) -> str:
     # what the images of the data set have: a commit of theirs on top
     git(folder, "commit", "--quiet", "--allow-empty", "--message=SWE-bench")
     return base
+
+
+@contextmanager
+def build_image(context: Path) -> Iterator[str]:
+    """Build `IMAGE` as the data set has them: the repository at /testbed, a conda that does nothing, and pytest.
+
+    Yields the base commit.
+    """
+    base = make_repository(context / "testbed")
+    site = Path(sysconfig.get_paths()["purelib"])
+    info = next(site.glob("pluggy-*.dist-info")).name
+    for name in ("pytest", "_pytest", "pluggy", info, "iniconfig", "packaging", "pygments"):
+        shutil.copytree(site / name, context / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(site / "py.py", context / "site")
+    (context / "activate").write_text("conda() { :; }\n")
+    (context / "pytest").write_text(
+        "#!/usr/bin/python3\nimport sys\nsys.path.insert(0, '/opt/site')\nimport pytest\n"
+        "sys.exit(pytest.console_main())\n"
+    )
+    (context / "pytest").chmod(0o755)
+    (context / "Dockerfile").write_text(
+        "FROM polar-trl-test:latest\nCOPY site /opt/site\nCOPY activate /opt/miniconda3/bin/activate\n"
+        "COPY pytest /usr/local/bin/pytest\nCOPY testbed /testbed\n"
+    )
+    client = docker.from_env()
+    client.images.build(path=str(context), tag=IMAGE, rm=True)
+    try:
+        yield base
+    finally:
+        client.images.remove(IMAGE, force=True)
+        client.close()
 
 
 def build_task(base_commit: str, **changes: str) -> Task:
