@@ -6,6 +6,7 @@ from pathlib import Path
 
 from polar_trl.errors import ConfigError, SandboxError
 from polar_trl.sandbox.base import Capabilities, SandboxBackend
+from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.local import LocalSandboxBackend, describe_local
 from polar_trl.sandbox.python import find_python
@@ -80,6 +81,30 @@ def build_backend(
     return backend
 
 
+def describe_kinds() -> dict[str, str]:
+    """Say in one line for each way to run agents whether it works on this machine, and what is missing."""
+    said = {}
+    for kind in ("docker", "bwrap"):
+        try:
+            backend = _build(kind, None, Limits(), (), "doctor")
+        except SandboxError as error:
+            said[kind] = f"no: {error}"
+            continue
+        can = backend.capabilities
+        lacks = ["memory"] * (not can.limits_memory) + ["disk"] * (not can.limits_disk)
+        said[kind] = "yes" + (f", without a limit of {' and '.join(lacks)}" if lacks else "")
+        if kind == "docker" and os.geteuid() != 0:
+            said[kind] += ", and not for tasks that write to their image's root (SWE-bench, Harbor)"
+        if isinstance(backend, BwrapSandboxBackend):
+            try:
+                backend.try_images()
+                said["bwrap with images"] = said[kind]
+            except SandboxError as error:
+                said["bwrap with images"] = f"no: {error}"
+        backend.close()
+    return {**said, "local": f"yes, but {describe_local()}"}
+
+
 def _build(kind: str, image: str | None, limits: Limits, mounts: Sequence[Path], run_id: str) -> SandboxBackend:
     if kind == "docker":
         from polar_trl.sandbox.docker.backend import DockerSandboxBackend
@@ -87,8 +112,6 @@ def _build(kind: str, image: str | None, limits: Limits, mounts: Sequence[Path],
         return DockerSandboxBackend(image=image, limits=limits, mounts=mounts, run_id=run_id)
     if kind == "local":
         return LocalSandboxBackend(mounts=mounts)
-    from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
-
     try:
         return BwrapSandboxBackend(limits=limits, mounts=mounts, image=image)
     except SandboxError as error:

@@ -195,8 +195,8 @@ def test_wrong_questions(tmp_path: Path, task: Path, capsys: pytest.CaptureFixtu
         ([str(task), "--jobs", "0"], "--jobs is 0"),
         ([str(task), "--limit", "0"], "limit is 0"),
         (
-            [str(task), "--sandbox", "bwrap", "--sandbox_image", "x"],
-            "sandbox_image is read by the docker sandbox only",
+            [str(task), "--sandbox", "local", "--sandbox_image", "x"],
+            "sandbox_image is read by the docker and bwrap sandboxes",
         ),
     ):
         assert main(["check-tasks", *arguments]) == 2

@@ -123,7 +123,7 @@ def test_a_version_that_is_not_installed_is_named(
         (["agent {instruction}", "--agent_options", "{"], "agent_options is not JSON"),
         (["agent {instruction}", "--model", "no/such/model"], "no/such/model"),
         (["agent {instruction}", "--tasks", "no/such/tasks.jsonl"], "no task file at no/such/tasks.jsonl"),
-        (["agent {instruction}", "--tasks", LADDER], "--tasks gives the image for --sandbox docker"),
+        (["agent {instruction}", "--tasks", LADDER], "--tasks gives the image for --sandbox docker or bwrap"),
     ],
 )
 def test_a_wrong_question_is_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -146,6 +146,12 @@ def test_an_own_agent_is_described(
     ]
     assert main(["doctor", *words]) == 1
     out, err = capsys.readouterr()
+    out, ways = out.split("where agents can run here:\n")
+    assert re.findall(r"^  ([\w ]+): (yes|no)", ways, re.MULTILINE)[1:] == [
+        ("bwrap", "yes"),
+        ("bwrap with images", "yes"),
+        ("local", "yes"),
+    ]
     good, bad = out.split("no-such-agent {instruction}\n")
     assert "works: yes" in good and "speaks: openai_chat (1 calls); 0 streamed, 0 auxiliary" in good
     assert re.search(r"prompts: (\d\d) first, \1 longest \(tokens\)", good)

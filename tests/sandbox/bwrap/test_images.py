@@ -23,6 +23,7 @@ from polar_trl.sandbox.bwrap import images
 from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 from polar_trl.sandbox.bwrap.images import find_image, find_layers, read_image
 from polar_trl.sandbox.limits import Limits
+from polar_trl.sandbox.network import NetworkHolder
 from polar_trl.types import Task
 
 LIMITS = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
@@ -223,6 +224,12 @@ def test_what_is_refused(tmp_path: Path, archive: str) -> None:
     finally:
         box.destroy()
     assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_where_layers_cannot_be_mounted(tmp_path: Path) -> None:
+    options = f"lowerdir={tmp_path},upperdir=/proc,workdir=/proc"
+    with pytest.raises(SandboxError, match=r"layers cannot be mounted here \(.*overlay: .*\); .* \(TMPDIR\)"):
+        NetworkHolder("mark", (str(tmp_path), options, str(tmp_path)))
 
 
 def test_a_folder_below_tmp_that_an_agent_moved_away(tmp_path: Path) -> None:
