@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import swe_repository
 from calc_releases import CALC, PYTHON, build, make_row
-from environments import IMAGE, install_pytest
+from environments import IMAGE, install_pytest, save_image
 from launch import find_warm_python
 from serving import wait_until
 
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.cli import main
 from polar_trl.cli.check_tasks import _name_problem
+from polar_trl.sandbox.docker import client
 from polar_trl.setup.check_tasks import Checked
 from polar_trl.tasks.build.folders import Tools
 
@@ -288,3 +290,18 @@ def test_a_rebuilt_task_in_containers(task: Path, capsys: pytest.CaptureFixture[
     assert (
         "task 'calc' asks for memory_mb 4096, and a sandbox has 2000: set sandbox_memory_mb" in capsys.readouterr().err
     )
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("sandbox", ["auto", "bwrap"])
+def test_a_row_of_swe_bench_without_an_engine(
+    sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with swe_repository.build_image(tmp_path) as base_commit:
+        archive = save_image(swe_repository.IMAGE, tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(swe_repository.build_row(base_commit, image=archive)))
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setattr(client, "SOCKETS", ())
+    code, (found,) = check(capsys, rows, "--sandbox", sandbox)
+    assert (code, found["gold"], found["empty"], found["verdict"]) == (0, 1.0, 0.0, "good")

@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from environments import IMAGE, save_image
 
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.pi import PiHarness
+from polar_trl.sandbox.docker import client
 from polar_trl.tools.security import check
 from polar_trl.tools.security.probes import PROBES
 
@@ -210,3 +212,19 @@ def test_security_without_a_sandbox_that_works(
 def test_security_tries_no_agents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "codex", "--security"]) == 2
     assert "leave out the agents" in capsys.readouterr().err
+
+
+@pytest.mark.containers
+def test_in_an_unpacked_image(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = save_image(IMAGE, tmp_path)
+    assert main(["doctor", "pi", "--install", "--sandbox", "bwrap", "--sandbox_image", archive, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["agents"]["pi"]["works"] and report["sandboxes"]["bwrap with images"] == "yes"
+    # without an engine, the image is bubblewrap's
+    monkeypatch.setenv("DOCKER_HOST", "")
+    monkeypatch.setattr(client, "SOCKETS", ())
+    assert main(["doctor", "--security", "--image", archive, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["default"] == "bwrap" and "no container engine" in report["not_tried"]["docker"]

@@ -92,8 +92,8 @@ def build_image(context: Path) -> Iterator[str]:
         client.close()
 
 
-def build_task(base_commit: str, **changes: str) -> Task:
-    """The row as a task."""
+def build_row(base_commit: str, **changes: str) -> dict[str, str]:
+    """The row as a data set has it."""
     row = {
         "instance_id": "pallets__flask-5063",
         "repo": "pallets/flask",
@@ -107,7 +107,12 @@ def build_task(base_commit: str, **changes: str) -> Task:
         # the second is one of those that a blank has cut
         "PASS_TO_PASS": '["tests/test_tiny.py::test_kind", "tests/test_tiny.py::test_cut[a"]',
     }
-    (task,) = build_swebench_tasks([row | changes])
+    return row | changes
+
+
+def build_task(base_commit: str, **changes: str) -> Task:
+    """The row as a task."""
+    (task,) = build_swebench_tasks([build_row(base_commit, **changes)])
     return replace(task, grade_timeout_s=120.0)
 
 

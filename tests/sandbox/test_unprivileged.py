@@ -19,6 +19,7 @@ import docker
 import podman
 import pytest
 import swe_repository
+from environments import save_image
 from faults import IMAGE, list_processes
 from serving import wait_until
 
@@ -192,14 +193,6 @@ def test_limits_that_a_users_engine_ignores_are_refused() -> None:
     for asked in (Limits(memory_mb=100), Limits(cpus=1.0), Limits(pids=9)):
         with pytest.raises(ConfigError, match="'docker' sandbox cannot enforce it for this user here"):
             _require_limits("docker", capabilities, asked)
-
-
-def save_image(name: str, folder: Path) -> str:
-    """Save an image of the tests' engine to an archive that everybody may read."""
-    archive = folder / "image.tar"
-    subprocess.run(["docker", "save", "--output", str(archive), name], check=True)
-    archive.chmod(0o644)
-    return str(archive)
 
 
 @contextmanager

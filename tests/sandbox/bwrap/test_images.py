@@ -15,7 +15,7 @@ from typing import Any
 import docker
 import pytest
 import zstandard
-from faults import IMAGE
+from environments import IMAGE, save_image
 from registry import Registry
 
 from polar_trl.errors import SandboxError
@@ -163,9 +163,7 @@ def archive(tmp_path: Path) -> Iterator[str]:
     try:
         assert container.wait()["StatusCode"] == 0
         container.commit(*name.split(":"), changes=["ENV GREETING=hello", "WORKDIR /srv/app"])
-        path = tmp_path / "image.tar"
-        path.write_bytes(b"".join(client.images.get(name).save(named=True)))
-        yield str(path)
+        yield save_image(name, tmp_path)
     finally:
         container.remove(force=True)
         client.images.remove(name)
