@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import swe_repository
 from calc_releases import CALC, PYTHON, build, make_row
-from environments import IMAGE, install_pytest, save_image
+from environments import IMAGE, install_pytest
 from launch import find_warm_python
 from serving import wait_until
 
@@ -297,8 +297,7 @@ def test_a_rebuilt_task_in_containers(task: Path, capsys: pytest.CaptureFixture[
 def test_a_row_of_swe_bench_without_an_engine(
     sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with swe_repository.build_image(tmp_path) as base_commit:
-        archive = save_image(swe_repository.IMAGE, tmp_path)
+    archive, base_commit = swe_repository.save_swe_image(tmp_path)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(swe_repository.build_row(base_commit, image=archive)))
     monkeypatch.delenv("DOCKER_HOST")

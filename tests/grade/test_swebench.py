@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import docker
 import pytest
-from swe_repository import FIX, IMAGE, build_image, build_task, make_repository
+from swe_repository import FIX, build_image, build_task, make_repository
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grade.base import Grade
@@ -69,6 +70,7 @@ if said:
     os.write(1, said.encode())
     os._exit(0)
 END"""
+IMAGE = "polar-trl-swe-test:latest"
 CASES = {
     "the fix": (GOLD, 1.0, None),
     "the fix, committed": (f"{GOLD}\ngit -c user.name=a -c user.email=a@b commit -qam done", 1.0, None),
@@ -293,8 +295,12 @@ def test_the_canary_of_sympys_runner(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with build_image(tmp_path_factory.mktemp("context")) as base:
-        yield base
+    """As `build_image` makes it; the base commit."""
+    base = build_image(tmp_path_factory.mktemp("context"), IMAGE)
+    client = docker.from_env()
+    yield base
+    client.images.remove(IMAGE, force=True)
+    client.close()
 
 
 @pytest.mark.containers

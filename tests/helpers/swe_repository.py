@@ -3,18 +3,16 @@
 import os
 import shutil
 import subprocess
-import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import docker
+import pluggy
+from environments import save_image
 
 from polar_trl.tasks.swebench import build_swebench_tasks
 from polar_trl.types import Task
 
-IMAGE = "polar-trl-swe-test:latest"
 FIX = """\
 diff --git a/src/flask/tiny.py b/src/flask/tiny.py
 --- a/src/flask/tiny.py
@@ -61,14 +59,14 @@ def make_repository(folder: Path) -> str:
     return base
 
 
-@contextmanager
-def build_image(context: Path) -> Iterator[str]:
-    """Build `IMAGE` as the data set has them: the repository at /testbed, a conda that does nothing, and pytest.
+def build_image(context: Path, tag: str) -> str:
+    """Build an image as the data set has them: the repository at /testbed, a conda that does nothing, and pytest.
 
-    Yields the base commit.
+    Returns:
+        The base commit.
     """
     base = make_repository(context / "testbed")
-    site = Path(sysconfig.get_paths()["purelib"])
+    site = Path(pluggy.__file__).parents[1]
     info = next(site.glob("pluggy-*.dist-info")).name
     for name in ("pytest", "_pytest", "pluggy", info, "iniconfig", "packaging", "pygments"):
         shutil.copytree(site / name, context / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -84,12 +82,20 @@ def build_image(context: Path) -> Iterator[str]:
         "COPY pytest /usr/local/bin/pytest\nCOPY testbed /testbed\n"
     )
     client = docker.from_env()
-    client.images.build(path=str(context), tag=IMAGE, rm=True)
-    try:
-        yield base
-    finally:
-        client.images.remove(IMAGE, force=True)
-        client.close()
+    client.images.build(path=str(context), tag=tag, rm=True)
+    client.close()
+    return base
+
+
+def save_swe_image(folder: Path) -> tuple[str, str]:
+    """Save such an image, which no engine keeps, to an archive; its path and the base commit."""
+    name = "polar-trl-swe-test:saved"
+    base_commit = build_image(folder / "context", name)
+    archive = save_image(name, folder)
+    client = docker.from_env()
+    client.images.remove(name, force=True)
+    client.close()
+    return archive, base_commit
 
 
 def build_row(base_commit: str, **changes: str) -> dict[str, str]:

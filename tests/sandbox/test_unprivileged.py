@@ -68,9 +68,9 @@ def test_bubblewrap_with_an_image(home: Path) -> None:
     require_a_sandbox(report, name_inside=0)
 
 
-def test_a_row_of_swe_bench_in_bubblewrap(home: Path, swe_image: str) -> None:
+def test_a_row_of_swe_bench_in_bubblewrap(home: Path) -> None:
     with find_cache_of_agents(home):
-        report = report_of("swe", save_image(swe_repository.IMAGE, home), swe_image, home=home)
+        report = report_of("swe", *swe_repository.save_swe_image(home), home=home)
     assert report == {"sessions": [[None, "completed", 2, 1.0], [None, "completed", 2, 0.0]], "left": []}
 
 
@@ -105,12 +105,6 @@ def test_what_a_killed_user_left_is_gone_at_the_next_start(home: Path) -> None:
 def test_a_limit_that_cannot_be_had_is_refused(asked: Limits, name: str) -> None:
     with pytest.raises(ConfigError, match=f"sandbox_{name} is .*'local' sandbox cannot enforce it"):
         build_backend("local", limits=asked)
-
-
-@pytest.fixture
-def swe_image(tmp_path: Path) -> Iterator[str]:
-    with swe_repository.build_image(tmp_path) as base_commit:
-        yield base_commit
 
 
 @pytest.fixture

@@ -129,8 +129,7 @@ class BwrapSandboxBackend(SandboxBackend):
         self._root = root or find_state_folder()
         self._default = image
         self._images = Images(image, self._take_tree)
-        reap_session_folders(self._root)
-        reap_cgroups()
+        reap_cgroups(reap_session_folders(self._root))
         try:
             self._try_out()
         except SandboxError as error:
