@@ -427,12 +427,14 @@ def _require_version() -> None:
 
 
 def _write_hosts(root: Path) -> None:
-    """Let an image know localhost, as engines do. Raises `OSError`."""
-    restore_folder(root, "/etc")
-    fd = os.open(root / "etc" / "hosts", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    with open(fd, "wb") as file:
-        if os.fstat(fd).st_size == 0:
-            file.write(HOSTS)
+    """Let an image know localhost, as engines do, unless its file is a link. Raises `SandboxError`."""
+    hosts = root / "etc" / "hosts"
+    try:
+        restore_folder(root, "/etc")
+        if not hosts.is_symlink() and (not hosts.exists() or hosts.stat().st_size == 0):
+            hosts.write_bytes(HOSTS)
+    except OSError as error:
+        raise SandboxError(f"/etc/hosts of the image cannot be written: {error}") from error
 
 
 def _mount(overlay: Overlay) -> tuple[str, ...]:

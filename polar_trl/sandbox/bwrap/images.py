@@ -1,8 +1,7 @@
 """Unpack container images into the cache, layer by layer, and find the base of each task in them.
 
 An image comes from a registry, once and by its name as Docker has it ("python:3.11"), or from an archive of `docker
-save` or `podman save` (the absolute path of a file). Layers that images share are unpacked once. No engine and no root
-is needed; a Dockerfile cannot be built (`SandboxError`).
+save` (the absolute path of a file). Layers that images share are unpacked once. No engine and no root is needed.
 """
 
 import hashlib
