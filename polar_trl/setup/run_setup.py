@@ -76,8 +76,8 @@ class RunArguments:
         default="auto",
         metadata={
             "help": "Where agents run: auto, bwrap, docker or local. 'bwrap' is bubblewrap: no network but the proxy, "
-            "limits as root. 'docker' is the same in containers, 'auto' docker if sandbox_image or a task names an "
-            "image and bwrap else, 'local' a folder of this user without any boundary."
+            "limits as root. 'docker' is the same in containers of Docker or Podman, 'auto' bwrap, or docker where an "
+            "image is named and an engine can run it, 'local' a folder of this user without any boundary."
         },
     )
     sandbox_cluster: str | None = field(
@@ -88,7 +88,10 @@ class RunArguments:
         },
     )
     sandbox_image: str | None = field(
-        default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
+        default=None,
+        metadata={
+            "help": "Container image for tasks that name none: its name, or for bwrap an archive of docker save too."
+        },
     )
     sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox, in MiB."})
     sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})

@@ -96,6 +96,9 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl doctor --security --sandbox docker --image IMAGE": (
         "tests/cli/test_doctor.py::test_security_in_containers"
     ),
+    "polar-trl doctor (pi|--security) --sandbox bwrap --(sandbox_)?image IMAGE": (
+        "tests/cli/test_doctor.py::test_in_an_unpacked_image"
+    ),
     "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True),
     "polar-trl configs own_agent > my_run.yaml": Run("max_session_calls: 50", "&& cat my_run.yaml"),
     "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": "tests/cli/test_eval.py",
@@ -107,6 +110,9 @@ COMMANDS: dict[str, Run | str] = {
     "python scripts/build_pypi_tasks.py --out tasks( .*)?": PAPER,
     "python scripts/build_pypi_tasks.py --out edits --mutate .*": Run("semver", "--count 1"),
     "polar-trl check-tasks (tasks|skyrl-v0-293) --sandbox docker .*": CHECKED,
+    "polar-trl check-tasks skyrl-v0-293 --sandbox bwrap .*": (
+        "tests/cli/test_check_tasks.py::test_a_row_of_swe_bench_without_an_engine"
+    ),
     "polar-trl check-tasks tasks --sandbox bwrap": Run(GOOD, containers=True),
     "polar-trl check-tasks tasks --sandbox bwrap --jobs 2 --json": CHECKED,
     "python scripts/dev/pypi_tasks_table.py tasks checks.json": Run(
