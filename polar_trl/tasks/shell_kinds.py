@@ -85,7 +85,7 @@ def _rename(rng: random.Random) -> dict[str, Any]:
     source, target, *words = rng.sample(WORDS, 5)
     text = " ".join(words)
     return {
-        "instruction": f"Rename the file {source}.txt to {target}.txt",
+        "instruction": f"Use mv to rename {source}.txt to {target}.txt",
         "gold": f"mv {source}.txt {target}.txt",
         "files": {f"{source}.txt": text + "\n"},
         "expected": {f"{target}.txt": text},
@@ -97,7 +97,7 @@ def _join(rng: random.Random) -> dict[str, Any]:
     first, second, target, *words = rng.sample(WORDS, 7)
     texts = " ".join(words[:2]), " ".join(words[2:])
     return {
-        "instruction": f"Join the files {first}.txt and {second}.txt into {target}.txt",
+        "instruction": f"Use cat to join {first}.txt and {second}.txt into the file {target}.txt",
         "gold": f"cat {first}.txt {second}.txt > {target}.txt",
         "files": {f"{first}.txt": texts[0] + "\n", f"{second}.txt": texts[1] + "\n"},
         "expected": {f"{target}.txt": "\n".join(texts)},
@@ -108,7 +108,7 @@ def _move_into(rng: random.Random) -> dict[str, Any]:
     folder, name, *words = rng.sample(WORDS, 5)
     text = " ".join(words)
     return {
-        "instruction": f"Make a folder {folder} and move {name}.txt into it",
+        "instruction": f"Use mkdir to make the folder {folder} and mv to move {name}.txt into it",
         "gold": f"mkdir {folder} && mv {name}.txt {folder}",
         "files": {f"{name}.txt": text + "\n"},
         "expected": {f"{folder}/{name}.txt": text},
@@ -124,7 +124,7 @@ def _find_lines(rng: random.Random) -> dict[str, Any]:
     lines = [f"{word} {others[0]}", f"{others[1]} {word}", f"{others[2]} {others[3]}", f"{others[4]} {others[5]}"]
     rng.shuffle(lines)
     return {
-        "instruction": f"Write the lines of {name}.txt that have {word} into the file found.txt",
+        "instruction": f"Use grep to find {word} in {name}.txt and write the lines into the file found.txt",
         "gold": f"grep {word} {name}.txt > found.txt",
         "files": {f"{name}.txt": "".join(f"{line}\n" for line in lines)},
         "expected": {"found.txt": "\n".join(line for line in lines if word in line.split())},
@@ -136,7 +136,7 @@ def _count_matches(rng: random.Random) -> dict[str, Any]:
     lines = [word] * rng.randint(2, 13) + [rng.choice(others) for _ in range(rng.randint(2, 8))]
     rng.shuffle(lines)
     return {
-        "instruction": f"Count the lines of {name}.txt that have {word} and write only the number into found.txt",
+        "instruction": f"Use grep -c to count {word} in {name}.txt and write the number into the file found.txt",
         "gold": f"grep -c {word} {name}.txt > found.txt",
         "files": {f"{name}.txt": "".join(f"{line}\n" for line in lines)},
         "expected": {"found.txt": str(lines.count(word))},
@@ -148,7 +148,7 @@ def _find_file(rng: random.Random) -> dict[str, Any]:
     names = [first, second, third]
     place = rng.choice(names)
     return {
-        "instruction": f"Write the name of the file that has {word} in it into the file found.out",
+        "instruction": f"Use grep -l to find {word} in all files and write the name into the file found.out",
         "gold": f"grep -l {word} *.txt > found.out",
         "files": {f"{name}.txt": f"{word if name == place else rng.choice(others)}\n" for name in names},
         "expected": {"found.out": f"{place}.txt"},
@@ -158,33 +158,30 @@ def _find_file(rng: random.Random) -> dict[str, Any]:
 # Edit
 
 
-def _append(rng: random.Random) -> dict[str, Any]:
-    name, word, *others = rng.sample(WORDS, 5)
-    text = "".join(f"{other}\n" for other in others)
-    return {
-        "instruction": f"Add the line {word} to the end of {name}.txt",
-        "gold": f"echo {word} >> {name}.txt",
-        "files": {f"{name}.txt": text},
-        "expected": {f"{name}.txt": f"{text}{word}"},
-    }
-
-
 def _replace(rng: random.Random) -> dict[str, Any]:
     name, old, new, *others = rng.sample(WORDS, 6)
     lines = rng.sample([old, *others], 4)
     return {
-        "instruction": f"Replace {old} by {new} in the file {name}.txt",
+        "instruction": f"Use sed to replace {old} by {new} in the file {name}.txt",
         "gold": f"sed -i s/{old}/{new}/ {name}.txt",
         "files": {f"{name}.txt": "".join(f"{line}\n" for line in lines)},
         "expected": {f"{name}.txt": "\n".join(new if line == old else line for line in lines)},
     }
 
 
+def _write_over(rng: random.Random) -> dict[str, Any]:
+    """Draw the same work in the other order of words: what is copied from an example is wrong."""
+    made = _replace(rng)
+    _, old, new, _ = made["gold"].split()[2].split("/")
+    (path,) = made["files"]
+    return made | {"instruction": f"Use sed to write {new} in the place of {old} in the file {path}"}
+
+
 def _delete_line(rng: random.Random) -> dict[str, Any]:
     name, word, *others = rng.sample(WORDS, 5)
     lines = rng.sample([word, *others], 4)
     return {
-        "instruction": f"Delete the line {word} from the file {name}.txt",
+        "instruction": f"Use sed to delete {word} in the file {name}.txt",
         "gold": f"sed -i /{word}/d {name}.txt",
         "files": {f"{name}.txt": "".join(f"{line}\n" for line in lines)},
         "expected": {f"{name}.txt": "\n".join(line for line in lines if line != word)},
@@ -197,7 +194,7 @@ def _delete_line(rng: random.Random) -> dict[str, Any]:
 def _run_script(rng: random.Random) -> dict[str, Any]:
     name, script, text = _draw_script(rng)
     return {
-        "instruction": f"Run {name}.sh and write what it prints into the file out.txt",
+        "instruction": f"Use sh to run {name}.sh and write what it prints into the file out.txt",
         "gold": f"sh {name}.sh > out.txt",
         "files": {f"{name}.sh": script},
         "expected": {"out.txt": text},
@@ -208,7 +205,7 @@ def _repair(rng: random.Random) -> dict[str, Any]:
     name, script, _ = _draw_script(rng)
     command = script.partition(" ")[0]
     return {
-        "instruction": f"In {name}.sh the command {command} is misspelled as {TYPOS[command]}: correct it",
+        "instruction": f"Use sed to replace {TYPOS[command]} by {command} in the file {name}.sh",
         "gold": f"sed -i s/{TYPOS[command]}/{command}/ {name}.sh",
         "files": {f"{name}.sh": script.replace(command, TYPOS[command])},
         "expected": {f"{name}.sh": script},
@@ -219,8 +216,8 @@ def _repair_and_run(rng: random.Random) -> dict[str, Any]:
     name, script, text = _draw_script(rng)
     command = script.partition(" ")[0]
     return {
-        "instruction": f"In {name}.sh correct {TYPOS[command]} to {command}, then run it and write what it prints into "
-        "the file out.txt",
+        "instruction": f"Use sed to replace {TYPOS[command]} by {command} in the file {name}.sh, then use sh to run it and "
+        "write what it prints into the file out.txt",
         "gold": f"sed -i s/{TYPOS[command]}/{command}/ {name}.sh && sh {name}.sh > out.txt",
         "files": {f"{name}.sh": script.replace(command, TYPOS[command])},
         "expected": {f"{name}.sh": script, "out.txt": text},
@@ -246,14 +243,14 @@ KINDS: Mapping[str, Kind] = {
     "write_word": Kind(1, _write_word),
     "copy_file": Kind(1, _copy_file),
     "count_lines": Kind(2, _count_lines),
-    "rename": Kind(1, _rename, "files"),
-    "join": Kind(2, _join, "files"),
+    "join": Kind(1, _join, "files"),
+    "rename": Kind(2, _rename, "files"),
     "move_into": Kind(3, _move_into, "files"),
-    "find_lines": Kind(1, _find_lines, "search"),
-    "count_matches": Kind(2, _count_matches, "search"),
+    "count_matches": Kind(1, _count_matches, "search"),
+    "find_lines": Kind(2, _find_lines, "search"),
     "find_file": Kind(3, _find_file, "search"),
-    "append": Kind(1, _append, "edit"),
-    "replace": Kind(2, _replace, "edit"),
+    "replace": Kind(1, _replace, "edit"),
+    "write_over": Kind(2, _write_over, "edit"),
     "delete_line": Kind(3, _delete_line, "edit"),
     "run_script": Kind(1, _run_script, "fix"),
     "repair": Kind(2, _repair, "fix"),
