@@ -27,7 +27,7 @@ TWO_STEPS = (
 def run(command: str, folder: Path, model: Path) -> str:
     """Run a command of the page, whose model stands in for SmolLM2: the tokenizer is SmolLM2's."""
     command = command.replace(f"~/.cache/polar-trl/models/{MODEL_NAME}", str(model))
-    if "--model_name_or_path" not in command:
+    if command.startswith("polar-trl") and "--model_name_or_path" not in command:
         command += f" --model_name_or_path {model}"
     env = os.environ | {"PATH": list_warm_programs(), "HF_DATASETS_CACHE": str(folder / "cache")}
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
