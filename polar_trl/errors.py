@@ -9,6 +9,7 @@ PolarError
 ├── EngineError      the engine failed or was closed while a request was in flight
 │   └── EngineBusyError   the engine takes no requests for now; says when to ask again
 ├── SandboxError     a sandbox could not be made, reached or limited as asked
+│   ├── WorkerLostError     the node of a cluster that it was on is gone; names it
 │   ├── FileTooLargeError   a file in it is larger than the reader takes: the agent's doing, nothing is broken
 │   └── TreeUnreadableError   so many folders in each other, or rights so few, that it cannot be read: likewise
 ├── GradeError       a grader could not decide; the rollout has no reward
@@ -121,6 +122,22 @@ class EngineBusyError(EngineError):
 
 class SandboxError(PolarError):
     """A sandbox could not be made, reached or limited as asked."""
+
+
+class WorkerLostError(SandboxError):
+    """The node of a cluster that a sandbox was on does not answer any more.
+
+    Args:
+        node: Its name.
+        reason: How that was noticed.
+    """
+
+    def __init__(self, node: str, reason: str) -> None:
+        super().__init__(node, reason)  # which is what it is pickled by
+        self.node = node
+
+    def __str__(self) -> str:
+        return "node {} was lost: {}".format(*self.args)
 
 
 class FileTooLargeError(SandboxError):

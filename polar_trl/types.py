@@ -24,11 +24,13 @@ StopReason = Literal[
     "limit_exceeded",
     "no_calls",
     "prepare_failed",
+    "worker_lost",
     "cancelled",
 ]
 ErrorKind = Literal[
     "prepare_failed",
     "sandbox_failed",
+    "worker_lost",
     "model_calls_failed",
     "request_refused",
     "engine_busy",

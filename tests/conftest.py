@@ -55,7 +55,11 @@ def rank_file(file: str) -> int:
     text = (ROOT / file).read_text()
     if "mark.containers" in text:
         return 0
-    return 1 if re.search(r"\b(from launch|from \w*_runs|from tiny_vllm|from vllm_server) import", text) else 2
+    return (
+        1
+        if re.search(r"\b(from launch|from \w*_runs|from ray_nodes|from tiny_vllm|from vllm_server) import", text)
+        else 2
+    )
 
 
 class _ByFile(LoadFileScheduling):

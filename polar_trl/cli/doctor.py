@@ -31,6 +31,7 @@ examples:
   polar-trl doctor 'my-agent {instruction}' --tasks tasks.jsonl --sandbox docker   in the first task's image
   polar-trl doctor my_agents:Mine          an own class, as agent: my_agents:Mine of a run file
   polar-trl doctor --sandbox local         the same in folders of this user, with its network
+  polar-trl doctor pi --sandbox_cluster ray://head:10001 --install   on every node of a Ray cluster
   polar-trl doctor --json
   polar-trl doctor codex pi --model MODEL --window 8192   does their own prompt fit, by this model's tokenizer?
   polar-trl doctor --config ladder_pi      the agent of a run file, with its options: does its prompt fit its window?
@@ -92,6 +93,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--sandbox_image", "--image", metavar="IMAGE", help="container image with Python, for --sandbox docker"
     )
+    parser.add_argument(
+        "--sandbox_cluster", metavar="ADDRESS", help="on each node of a Ray cluster: auto, or ray://host:port"
+    )
     parser.add_argument("--tasks", metavar="SOURCE", help="run in the image of the first of these tasks instead")
     parser.add_argument("--security", action="store_true", help="try what sandboxes hold, instead of the agents")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -116,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--window is a number of tokens from 1, and needs the --model whose tokens they are")
     model = None if args.model is None else _load_model(args.model)
     harnesses = {name: _build(name, args) for name in dict.fromkeys(args.agents or AGENTS)}
+    if args.sandbox_cluster is not None:
+        return _run_cluster(args, harnesses)
     # agents of Node share it, and a container takes a folder once
     mounts = list(dict.fromkeys(folder for harness in harnesses.values() for folder in harness.folders))
     place = None if args.tasks is None else load_task_set(args.tasks, limit=1)[0]
@@ -165,6 +171,32 @@ def _take_run_file(args: argparse.Namespace) -> None:
         args.model = find_packaged(str(content["model_name_or_path"]))
     if args.model is not None and args.window is None:
         args.window = content.get("vllm_max_model_length")
+
+
+def _run_cluster(args: argparse.Namespace, harnesses: Mapping[str, Harness]) -> int:
+    from polar_trl.tools.cluster_doctor import check_cluster
+
+    if not all(map(_is_known, harnesses)) or args.tasks or args.model:
+        raise ConfigError("--sandbox_cluster tries agents that are known by name, without --tasks and --model")
+    kind = choose_kind(args.sandbox, image=args.sandbox_image)
+    found = check_cluster(
+        args.sandbox_cluster,
+        cast(Mapping[str, AgentHarness], harnesses),
+        kind=kind,
+        image=args.sandbox_image,
+        install=args.install,
+        delay_s=args.answer_s,
+    )
+    if args.json:
+        print(json.dumps({"nodes": {name: asdict(node) for name, node in found.items()}}))
+    for name, node in () if args.json else found.items():
+        print(f"{name}: {node.problem or 'is set up, and reaches this machine'}")
+        if node.agents:
+            _print_checkups(node.agents)
+    missed = [
+        c for node in found.values() for c in node.agents.values() if not c.works and (args.agents or c.installed)
+    ]
+    return 1 if missed or any(node.problem for node in found.values()) else 0
 
 
 def _is_known(name: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from polar_trl.errors import FileTooLargeError, PolarError, TreeUnreadableError
 from polar_trl.grade.changes import read_file, read_tree
+from polar_trl.sandbox.base import Sandbox
 
 MAX_CHARACTERS = 20_000
 MAX_FILE_CHARACTERS = 8_000
@@ -26,6 +27,11 @@ TIME_LIMIT_S = 5.0
 MAX_PAIRS = 250_000
 """Lines removed times lines added. The matcher is quadratic; beyond this a part is shown as replaced altogether."""
 CONTEXT = 3
+
+
+def render_session_changes(sandbox: Sandbox, given: Mapping[str, str]) -> str:
+    """Render what changed in a sandbox's work folder; `given` are the task's own files."""
+    return render_changes(sandbox.base_tree, sandbox.host_workdir, given)
 
 
 def render_changes(before: Path | None, after: Path, given: Mapping[str, str] = {}) -> str:

@@ -206,6 +206,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "takes a third less time at 0.9, but hard tasks are the ones that are stopped."
         },
     )
+    retry_lost_sessions: bool = field(
+        default=False,
+        metadata={
+            "help": "Begin a session once more, on another node, where its node of sandbox_cluster was lost. Else it "
+            "has no reward."
+        },
+    )
     max_policy_lag: int = field(
         default=0,
         metadata={
@@ -328,4 +335,5 @@ class PolarGRPOConfig(PackedGRPOConfig):
             train_auxiliary=self.train_auxiliary,
             max_policy_lag=self.max_policy_lag,
             straggler_quantile=self.straggler_quantile,
+            retry_lost_sessions=self.retry_lost_sessions,
         )

@@ -33,6 +33,9 @@ class Member:
     def _run(self) -> None:
         try:
             self._result = self.session.run()
+            if again := self.session.begin_again(self._result):
+                self.session = again
+                self._result = again.run()
         except BaseException as failure:  # noqa: BLE001 - raised again by whoever waits
             self.failure = failure
         self._on_end(self)

@@ -87,6 +87,8 @@ def find_reason(rollout: Rollout) -> Reason | None:
             return Reason(
                 name=f"{name} (agent {name_exit(ended)})", detail=_last_line(tail) or _one_line(rollout.error)
             )
+        if rollout.error_kind == "worker_lost":  # counted by node
+            name = rollout.error.partition(":")[0]
         return Reason(name=name, detail=_one_line(rollout.error))
     if rollout.counters.get("budget_messages"):
         return Reason(name=OUT_OF_BUDGET)

@@ -55,6 +55,9 @@ class RolloutConfig:
     """Once this share of the agents of a batch (one `start`) has ended, those that have used as much time as the
     slowest of them are stopped, graded and trained; the rest may use as much. None waits for all."""
 
+    retry_lost_sessions: bool = False
+    """Begin a session once more whose node was lost."""
+
     def __post_init__(self) -> None:
         quantile = self.straggler_quantile
         if quantile is not None and not 0.0 < quantile < 1.0:
@@ -97,6 +100,7 @@ class RolloutRunner:
             grader=grader,
             limits=config.limits,
             train_auxiliary=config.train_auxiliary,
+            retry_lost_sessions=config.retry_lost_sessions,
             stage_slots={
                 "prepare": threading.BoundedSemaphore(config.max_preparing),
                 "agent": threading.BoundedSemaphore(config.max_agents),

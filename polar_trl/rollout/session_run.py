@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polar_trl.engine.gate import GateStats
-from polar_trl.errors import GradeError, LawError, NotFiniteRewardError, PolarError
+from polar_trl.errors import GradeError, LawError, NotFiniteRewardError, PolarError, WorkerLostError
 from polar_trl.grade.base import Grader, is_finite_reward
-from polar_trl.grade.diff import render_changes
+from polar_trl.grade.diff import render_session_changes
 from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
@@ -78,6 +78,7 @@ class RunnerContext:
     grader: Grader | None
     limits: SessionLimits
     train_auxiliary: bool
+    retry_lost_sessions: bool
     stage_slots: Mapping[str, threading.BoundedSemaphore]
     progress: StageProgress
     on_agent_end: Callable[[Job], None]
@@ -117,11 +118,23 @@ class SessionRun:
         self._changes: str | None = None
         self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0) | {"queue": queue_s}
 
+    def begin_again(self, ended: RolloutResult) -> "SessionRun | None":
+        """Return a session of the same job, where this one's node was lost and that is to be retried."""
+        if ended.rollout.stop_reason != "worker_lost" or not self._context.retry_lost_sessions:
+            return None
+        if (record := self.job.record_path) is not None:
+            record.rename(f"{record}.lost")  # to be looked at, and no record of the run
+        again = SessionRun(self._context, self.job, self._cut, queue_s=self._seconds["queue"])
+        again._log.count("retried_after_loss")
+        return again
+
     def cancel(self) -> None:
         """End the session soon, whatever it is doing. From any thread."""
         self._cancelled.set()
         if self._sandbox is not None:
             self._sandbox.kill()
+        else:
+            self._context.backend.give_up()
 
     def run(self) -> RolloutResult:
         """Prepare, run the agent, grade, and rebuild trajectories.
@@ -139,9 +152,7 @@ class SessionRun:
             stop_reason, failure = self._run_agent(self._sandbox)
             self._cut.note(None if failure else self._seconds["agent"])
             self._context.on_agent_end(self.job)
-            self._changes = self._redaction.clean(
-                render_changes(self._sandbox.base_tree, self._sandbox.host_workdir, self.job.task.files)
-            )
+            self._changes = self._redaction.clean(self._sandbox.call(render_session_changes, self.job.task.files))
             if failure is None:
                 reward, failure = self._grade(self._sandbox)
                 self._sandbox.require_whole()
@@ -149,6 +160,10 @@ class SessionRun:
             stop_reason, failure = "cancelled", _Failure("cancelled", "the run was stopped")
         except LawError:
             raise
+        except WorkerLostError as error:
+            stop_reason, reward, failure = "worker_lost", None, _Failure("worker_lost", str(error))
+            self._log.count(f"lost_on_{error.node}")
+            self._cut.note(None)
         except (PolarError, OSError) as error:
             kind: ErrorKind = "prepare_failed" if stop_reason == "prepare_failed" else "sandbox_failed"
             reward, failure = None, _Failure(kind, f"{type(error).__name__}: {error}")
@@ -287,6 +302,8 @@ class SessionRun:
                 for name, count in grade.counters.items():
                     self._log.count(name, count)
                 return float(grade.reward), None
+            except WorkerLostError:
+                raise
             except Exception as error:  # noqa: BLE001 - the grader's one boundary: a grader that fails is no zero
                 self._raise_if_cancelled()
                 if isinstance(error, NotFiniteRewardError):

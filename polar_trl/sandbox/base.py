@@ -1,12 +1,14 @@
 """The sandbox protocols: a work folder, commands with a deadline, and nothing left behind."""
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from polar_trl.types import Task
+
+_T = TypeVar("_T")
 
 WORKDIR = "/workspace"
 HOME = "/home/agent"
@@ -97,6 +99,13 @@ class Sandbox(Protocol):
         """
         ...
 
+    def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function with this sandbox and the arguments, on the machine that has its folders.
+
+        The function is one that can be imported by its name.
+        """
+        ...
+
     def open_listener(self) -> socket.socket | None:
         """Open a socket inside the sandbox's own network, for the proxy to serve; the caller closes it.
 
@@ -122,7 +131,8 @@ class Sandbox(Protocol):
 
 
 class SandboxBackend(Protocol):
-    """Makes sandboxes of one kind. A base class: one that makes none ahead needs no `order` and no `withdraw`."""
+    """Makes sandboxes of one kind. A base class: one that makes none ahead needs no `order` and no `withdraw`,
+    one that is never full no `give_up`."""
 
     capabilities: Capabilities
     depth: int = 0
@@ -145,6 +155,10 @@ class SandboxBackend(Protocol):
 
     def withdraw(self, task: Task) -> None:
         """Take an order back."""
+        return
+
+    def give_up(self) -> None:
+        """End the waiting of every `create` that waits for room, with `SandboxError`. From any thread."""
         return
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -179,12 +180,17 @@ def can_limit() -> bool:
     return True
 
 
-def reap_cgroups() -> list[str]:
-    """Kill processes in the groups of dead owners, and remove the groups; their names."""
+def reap_cgroups(folders: Collection[str] = ()) -> list[str]:
+    """Kill processes in the groups of dead owners, and remove the groups; their names.
+
+    Args:
+        folders: Session folders that were just reaped, whose groups have the same names: of an owner that is dead,
+            though it cannot be seen from here.
+    """
     reaped: dict[str, None] = {}  # a group has a folder for each controller
     for folder in [*ROOT.glob(f"{PARENT}/*"), *ROOT.glob(f"*/{PARENT}/*")]:
         name, _, owner = folder.name.rpartition(".")
-        if folder.is_dir() and is_dead(owner) and _remove(folder):
+        if folder.is_dir() and (is_dead(owner) or name in folders) and _remove(folder):
             reaped[name] = None
     return list(reaped)
 

@@ -5,12 +5,15 @@ changed the folders, which would be no agent's doing.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from polar_trl.errors import FileTooLargeError, SandboxError
 from polar_trl.sandbox.owner import OWNER_FILE
+
+_T = TypeVar("_T")
 
 DISK = "disk"
 """The part of a session folder that its agent sees; the owner's tag lies beside it."""
@@ -145,6 +148,10 @@ class HostFolders:
     def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """See `SessionFolder.get`."""
         return self._files.get(path, max_bytes=max_bytes)
+
+    def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """See `Sandbox.call`: the folders are here."""
+        return function(self, *arguments)
 
     def upload(self, source: Path, target: str) -> None:
         """Raise `SandboxError`: the sandbox has no root of its own, where it is none of docker's."""

@@ -2,12 +2,15 @@
 
 A process id alone is used again by the system; together with the time that the process started, the machine's boot
 and the namespace of the id, it names one process for ever. A process that cannot be seen from here is never called
-dead: one of another machine, whose engine is shared, or of another container on this one.
+dead: one of another machine, whose engine is shared, or of another container on this one. But the tag's file of a
+session folder is locked (flock) while its owner lives, and the kernel keeps that lock for all containers: so what an
+earlier life of a container left on a disk that was kept is removed as well.
 
 The tag of a session folder is a file beside the part that agents see (`folder.DISK`). Nothing is killed because a file
 says so: helpers are found by their own command lines, which name the session.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -22,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from polar_trl.errors import SandboxError
 
@@ -32,6 +36,8 @@ UNOWNED_LIFE_S = 60.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OCTAL = re.compile(rb"\\([0-7]{3})")
 MAX_TAG_BYTES = 256
+_LOCKS: dict[Path, BinaryIO] = {}
+"""Open files of the session folders of this process."""
 _TAG = re.compile(
     r"(?P<machine>[0-9a-f]{12}):(?P<boot>[0-9a-f-]+):(?P<space>[0-9]+):(?P<pid>[0-9]{1,9}):(?P<start>[0-9]+)"
 )
@@ -73,6 +79,8 @@ def make_session_folder(root: Path, session_id: str) -> Path:
         _require_own(root)
         folder = Path(tempfile.mkdtemp(prefix=f"{label}-", dir=root)).resolve()
         (folder / OWNER_FILE).write_text(build_owner_tag())
+        _LOCKS[folder] = lock = (folder / OWNER_FILE).open("rb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise SandboxError(f"cannot make a folder for session {session_id}: {error}") from error
     return folder
@@ -94,6 +102,8 @@ def remove_session_folder(folder: Path) -> None:
             if path.name != OWNER_FILE:  # last: without it nobody would finish what a kill cuts short
                 remove_tree(path)
     remove_tree(folder)
+    if lock := _LOCKS.pop(folder, None):
+        lock.close()
 
 
 def remove_tree(base: Path) -> None:
@@ -212,7 +222,24 @@ def _is_left(folder: Path) -> bool:
         return not any(folder.iterdir()) and time.time() - state.st_mtime > UNOWNED_LIFE_S
     if tag and not _TAG.fullmatch(tag):
         logger.warning("%s stays: its file %r does not say whose it is; remove it if no run does", folder, OWNER_FILE)
-    return is_dead(tag)
+    return is_dead(tag) or (_is_of_other_container(tag) and not _is_locked(folder / OWNER_FILE))
+
+
+def _is_of_other_container(tag: str) -> bool:
+    """Return whether a tag is of this machine as it runs now, and its process cannot be seen from here."""
+    found = _TAG.fullmatch(tag)
+    if found is None or (found["machine"], found["boot"]) != (_read_machine(), _read_boot_id()):
+        return False
+    return found["space"] != _read_pid_namespace()
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _read_owner(folder: Path) -> str:

@@ -75,6 +75,10 @@ class WarmPool(SandboxBackend):
                 _destroy(made)
         return self._backend.create(task, session_id)
 
+    def give_up(self) -> None:
+        """See `SandboxBackend.give_up`."""
+        self._backend.give_up()
+
     def close(self) -> None:
         """Remove sandboxes that nobody took, then close the backend."""
         with self._lock:

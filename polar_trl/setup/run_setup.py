@@ -80,6 +80,13 @@ class RunArguments:
             "image and bwrap else, 'local' a folder of this user without any boundary."
         },
     )
+    sandbox_cluster: str | None = field(
+        default=None,
+        metadata={
+            "help": "Run agents and graders on the nodes of a Ray cluster: 'auto' for the one of this machine, or "
+            "'ray://host:port'. See docs/cluster.md."
+        },
+    )
     sandbox_image: str | None = field(
         default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
     )
@@ -169,23 +176,44 @@ def build_parts(
     """
     harness = build_harness(run)
     require_launch(harness, tasks, **limits)
-    mounts = [*harness.folders, *list_environments(tasks)]
-    backend = build_sandbox(run, tasks, mounts, run_id)
     needs_files = run.agent == "shell" and not (run.agent_files or run.agent_folders)
     if is_first and (unused := find_unused_images(tasks, find_sandbox_kind(run, tasks), needs_files=needs_files)):
         print(unused, file=sys.stderr, flush=True)
-    try:
-        grader = build_grader(run, tasks, backend)
-        check_limits(tasks, build_limits(run), backend.capabilities)
-        harness.install()
-        refuse_answers(tasks, mounts)
-        backend.prepare(tasks)
-        if run.check_tasks and run.grader is None:
-            require_good_tasks(run, tasks, backend, jobs=check_jobs, is_first=is_first)
-    except BaseException:
-        backend.close()
-        raise
-    return RunParts(harness=harness, backend=backend, grader=grader)
+    recipe = MachineRecipe(run=run, harness=harness, run_id=run_id, check_jobs=check_jobs, is_first=is_first)
+    if run.sandbox_cluster is None:
+        return recipe.build(tasks, tasks)
+    from polar_trl.setup.cluster_parts import build_cluster_parts
+
+    return build_cluster_parts(recipe, tasks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineRecipe:
+    """Builds the parts of one machine: of this one, or of a node of a cluster."""
+
+    run: RunArguments
+    harness: Harness
+    run_id: str
+    check_jobs: int
+    is_first: bool
+
+    def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> RunParts:
+        """Build what these tasks need, and check the solutions of `checked`. Raises `ConfigError`, `SandboxError`."""
+        run, harness = self.run, self.harness
+        mounts = [*harness.folders, *list_environments(tasks)]
+        backend = build_sandbox(run, tasks, mounts, self.run_id)
+        try:
+            grader = build_grader(run, tasks, backend)
+            check_limits(tasks, build_limits(run), backend.capabilities)
+            harness.install()
+            refuse_answers(tasks, mounts)
+            backend.prepare(tasks)
+            if run.check_tasks and run.grader is None:
+                require_good_tasks(run, checked, backend, jobs=self.check_jobs, is_first=self.is_first)
+        except BaseException:
+            backend.close()
+            raise
+        return RunParts(harness=harness, backend=backend, grader=grader)
 
 
 def build_harness(run: RunArguments) -> Harness:

@@ -13,12 +13,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Agent": ("agent", "agent_command", "agent_options", "agent_files", "agent_folders"),
     "Sandboxes": (
         *("sandbox", "sandbox_image", "sandbox_memory_mb", "sandbox_cpus", "sandbox_pids", "sandbox_disk_mb"),
-        "sandbox_warm",
+        *("sandbox_warm", "sandbox_cluster"),
     ),
     "Sessions": (
         *("max_session_calls", "max_session_tokens", "max_completion_length", "prepare_timeout_s", "agent_timeout_s"),
         *("grade_timeout_s", "max_agents", "max_preparing", "max_grading", "max_policy_lag", "straggler_quantile"),
-        *("train_auxiliary", "show_rollout_progress"),
+        *("retry_lost_sessions", "train_auxiliary", "show_rollout_progress"),
     ),
     "Tokens": ("renderer", "thinking", "max_trajectory_tokens"),
     "Training": (

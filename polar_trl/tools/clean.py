@@ -51,7 +51,7 @@ def clean(root: Path | None = None) -> Cleaned:
     return Cleaned(
         containers=containers,
         folders=folders,
-        cgroups=reap_cgroups(),
+        cgroups=reap_cgroups(folders),
         live_sessions=count_session_folders(root),
         engine=engine,
     )

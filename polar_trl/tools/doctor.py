@@ -77,9 +77,9 @@ def check_agent(
             why = f"{name} is not installed; run: polar-trl doctor --install {name}"
         else:
             task = build_task(delay_s, place)
-            finished = _try(harness, task, delay_s, backend or build_backend("auto", mounts=harness.folders))
+            finished = run_two_turns(harness, task, delay_s, backend or build_backend("auto", mounts=harness.folders))
             num_tokens = None if model is None else _count_first_prompt(finished, model)
-            why = _find_fault(finished)
+            why = find_fault(finished)
             if not why and window is not None and num_tokens is not None and num_tokens >= window:
                 why = f"its first prompt has {num_tokens} tokens, and the context window is {window}"
             elif not why and window is not None:
@@ -165,8 +165,8 @@ def build_task(delay_s: float, place: Task | None = None) -> Task:
     )
 
 
-def _try(harness: AgentHarness, task: Task, delay_s: float, backend: SandboxBackend) -> RolloutResult:
-    """Run the session of two turns."""
+def run_two_turns(harness: AgentHarness, task: Task, delay_s: float, backend: SandboxBackend) -> RolloutResult:
+    """Run the session of two turns: a shell command, and the end."""
     text, tool_calls = harness.build_last_message("The file is written.")
     replies = [
         Message(
@@ -185,7 +185,7 @@ def _count_first_prompt(finished: RolloutResult, model: Renderer) -> int | None:
     return None if first is None else len(model.render(first.messages, first.tools))
 
 
-def _find_fault(finished: RolloutResult) -> str:
+def find_fault(finished: RolloutResult) -> str:
     """Say why the agent does not work here; "" where it does."""
     rollout, counters = finished.rollout, finished.reconstruction.counters
     if rollout.error is not None:

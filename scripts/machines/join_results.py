@@ -1,18 +1,21 @@
-"""Join what the parts of scripts/test_machines.sh found into one file: `join_results.py FOLDER FILE`."""
+"""Join what the parts of scripts/test_machines.sh found into one file: `join_results.py FOLDER FILE`.
+
+Counts of several parts add up, and a key that no part has is null.
+"""
 
 import json
 import sys
 from collections import Counter
+from functools import reduce
+from operator import add
 from pathlib import Path
+from typing import Any
 
 parts = {path.stem: json.loads(path.read_text()) for path in sorted(Path(sys.argv[1]).glob("*.json"))}
-per_node: Counter[str] = Counter()
-for found in parts.values():
-    per_node.update(found.get("per_node", {}))
-whole = {name: sum(found[name] for found in parts.values()) for name in ("sessions", "left_behind")}
-counts = [found["lost"] for found in parts.values() if "lost" in found]
-lost = sum(counts) if counts else None  # not every part counts them
-ranks = {name: parts.get("c", {}).get(name) for name in ("weights_equal", "resumed_equal")}
-joined = {**whole, "lost": lost, "per_node": per_node, **ranks, "parts": parts}
+joined: dict[str, Any] = {}
+for name in ("sessions", "per_node", "lost", "left_behind", "weights_equal", "resumed_equal"):
+    found = [part[name] for part in parts.values() if name in part]
+    joined[name] = reduce(add, (Counter(one) if isinstance(one, dict) else one for one in found)) if found else None
+joined["parts"] = parts
 Path(sys.argv[2]).write_text(json.dumps(joined, indent=1) + "\n")
 print(json.dumps(joined, indent=1))

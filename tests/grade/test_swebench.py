@@ -1,17 +1,15 @@
 """Rows of SWE-bench, graded by the package's own script and parser: on a stand-in for a repository that it knows."""
 
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import docker
 import pytest
-from swe_repository import FIX, build_task, make_repository
+from swe_repository import FIX, build_image, build_task, make_repository
 
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grade.base import Grade
@@ -297,26 +295,9 @@ def test_the_canary_of_sympys_runner(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image as the data set has them: the repository at /testbed, a conda that does nothing, and pytest."""
-    context = tmp_path_factory.mktemp("context")
-    base = make_repository(context / "testbed")
-    site = Path(sysconfig.get_paths()["purelib"])
-    info = next(site.glob("pluggy-*.dist-info")).name
-    for name in ("pytest", "_pytest", "pluggy", info, "iniconfig", "packaging", "pygments"):
-        shutil.copytree(site / name, context / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(site / "py.py", context / "site")
-    (context / "activate").write_text("conda() { :; }\n")
-    (context / "pytest").write_text(
-        "#!/usr/bin/python3\nimport sys\nsys.path.insert(0, '/opt/site')\nimport pytest\n"
-        "sys.exit(pytest.console_main())\n"
-    )
-    (context / "pytest").chmod(0o755)
-    (context / "Dockerfile").write_text(
-        "FROM polar-trl-test:latest\nCOPY site /opt/site\nCOPY activate /opt/miniconda3/bin/activate\n"
-        "COPY pytest /usr/local/bin/pytest\nCOPY testbed /testbed\n"
-    )
+    """As `build_image` makes it; the base commit."""
+    base = build_image(tmp_path_factory.mktemp("context"), IMAGE)
     client = docker.from_env()
-    client.images.build(path=str(context), tag=IMAGE, rm=True)
     yield base
     client.images.remove(IMAGE, force=True)
     client.close()

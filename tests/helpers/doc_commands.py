@@ -46,6 +46,7 @@ OWN_REPOSITORY = "tests/examples/test_own_repository.py"
 AFTER = "tests/examples/test_after_training.py"
 WARM = "tests/examples/test_warm_start.py"
 TWO_RUNS = "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side"
+CLUSTER = "tests/cluster/test_sessions.py::test_doctor_tries_agents_on_every_node"
 GOOD = "1 of 1 tasks are good"
 
 COMMANDS: dict[str, Run | str] = {
@@ -124,6 +125,14 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl train pi_1gpu --accelerate ddp_8gpu .*": "tests/grpo/test_accelerate_configs.py",
     "polar-trl train my_run.yaml --resume_from_checkpoint auto": ("tests/grpo/resume/test_resume.py"),
     "polar-trl clean": Run(""),
+    # a cluster of Ray's
+    "pip install 'polar-trl\\[ray\\]'": "tests/cluster/test_docs.py::test_the_extra_has_the_version_that_is_tested",
+    "polar-trl doctor pi --sandbox_cluster auto --install": CLUSTER,
+    "polar-trl train pi_1gpu --sandbox_cluster auto": "scripts/machines/sessions.py::prove_sessions",
+    "openssl .*": "scripts/machines/ray_cluster.py::_make_certificate",
+    "export RAY_.*": "scripts/machines/ray_cluster.py::env",
+    "ray start .*": "scripts/machines/ray_cluster.py::_start",
+    "kubectl .*": "tests/cluster/test_docs.py::test_the_manifest_has_room_for_what_the_page_says",
     # two machines, in scripts/test.sh machines
     "accelerate launch --multi_gpu --num_machines 2 .*": "scripts/machines/ranks.py::build_accelerate",
     "torchrun --nnodes 2 .*": "scripts/machines/ranks.py::build_torchrun",

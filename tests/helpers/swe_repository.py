@@ -1,9 +1,13 @@
 """Build a tiny repository that pretends to be one that swebench knows, and its row: for the tests of its grader."""
 
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+
+import docker
+import pluggy
 
 from polar_trl.tasks.swebench import build_swebench_tasks
 from polar_trl.types import Task
@@ -51,6 +55,34 @@ def make_repository(folder: Path) -> str:
     base = git(folder, "rev-parse", "HEAD")
     # what the images of the data set have: a commit of theirs on top
     git(folder, "commit", "--quiet", "--allow-empty", "--message=SWE-bench")
+    return base
+
+
+def build_image(context: Path, tag: str) -> str:
+    """Build an image as the data set has them: the repository at /testbed, a conda that does nothing, and pytest.
+
+    Returns:
+        The base commit.
+    """
+    base = make_repository(context / "testbed")
+    site = Path(pluggy.__file__).parents[1]
+    info = next(site.glob("pluggy-*.dist-info")).name
+    for name in ("pytest", "_pytest", "pluggy", info, "iniconfig", "packaging", "pygments"):
+        shutil.copytree(site / name, context / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(site / "py.py", context / "site")
+    (context / "activate").write_text("conda() { :; }\n")
+    (context / "pytest").write_text(
+        "#!/usr/bin/python3\nimport sys\nsys.path.insert(0, '/opt/site')\nimport pytest\n"
+        "sys.exit(pytest.console_main())\n"
+    )
+    (context / "pytest").chmod(0o755)
+    (context / "Dockerfile").write_text(
+        "FROM polar-trl-test:latest\nCOPY site /opt/site\nCOPY activate /opt/miniconda3/bin/activate\n"
+        "COPY pytest /usr/local/bin/pytest\nCOPY testbed /testbed\n"
+    )
+    client = docker.from_env()
+    client.images.build(path=str(context), tag=tag, rm=True)
+    client.close()
     return base
 
 

@@ -63,6 +63,24 @@ def test_only_the_folders_of_the_dead_are_removed(root: Path) -> None:
     assert reap_session_folders(root / "none") == []
 
 
+def test_what_another_container_left_is_removed_once_it_has_ended(root: Path) -> None:
+    """A container is a process namespace here."""
+    make = f"print(make_session_folder(Path({str(root)!r}), 's'), flush=True)"
+    code = f"from polar_trl.sandbox.owner import *; {make}; input()"
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as container:
+        assert container.stdout is not None
+        folder = Path(container.stdout.readline().strip())
+        assert folder.is_dir()
+        assert reap_session_folders(root) == []
+        container.kill()
+        container.wait()
+    deadline = time.monotonic() + 30
+    while not (reaped := reap_session_folders(root)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert reaped == [folder.name]
+
+
 @pytest.mark.parametrize("name", ["helper", "owner"])
 def test_a_process_is_not_ended_because_a_file_names_it(
     root: Path, bystander: "subprocess.Popen[bytes]", name: str

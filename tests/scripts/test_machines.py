@@ -4,6 +4,7 @@ Whole runs on them are in `bash scripts/test.sh machines`.
 """
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -136,3 +137,26 @@ def test_the_script_says_how_it_is_called(words: list[str], sentence: str) -> No
     )
     assert sentence in done.stdout + done.stderr
     assert (done.returncode == 0) == (words == ["--help"])
+
+
+def test_what_the_parts_found_adds_up_and_what_none_counts_is_null(tmp_path: Path) -> None:
+    found = {
+        "a": {"sessions": 64, "per_node": {"node2": 32, "node3": 32}, "lost": 0, "left_behind": 0},
+        "b": {"sessions": 32, "per_node": {"node2": 16, "node4": 8}, "lost": 8, "left_behind": 1},
+    }
+    (tmp_path / "parts").mkdir()
+    for part, counts in found.items():
+        (tmp_path / "parts" / f"{part}.json").write_text(json.dumps(counts))
+    script = ROOT / "scripts" / "machines" / "join_results.py"
+    command = [sys.executable, str(script), str(tmp_path / "parts"), str(tmp_path / "joined.json")]
+    subprocess.run(command, check=True, capture_output=True)
+    joined = json.loads((tmp_path / "joined.json").read_text())
+    assert joined == {
+        "sessions": 96,
+        "per_node": {"node2": 48, "node3": 32, "node4": 8},
+        "lost": 8,
+        "left_behind": 1,
+        "weights_equal": None,
+        "resumed_equal": None,
+        "parts": found,
+    }

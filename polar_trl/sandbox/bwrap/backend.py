@@ -97,8 +97,7 @@ class BwrapSandboxBackend(SandboxBackend):
         )
         self._root = root or find_state_folder()
         self._trees = WorkTrees()
-        reap_session_folders(self._root)
-        reap_cgroups()
+        reap_cgroups(reap_session_folders(self._root))
         try:
             self._try_out()
         except SandboxError as error:

@@ -1,0 +1,1 @@
+"""Run the agents' side of sessions on the nodes of a Ray cluster: sandboxes and graders there, records here."""
