@@ -88,9 +88,8 @@ class MiniSWEAgentHarness(PackagedAgent):
         # nothing here has a price
         agent: dict[str, object] = {"cost_limit": 0, "step_limit": self._step_limit}
         if self._system_prompt is not None:
-            # a text in a template, in which no sign has a meaning
-            text = json.dumps(self._system_prompt, ensure_ascii=False)
-            agent |= {"system_template": f"{{{{ {text} }}}}", "instance_template": "{{task}}"}
+            # a literal of Jinja, which reads Python's escapes: in a template's own text, braces would have a meaning
+            agent |= {"system_template": f"{{{{ {self._system_prompt!a} }}}}", "instance_template": "{{task}}"}
         config = {
             "agent": agent,
             "environment": {"timeout": self._command_timeout_s},

@@ -55,7 +55,7 @@ class PromptSize:
 
     default: int
     smallest: int
-    """With a system prompt of one word and the shell tool alone."""
+    """With a system prompt of one word and the shell tool alone; from SmolLM2's count, 5 to 25 % below it."""
 
     def require_fit(self, name: str, endpoint: Endpoint, *, is_shorter: bool) -> None:
         """Raise `ConfigError` where the prompt leaves no room in the context window."""

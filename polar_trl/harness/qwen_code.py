@@ -39,14 +39,12 @@ _NO_FILE = "no-such-file.md"
 _NO_LANGUAGE_RULES = {".qwen/output-language.md": "<!-- qwen-code:llm-output-language: auto -->\n"}
 _SYSTEM_PROMPT = ".polar/system.md"
 _EARLIER_SESSION = ".polar/earlier.jsonl"
-_WORK_FOLDER = "@work_folder@"
-# a session lies in a folder that is named after its work folder, which is not known here
+# a session lies in a folder named after its work folder, and names it in each line: it is not known before
 _LAY_EARLIER_SESSION = f"""\
 work=$(pwd -P)
-chats="$HOME/.qwen/projects/${{work//[^a-zA-Z0-9]/-}}/chats"
+chats="$HOME/.qwen/projects/$(printf %s "$work" | tr -c a-zA-Z0-9 -)/chats"
 mkdir -p "$chats"
-earlier=$(<"$HOME/{_EARLIER_SESSION}")
-printf '%s\\n' "${{earlier//{_WORK_FOLDER}/"$work"}}" >"$chats/{EARLIER_ID}.jsonl"
+sed "s|\\"cwd\\": \\"\\"|\\"cwd\\": \\"$work\\"|" "$HOME/{_EARLIER_SESSION}" >"$chats/{EARLIER_ID}.jsonl"
 """
 _MEMORY_AGENT = "managed memory extraction subagent"
 _SUMMARIZER = "component that summarizes a conversation"
@@ -197,7 +195,7 @@ class QwenCodeHarness(PackagedAgent):
                     "sessionId": EARLIER_ID,
                     "timestamp": EARLIER,
                     "type": kind,
-                    "cwd": _WORK_FOLDER,
+                    "cwd": "",
                     "version": VERIFIED_VERSION,
                     "message": {"role": role, "parts": [part]},
                     **more,

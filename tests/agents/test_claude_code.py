@@ -264,8 +264,8 @@ def test_a_closed_session_ends_the_agent() -> None:
 # Options
 
 
-def test_the_short_prompt_is_a_tenth_as_long() -> None:
-    short = ClaudeCodeHarness(short_prompt=True)
+def test_a_system_prompt_alone_leaves_the_three_tools_of_its_bare_mode() -> None:
+    short = ClaudeCodeHarness(system_prompt="You have a shell.")
     finished = run_session(short, build_replies(short), grader=GRADER)
     assert (finished.rollout.reward, finished.rollout.stop_reason) == (1.0, "completed")
     assert len(finished.reconstruction.trajectories) == 1

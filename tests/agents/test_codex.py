@@ -1,9 +1,10 @@
-"""Codex as npm ships it: sub-agents, compaction, wrong calls, the short prompt, and a key that is not known."""
+"""Codex as npm ships it: sub-agents, compaction, wrong calls, shorter prompts, and a key that is not known."""
 
 import json
 import re
 import tomllib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sessions import (
@@ -28,6 +29,7 @@ from polar_trl.types import TokenIds
 from polar_trl.wire.openai_responses_request import COMPACTION_PROMPT, SUMMARY_LEAD
 
 HARNESS = CodexHarness()
+SHORT = CodexHarness(system_prompt="You have a shell.")
 WRITE = HARNESS.build_shell_call("printf one > one.txt")
 PRINT = [HARNESS.build_shell_call(f"head -c 9000 /dev/zero | tr '\\0' {letter}") for letter in "abcdefghi"]
 LONG_WORK = [*(say("More.", tool_call) for tool_call in PRINT), say("All is done.")]
@@ -38,20 +40,30 @@ def installed() -> None:
     HARNESS.install()
 
 
-def test_three_turns_with_the_short_prompt() -> None:
-    harness = CodexHarness(short_prompt=True)
+@pytest.mark.parametrize(
+    ("options", "tools"),
+    [
+        ({"tools": ["exec_command"]}, set()),
+        ({"tools": ["exec_command", "view_image", "goals"]}, {"view_image", "get_goal", "create_goal", "update_goal"}),
+        (
+            {"system_prompt": "You have a shell.", "tools": ["exec_command", "apply_patch", "request_user_input"]},
+            {"apply_patch", "request_user_input"},
+        ),
+    ],
+)
+def test_three_turns_with_some_of_its_tools(options: dict[str, Any], tools: set[str]) -> None:
+    harness = CodexHarness(**options)
     finished = run_session(harness, build_replies(harness), grader=GRADER)
     rollout = finished.rollout
     assert (rollout.error, rollout.reward, rollout.stop_reason) == (None, 1.0, "completed")
     assert (count_drifted(rollout), len(finished.reconstruction.trajectories)) == (0, 1)
-    assert len(rollout.calls[0].prompt_ids) < 12_000
+    assert {tool.name for tool in rollout.calls[0].request.tools} == {"exec_command", "write_stdin"} | tools
 
 
 def test_a_freeform_patch_is_applied() -> None:
     patch = "*** Begin Patch\n*** Add File: new.txt\n+hello\n*** End Patch"
     replies = [say("", call_tool("apply_patch", json.dumps({"input": patch}))), say("The file is there.")]
-    harness = CodexHarness(short_prompt=True)
-    finished = run_session(harness, replies, grader='test "$(cat new.txt)" = hello')
+    finished = run_session(SHORT, replies, grader='test "$(cat new.txt)" = hello')
     rollout = finished.rollout
     assert [tool.kind for tool in rollout.calls[0].request.tools if tool.name == "apply_patch"] == ["freeform"]
     assert (rollout.reward, count_drifted(rollout), len(finished.reconstruction.trajectories)) == (1.0, 0, 1)
@@ -73,7 +85,7 @@ def test_wrong_tool_calls_are_answered_and_the_session_goes_on() -> None:
 def test_patches_that_are_no_input_are_answered_and_come_back_as_they_were() -> None:
     wrong = ['{"patch": "x"}', "*** Begin Patch", '{"input": 3}', ""]
     replies = [say("", call_tool("apply_patch", arguments)) for arguments in wrong]
-    finished = run_session(CodexHarness(short_prompt=True), [*replies, say("I give up.")])
+    finished = run_session(SHORT, [*replies, say("I give up.")])
     rollout = finished.rollout
     assert (rollout.stop_reason, len(rollout.calls), count_drifted(rollout)) == ("completed", 5, 0)
     assert len(finished.reconstruction.trajectories) == 1
@@ -85,7 +97,7 @@ def test_a_text_model_is_shown_no_image() -> None:
         say("", HARNESS.build_shell_call("printf x > a.png")),
         say("", call_tool("view_image", '{"path": "a.png"}')),
     ]
-    rollout = run_session(CodexHarness(short_prompt=True), [*look, say("I see nothing.")]).rollout
+    rollout = run_session(SHORT, [*look, say("I see nothing.")]).rollout
     assert (rollout.stop_reason, count_drifted(rollout)) == ("completed", 0)
     assert "do not support image inputs" in results(rollout)[-1]
 

@@ -26,10 +26,11 @@ from polar_trl.tools.doctor import run_scripted_session
 from polar_trl.types import Endpoint, Task
 
 HARNESS = OpenCodeHarness()
-SHORT = OpenCodeHarness(short_prompt=True)
+OPTIONS = {"system_prompt": "You have a shell.", "tools": ["bash", "read", "edit", "write", "glob", "grep"]}
+SHORT = OpenCodeHarness(**OPTIONS)  # type: ignore[arg-type]
 APIS = ("openai", "openai-responses", "anthropic", "google")
 WRITE = HARNESS.build_shell_call("printf one > one.txt")
-# a byte is a token here: the short prompt has 13 kB, each of these turns adds 12 kB
+# a byte is a token here: this prompt has 13 kB, each of these turns adds 12 kB
 PRINT = [HARNESS.build_shell_call(f"head -c 12000 /dev/zero | tr '\\0' {letter}") for letter in "abc"]
 LONG_WORK = [*(say("More.", tool_call) for tool_call in PRINT), say("All is done.")]
 # it takes a lock before it asks the npm registry
@@ -56,7 +57,7 @@ def test_three_turns_through_each_api(api: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 def test_a_call_that_cannot_be_run_comes_back_as_another(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = OpenCodeHarness(api=api, short_prompt=True)  # type: ignore[arg-type]
+    harness = OpenCodeHarness(api=api, **OPTIONS)  # type: ignore[arg-type]
     wrong = [
         call_tool("bash", '{"command": "pri'),
         call_tool("no_such_tool", '{"a": 1}'),
@@ -81,7 +82,7 @@ def test_a_call_that_cannot_be_run_comes_back_as_another(api: str, monkeypatch: 
     assert "Missing key" in mistyped
 
 
-def test_the_short_prompt_is_half_as_long() -> None:
+def test_a_prompt_with_six_tools_is_half_as_long() -> None:
     finished = run_session(SHORT, build_replies(SHORT), grader=GRADER)
     assert (finished.rollout.reward, finished.rollout.stop_reason) == (1.0, "completed")
     assert len(finished.reconstruction.trajectories) == 1
@@ -153,7 +154,7 @@ def test_the_instruction_arrives_as_it_is_and_the_work_folder_chooses_no_model(
     config = {"model": "elsewhere/other", "provider": {"elsewhere": {"models": {"other": {}}}}}
     files = {"opencode.json": json.dumps(config), "AGENTS.md": "Be quick."}
     task = Task(id="t", instruction=instruction, files=files, env={"XDG_CONFIG_HOME": "/nowhere"})
-    finished = run_scripted_session(SHORT, [say("Done.")], task, backend=LocalSandboxBackend())
+    finished = run_scripted_session(HARNESS, [say("Done.")], task, backend=LocalSandboxBackend())
     assert finished.rollout.stop_reason == "completed"
     assert heard[0].messages[-1].text.strip() == instruction.strip()
     assert "Be quick." in heard[0].messages[0].text

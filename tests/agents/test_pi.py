@@ -211,23 +211,6 @@ def test_a_window_in_which_it_would_ask_for_one_token_is_refused() -> None:
     assert '"contextWindow": 8192' in launch(8192).files[".pi/agent/models.json"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"system_prompt": " "}, "system_prompt must be a text with words"),
-        ({"system_prompt": 3}, "system_prompt must be a text with words in it, not 3"),
-        ({"tools": "bash"}, r"tools must be a list such as \[bash\], not 'bash'"),
-        ({"tools": ["shell"]}, "tools names 'shell'; Pi has read, bash, edit"),
-        ({"demonstrations": [["ls"]]}, r"demonstrations has \['ls'\]; each must be a request and a command"),
-        ({"demonstrations": "ls"}, "demonstrations must be a list of pairs"),
-        ({"demonstrations": [["Look", "ls"]], "tools": ["read"]}, "call the tool bash, and tools are read; add bash"),
-    ],
-)
-def test_options_that_it_cannot_use_are_refused(options: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        build_agent("pi", options)
-
-
 def test_the_ladders_run_file_shows_each_kind_of_task_and_no_task_itself() -> None:
     run = yaml.safe_load((ROOT / "polar_trl" / "configs" / "ladder_pi.yaml").read_text(encoding="utf-8"))
     endpoint = Endpoint(

@@ -1,4 +1,4 @@
-"""Qwen Code as npm ships it: its short prompt, its side requests, and wrong, cut, late or too long answers."""
+"""Qwen Code as npm ships it: a shorter prompt, its side requests, and wrong, cut, late or too long answers."""
 
 import json
 
@@ -28,10 +28,11 @@ from polar_trl.tools.doctor import MAX_MODEL_LEN, answer_by_turn, run_scripted_s
 from polar_trl.types import Endpoint, Task
 
 HARNESS = QwenCodeHarness()
+SHORT = QwenCodeHarness(system_prompt="You have a shell.", tools=["run_shell_command", "read_file", "edit"])
 SETTINGS = ".qwen/settings.json"
 WRITE = HARNESS.build_shell_call("printf one > one.txt")
 ECHOES = [say("", *(HARNESS.build_shell_call(f"echo {turn}{word}") for word in "abc")) for turn in range(6)]
-# a byte is a token here: each turn adds 9 kB to a first prompt of 33 kB (short) or 70 kB
+# a byte is a token here: each turn adds 9 kB to a first prompt of 9 kB (SHORT) or 70 kB
 PRINT = [HARNESS.build_shell_call(f"head -c 9000 /dev/zero | tr '\\0' {letter}") for letter in "abcdef"]
 LONG_WORK = [*(say("More.", tool_call) for tool_call in PRINT), say("All is done.")]
 
@@ -41,25 +42,20 @@ def installed() -> None:
     HARNESS.install()
 
 
-def test_the_short_prompt_is_half_as_long_and_keeps_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = QwenCodeHarness(short_prompt=True)
+def test_a_prompt_with_three_tools_is_a_quarter_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = overhear(monkeypatch)
-    finished = run_session(short, build_replies(short), change=note_lookups, grader=f"{GRADER} && {LOOKED_NOTHING_UP}")
+    finished = run_session(SHORT, build_replies(SHORT), change=note_lookups, grader=f"{GRADER} && {LOOKED_NOTHING_UP}")
     rollout = finished.rollout
     assert (rollout.error, rollout.reward, rollout.stop_reason) == (None, 1.0, "completed")
     assert (len(finished.reconstruction.trajectories), count_drifted(rollout)) == (1, 0)
-    assert len(rollout.calls[0].prompt_ids) < 36_000
-    assert {tool.name for tool in rollout.calls[0].request.tools} == {
-        "edit", "get_goal", "notebook_edit", "read_file", "run_shell_command", "update_goal",
-    }  # fmt: skip
+    assert len(rollout.calls[0].prompt_ids) < 18_000  # of bytes
+    assert {tool.name for tool in rollout.calls[0].request.tools} == {"edit", "read_file", "run_shell_command"}
     echoed = [message for message in heard[-1].messages if message.role == "assistant"]
     assert [message.reasoning for message in echoed] == ["Three files.", "Now the others."]
 
 
-@pytest.mark.parametrize("short_prompt", [False, True])
-def test_no_command_loses_its_output(short_prompt: bool) -> None:
-    harness = QwenCodeHarness(short_prompt=short_prompt)
-    rollout = run_session(harness, [*ECHOES, say("end")], change=note_lookups, grader=LOOKED_NOTHING_UP).rollout
+def test_no_command_loses_its_output() -> None:
+    rollout = run_session(HARNESS, [*ECHOES, say("end")], change=note_lookups, grader=LOOKED_NOTHING_UP).rollout
     printed = [text.partition("Output: ")[2].partition("\n")[0] for text in results(rollout)]
     assert printed == [f"{turn}{word}" for turn in range(6) for word in "abc"]
     assert rollout.reward == 1.0
@@ -87,7 +83,7 @@ def test_wrong_tool_calls_are_answered_and_pings_keep_late_answers_alive() -> No
 
 def test_an_overflow_is_compacted_and_the_session_goes_on() -> None:
     engine = ScriptedEngine(answer_in_order(LONG_WORK), max_model_len=70_000)
-    finished = run_session(QwenCodeHarness(short_prompt=True), engine)
+    finished = run_session(SHORT, engine)
     rollout = finished.rollout
     # the summary's request overflows too; it is made anew without tools
     assert (rollout.stop_reason, rollout.counters) == ("completed", {"context_overflows": 2})
@@ -162,10 +158,9 @@ def test_the_settings_name_the_policy_and_nothing_else() -> None:
 @pytest.mark.parametrize("instruction", ["it's a é 👩‍👧 log\n" * 5000, "'" * 30_000], ids=["long", "long when quoted"])
 def test_an_instruction_that_no_argument_can_carry_comes_by_stdin(instruction: str) -> None:
     task = Task(id="t", instruction=f"Read this. {instruction} The end.", agent_timeout_s=120.0)
-    for harness in (HARNESS, QwenCodeHarness(short_prompt=True)):
-        rollout = run_scripted_session(harness, [say("Read.")], task, backend=LocalSandboxBackend()).rollout
-        assert rollout.stop_reason == "completed", rollout.error
-        assert any(task.instruction in message.text for message in rollout.calls[0].request.messages)
+    rollout = run_scripted_session(HARNESS, [say("Read.")], task, backend=LocalSandboxBackend()).rollout
+    assert rollout.stop_reason == "completed", rollout.error
+    assert any(task.instruction in message.text for message in rollout.calls[0].request.messages)
 
 
 def test_an_instruction_that_no_process_can_be_given_is_refused() -> None:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
@@ -66,6 +67,44 @@ def test_a_prompt_is_counted_by_a_models_tokenizer_and_has_to_fit_the_window(
     assert f"{fits['prompt_tokens']} tokens" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_run_files_agent_is_tried_with_its_options_its_model_and_its_window(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm2: Path
+) -> None:
+    run = yaml.safe_load((ROOT / "polar_trl" / "configs" / "ladder_pi.yaml").read_text(encoding="utf-8"))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run | {"model_name_or_path": str(smollm2)}))
+    assert main(["doctor", "--config", str(path), "--json"]) == 0
+    (fits,) = json.loads(capsys.readouterr().out)["agents"].values()
+    assert fits["works"] and 700 < fits["prompt_tokens"] < 900
+    assert main(["doctor", "--config", str(path), "--json", "--window", "500"]) == 1
+    assert f"has {fits['prompt_tokens']} tokens, and the context window is 500" in capsys.readouterr().out
+    own = f"python3 -I -S {ROOT}/polar_trl/configs/agents/shell_agent.py --max-turns 2 -- {{instruction}}"
+    folders = [str(ROOT / "polar_trl" / "configs" / "agents")]
+    path.write_text(yaml.safe_dump({"agent_command": own, "agent_folders": folders}))
+    assert main(["doctor", "--config", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["agents"][own]["works"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pi", "--config", "ladder_pi"], "--config names the agent"),
+        (["--config", "nowhere"], "no file at 'nowhere', and no run file of that name"),
+        (["--config", str(Path(__file__))], "test_doctor.py cannot be read"),
+        (
+            ["--config", str(ROOT / "polar_trl" / "configs" / "accelerate" / "ddp_8gpu.yaml")],
+            "is no run file: it names no agent",
+        ),
+    ],
+)
+def test_a_run_file_that_is_none_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["doctor", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("arguments", [["--window", "9"], ["--window", "0", "--model", "x"], ["--model", "/nowhere"]])
 def test_a_window_needs_a_model_that_is_there(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(["doctor", "pi", *arguments]) == 2
@@ -81,12 +120,12 @@ def test_an_odd_answer_time_is_one_sentence(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("codex", {"short_prompt": "yes"}, "short_prompt must be true or false"),
+        ("codex", {"images": "yes"}, "images must be true or false"),
         ("codex", {"version": "../../x"}, "version must be an exact version"),
         ("claude_code", {"max_turns": "a"}, "max_turns must be a whole number"),
         ("mini_swe_agent", {"step_limit": "x"}, "step_limit must be a whole number"),
         ("pi", {"api": "smoke"}, "api must be one of"),
-        ("pi", {"nosuch": 1}, "unexpected keyword argument 'nosuch'"),
+        ("pi", {"nosuch": 1}, "agent 'pi' has no option 'nosuch'; it has api, images, system_prompt, tools"),
     ],
 )
 def test_odd_options_are_named(name: str, options: dict[str, object], message: str) -> None:

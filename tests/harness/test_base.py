@@ -14,15 +14,15 @@ from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tokens.bytes import ByteRenderer
 
 SIZES = [
-    (name, {} if option is None else {option: True}, size)
+    (name, {} if text is None else {"system_prompt": text}, size)
     for name, agent in AGENTS.items()
-    for option, size in ((None, agent.prompt_size.default), ("short_prompt", agent.prompt_size.short))
-    if size is not None and name != "pi"
+    for text, size in ((None, agent.prompt_size.default), ("Go.", agent.prompt_size.smallest))
+    if name != "pi"
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "size"), SIZES)
-def test_a_window_that_an_agents_own_prompt_fills_is_refused(name: str, options: dict[str, bool], size: int) -> None:
+def test_a_window_that_an_agents_own_prompt_fills_is_refused(name: str, options: dict[str, str], size: int) -> None:
     agent = build_agent(name, options)
     require_launch(agent, max_model_len=size + 1, max_tokens=64)
     for window in (size, size // 2, 1):
@@ -31,7 +31,8 @@ def test_a_window_that_an_agents_own_prompt_fills_is_refused(name: str, options:
         said = str(caught.value)
         assert said.startswith(f"{name}: its own prompt has about {size} tokens, and the context window is {window}: ")
         assert "set vllm_max_model_length higher" in said
-        assert ("short_prompt: true" in said) is (not options and AGENTS[name].prompt_size.short is not None)
+        shorter = f"or give the agent a shorter prompt by agent_options (down to {agent.prompt_size.smallest})"
+        assert (shorter in said) is (not options)
 
 
 @pytest.mark.parametrize("name", AGENTS)

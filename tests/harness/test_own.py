@@ -176,8 +176,8 @@ def test_a_command_and_a_name_are_no_class() -> None:
 def test_options_of_a_command() -> None:
     keys = {"agent_command": "agent", "agent_options": {"auxiliary_without_tools": True}}
     assert build_harness(run_with(**keys)).classify(type("R", (), {"tools": ()})()) == "auxiliary"
-    with pytest.raises(ConfigError, match="agent_options has short_prompt; those of agent_command are: auxiliary"):
-        build_harness(run_with(agent_command="agent", agent_options={"short_prompt": True}))
+    with pytest.raises(ConfigError, match="agent_options has tools; those of agent_command are: auxiliary"):
+        build_harness(run_with(agent_command="agent", agent_options={"tools": ["bash"]}))
 
 
 def test_doctor_tries_a_class(capsys: pytest.CaptureFixture[str]) -> None:

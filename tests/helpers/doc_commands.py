@@ -94,6 +94,7 @@ COMMANDS: dict[str, Run | str] = {
     ),
     "npm install --prefix agents/continue .*": TRIED,
     "polar-trl doctor .*agents/continue .*": TRIED,
+    "polar-trl doctor --config ladder_pi": Run("pi +│ 1\\.\\S+ +│ 1\\.\\S+ +│ yes"),
     "polar-trl doctor codex pi --model MODEL --window 16384": (
         "tests/cli/test_doctor.py::test_a_prompt_is_counted_by_a_models_tokenizer_and_has_to_fit_the_window"
     ),

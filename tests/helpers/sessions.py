@@ -19,6 +19,7 @@ from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutResult, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.serving import endpoint
+from polar_trl.tokens.base import Renderer
 from polar_trl.tools.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn
 from polar_trl.types import ChatRequest, Completion, Message, Rollout, Task, TokenIds, ToolCall
 from polar_trl.wire.base import Dialect, Incoming, ItemMemo, ParsedRequest
@@ -82,16 +83,18 @@ def run_session(
     ping_interval_s: float = 10.0,
     live: bool = False,
     record_path: Path | None = None,
+    renderer: Renderer = RENDERER,
+    files: Mapping[str, str] | None = None,
 ) -> RolloutResult:
     """One session; a list of replies is one per turn of the conversation, as in `run_scripted_session`.
 
     `live` tells them while they are sampled.
     """
     if not isinstance(engine, ScriptedEngine):
-        engine = ScriptedEngine(answer_by_turn(engine), max_model_len=MAX_MODEL_LEN)
-    task = Task(id="t", instruction=INSTRUCTION, agent_timeout_s=120.0, grader=grader)
+        engine = ScriptedEngine(answer_by_turn(engine, after=INSTRUCTION), max_model_len=MAX_MODEL_LEN)
+    task = Task(id="t", instruction=INSTRUCTION, agent_timeout_s=120.0, grader=grader, files=files or {})
     params = GenerationParams(max_tokens=max_tokens)
-    with Proxy(engine, RENDERER, params=params, ping_interval_s=ping_interval_s, live=live) as running:
+    with Proxy(engine, renderer, params=params, ping_interval_s=ping_interval_s, live=live) as running:
         runner = RolloutRunner(
             proxy=running,
             backend=LocalSandboxBackend(),
