@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import yaml  # type: ignore[import-untyped]
 from trl import ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
-from polar_trl.configs import find_config, find_packaged
+from polar_trl.configs import read_run_file
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trl_arguments.refused import refuse_keys, refuse_model_kwargs
@@ -114,35 +113,6 @@ class RunParser(TrlParser):  # type: ignore[misc]
         near = [repr(match) for word in words for match in difflib.get_close_matches(word, known, 1)]
         advice = f". Did you mean {', '.join(near)}?" if near else "; leave it out"
         raise ConfigError(f"{source}: nothing reads {', '.join(names)}{advice}")
-
-
-def read_run_file(name: str, *, is_base: bool = False) -> tuple[dict[str, Any], str]:
-    """Read a run file (path or name) over its `base`: another one, by a path relative to it or as `polar_trl:PATH`.
-
-    Its own keys win, and within mappings (`agent_options`, `env`) the keys there. Returns the keys, and the text of a
-    file that holds them all. Raises `ConfigError`.
-    """
-    try:
-        path = find_config(name)
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-    except ConfigError as error:
-        raise ConfigError(f"--config: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"--config {name} cannot be read ({error.strerror}); give a run file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {name} is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("env", {}), dict):
-        raise ConfigError(f"--config {name} must be a mapping, lines of `key: value`, and so must its env")
-    if (base := content.pop("base", None)) is None:
-        return content, text
-    if is_base:
-        raise ConfigError(f"--config: {name} is the base of another run file, and cannot have a base itself")
-    below, _ = read_run_file(str(path.parent / find_packaged(str(base))), is_base=True)
-    for key, value in content.items():
-        both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        below[key] = below[key] | value if both else value
-    return below, yaml.safe_dump(below, sort_keys=False, allow_unicode=True)
 
 
 class _HelpAll(argparse.Action):
