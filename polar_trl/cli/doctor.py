@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-import yaml  # type: ignore[import-untyped]
-
-from polar_trl.configs import find_config, find_packaged
+from polar_trl.configs import find_packaged, read_run_file
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS
 from polar_trl.harness.base import AgentHarness, Harness
@@ -163,13 +161,8 @@ def _take_run_file(args: argparse.Namespace) -> None:
     """Take from a run file what flags do not say. Raises `ConfigError`."""
     if args.agents:
         raise ConfigError("--config names the agent; leave the other agents out")
-    try:
-        content = yaml.safe_load(find_config(args.config).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {args.config} cannot be read: {' '.join(str(error).split())}") from error
-    agent = None
-    if isinstance(content, dict):
-        agent = content.get("agent_command") or content.get("agent")
+    content, _ = read_run_file(str(args.config))
+    agent = content.get("agent_command") or content.get("agent")
     if not isinstance(agent, str):
         raise ConfigError(f"--config {args.config} is no run file: it names no agent")
     args.agents = [agent]

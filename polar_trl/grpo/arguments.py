@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import yaml  # type: ignore[import-untyped]
 from trl import ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
-from polar_trl.configs import find_config
+from polar_trl.configs import read_run_file
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trl_arguments.refused import refuse_keys, refuse_model_kwargs
@@ -45,17 +44,8 @@ class RunParser(TrlParser):  # type: ignore[misc]
 
     def read_file(self, path: str) -> None:
         """Take the defaults from a run file (path or name), read as flags would be. `env` sets the environment."""
-        try:
-            text = find_config(path).read_text(encoding="utf-8")
-            content = yaml.safe_load(text)
-        except ConfigError as error:
-            raise ConfigError(f"--config: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"--config {path} cannot be read ({error.strerror}); give a run file") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(content, dict) or not isinstance(environment := content.pop("env", {}), dict):
-            raise ConfigError(f"--config {path} must be a mapping, lines of `key: value`, and so must its env")
+        content, text = read_run_file(path)
+        environment = content.pop("env", {})
         os.environ.update({str(name): str(value) for name, value in environment.items()})
         self.run_file = path, text
         actions = {action.dest: action for action in self._actions if action.nargs != 0}

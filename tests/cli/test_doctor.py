@@ -92,7 +92,7 @@ def test_a_run_files_agent_is_tried_with_its_options_its_model_and_its_window(
     [
         (["pi", "--config", "ladder_pi"], "--config names the agent"),
         (["--config", "nowhere"], "no file at 'nowhere', and no run file of that name"),
-        (["--config", str(Path(__file__))], "test_doctor.py cannot be read"),
+        (["--config", str(Path(__file__))], "test_doctor.py is no YAML"),
         (
             ["--config", str(ROOT / "polar_trl" / "configs" / "accelerate" / "ddp_8gpu.yaml")],
             "is no run file: it names no agent",
