@@ -36,7 +36,7 @@ from polar_trl.grpo.logs.settings_log import SettingsLog
 from polar_trl.grpo.logs.terminal import REPLACED, StepLines, describe_run
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
-from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
+from polar_trl.grpo.multimodal import freeze_unreached, prepare_multimodal
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
     describe_agent,
@@ -55,6 +55,7 @@ from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.distributed import connect_ranks
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
+from polar_trl.grpo.run.best import BestCheckpoint, name_best_metric
 from polar_trl.grpo.run.finish import explain_resume, finish_run
 from polar_trl.grpo.run.machines import failing_together, own_output_dir, require_same_run
 from polar_trl.grpo.run.open_parts import take_over
@@ -131,6 +132,8 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         args = require_config(model, args)
         config = _read_config(model, args)
         eval_sets = read_eval_sets(eval_dataset)
+        if args.metric_for_best_model is not None and (names := [name for name in eval_sets if name]):
+            args.metric_for_best_model = name_best_metric(args.metric_for_best_model, names)
         tasks = {"train": read_tasks(train_dataset), "eval": merge_sets(eval_sets)}
         all_tasks = require_tasks(tasks)
         require_launch(harness, all_tasks, **args.endpoint_limits)
@@ -144,7 +147,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             harness.install()
         instructions = digest_texts(f"{task.id}\n{task.instruction}" for task in all_tasks)
         require_same_run(args, **describe_agent(harness), instructions=instructions)
-        processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
+        processing_class = prepare_multimodal(model, config, args, peft_config, processing_class)
         train_dataset = build_dataset(tasks["train"] or tasks["eval"])  # TRL wants one for an evaluation, too
         self._began = time.monotonic()
         self._open, self._libraries = take_over(self, but=backend), LibraryLog(Path(args.output_dir))
@@ -245,7 +248,15 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
         self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
         lessons = self.session_rows.log.lessons
-        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table, lines, lessons):
+        for callback in (
+            self.step.trained_log,
+            self.settings_log,
+            MetricsLog(run),
+            table,
+            lines,
+            lessons,
+            BestCheckpoint(run),
+        ):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -343,6 +354,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             finish_run(
                 run,
                 self.state.log_history,
+                self.args,
                 seconds=self.resume.seconds_before + time.monotonic() - self._began,
                 is_saved=is_saved,
                 is_held_out=not tasks["eval"].keys() & tasks["train"].keys(),
@@ -401,6 +413,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
 
+    def _finalize_training(self, *args: Any) -> Any:
+        with self.resume.without_limit():  # transformers would remove the last checkpoint, unless it is the best
+            return super()._finalize_training(*args)
+
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self.resume.take_best()
@@ -422,21 +438,3 @@ def _read_config(model: Any, args: PolarGRPOConfig) -> Any:
     if model is None or isinstance(model, str):
         return read_model_config(model, trust_remote_code=args.trust_remote_code)
     return model.config
-
-
-def _prepare_multimodal(
-    model: Any, config: Any, args: PolarGRPOConfig, peft_config: Any, processing_class: Any
-) -> Any:
-    """Keep adapters and gradients out of the parts of a multimodal model that text never meets.
-
-    Returns:
-        The processing class, loaded if a multimodal checkpoint needs another than TRL would load.
-    """
-    if not is_multimodal(config):
-        return processing_class
-    exclude_unreached(peft_config, config)
-    if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = False  # TRL turns it on for vision towers; here they are not trained
-    if processing_class is None and isinstance(model, str):
-        return load_processing_class(model, trust_remote_code=args.trust_remote_code)
-    return processing_class
