@@ -55,7 +55,7 @@ from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.distributed import connect_ranks
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
-from polar_trl.grpo.run.best import BestCheckpoint, name_best_metric
+from polar_trl.grpo.run.best import BestCheckpoint
 from polar_trl.grpo.run.finish import explain_resume, finish_run
 from polar_trl.grpo.run.machines import failing_together, own_output_dir, require_same_run
 from polar_trl.grpo.run.open_parts import take_over
@@ -132,8 +132,6 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         args = require_config(model, args)
         config = _read_config(model, args)
         eval_sets = read_eval_sets(eval_dataset)
-        if args.metric_for_best_model is not None and (names := [name for name in eval_sets if name]):
-            args.metric_for_best_model = name_best_metric(args.metric_for_best_model, names)
         tasks = {"train": read_tasks(train_dataset), "eval": merge_sets(eval_sets)}
         all_tasks = require_tasks(tasks)
         require_launch(harness, all_tasks, **args.endpoint_limits)
@@ -188,6 +186,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             )
             self._open.add(runner, runner.close)
             self._build_parts(runner, tasks, harness=harness, has_grader=grader is not None)
+            self.add_callback(BestCheckpoint(Path(self.args.output_dir), self.eval_dataset))
         except BaseException:
             self.close()
             raise
@@ -248,15 +247,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
         self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
         lessons = self.session_rows.log.lessons
-        for callback in (
-            self.step.trained_log,
-            self.settings_log,
-            MetricsLog(run),
-            table,
-            lines,
-            lessons,
-            BestCheckpoint(run),
-        ):
+        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table, lines, lessons):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -415,11 +406,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
 
     def _finalize_training(self, *args: Any) -> Any:
         with self.resume.without_limit():  # transformers would remove the last checkpoint, unless it is the best
-            return super()._finalize_training(*args)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self.resume.take_best()
+            output = super()._finalize_training(*args)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self.resume.take_best()
+        return output
 
 
 def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:

@@ -46,17 +46,24 @@ def find_best(
 
 
 class BestCheckpoint(TrainerCallback):
-    """Write `best.json` at each checkpoint, on rank 0.
+    """Choose by the first of several evaluation sets, unless one is named, and write `best.json` at each checkpoint.
 
     Args:
         folder: The run's.
+        sets: Evaluation sets, a mapping where there are several.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sets: Any = None) -> None:
         self._folder = folder
+        self._names = list(sets) if isinstance(sets, Mapping) else []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Name the set that decides; transformers looks for the metric under its whole name."""
+        if self._names and args.metric_for_best_model is not None:
+            args.metric_for_best_model = name_best_metric(args.metric_for_best_model, self._names)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the best one so far."""
+        """Write the best one so far, on rank 0."""
         best = find_best(
             state.log_history,
             self._folder,

@@ -44,6 +44,9 @@ def test_of_several_sets_it_is_the_first_ones_metric_unless_one_is_named(tmp_pat
     assert name_best_metric("reward", ["easy", "hard"]) == "easy_reward"
     assert name_best_metric("eval_hard_pass_rate", ["easy", "hard"]) == "hard_pass_rate"
     assert name_best_metric("easy_reward", ["easy", "hard"]) == "easy_reward"
+    args, sets = config(eval_strategy="steps", eval_steps=2), {"easy": None, "hard": None}
+    BestCheckpoint(tmp_path, sets).on_train_begin(args, TrainerState(), TrainerControl())
+    assert args.metric_for_best_model == "easy_reward"
     history = [
         {**evaluation(step, easy, "eval_easy_"), **evaluation(step, hard, "eval_hard_")}
         for step, easy, hard in ((2, 1.0, 0.0), (4, 0.5, 0.25))
