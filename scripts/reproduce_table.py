@@ -85,8 +85,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--trained", action="extend", nargs="+", default=[], type=parse_trained, metavar="AGENT=MODEL",
         help="a model of stage grpo and the first seed that was trained already",
     )  # fmt: skip
-    for name, what in (("train", "polar-trl train"), ("sft", "TRL's SFT script")):
-        parser.add_argument(f"--{name}", default="", metavar="FLAGS", help=f"more flags of {what}, in quotes")
+    for name, what in (("data", "polar-trl collect"), ("sft", "TRL's SFT script"), ("train", "polar-trl train")):
+        parser.add_argument(
+            f"--{name}", default="", metavar="FLAGS", help=f"more flags of {what}: --{name}='--flag 1'"
+        )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
     parser.add_argument("--render-only", action="store_true", help="the table of what is there; runs nothing")
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help="folder of summaries to render")
@@ -115,8 +117,9 @@ def read_settings(parser: argparse.ArgumentParser, args: argparse.Namespace, ext
         tasks=args.tasks,
         trained=dict(args.trained),
         matrix=args.matrix,
-        train=shlex.split(args.train),
+        data=shlex.split(args.data),
         sft=shlex.split(args.sft),
+        train=shlex.split(args.train),
         eval=extra,
     )
     for agent in settings.trained:

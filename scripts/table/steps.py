@@ -17,6 +17,13 @@ STAGES = ("base", "sft", "grpo", "both")
 POLAR = (sys.executable, "-m", "polar_trl")
 SFT = (sys.executable, "-m", "trl.scripts.sft")
 
+SFT_FLAGS = shlex.split(
+    "--num_train_epochs 1 --per_device_train_batch_size 1 --gradient_accumulation_steps 4 --learning_rate 5e-5"
+)
+"""As in docs/warm-start.md. TRL cuts rows off at 1024 tokens unless max_length says more, which is the run's window."""
+OF_MACHINE = ("use_cpu", "bf16", "gradient_checkpointing", "report_to")
+"""Keys of the run file that SFT on the same machine needs as well."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
@@ -61,8 +68,9 @@ class Settings:
     """Models of stage grpo that were trained elsewhere, under the first seed."""
     matrix: bool = False
     """Each agent's final models inside every other agent."""
-    train: Sequence[str] = ()
+    data: Sequence[str] = ()
     sft: Sequence[str] = ()
+    train: Sequence[str] = ()
     eval: Sequence[str] = ()
     """More flags of the commands."""
 
@@ -135,12 +143,16 @@ def _build_data(agent: str, name: str, settings: Settings) -> list[str]:
     """Accepted sessions of a program that knows the solutions of the training tasks."""
     run = ["--config", settings.name_config(agent), "--agent", agent, "--solutions", "true", "--test_share", "0"]
     model = ["--model_name_or_path", settings.base] if settings.base else []
-    return [*POLAR, "collect", *run, *model, "--output_dir", str(settings.out / name)]
+    return [*POLAR, "collect", *run, *model, "--output_dir", str(settings.out / name), *settings.data]
 
 
 def _build_sft(model: Model, data: str, name: str, settings: Settings) -> list[str]:
     flags = ["--model_name_or_path", find_packaged(find_base(settings, model.agent)), "--seed", str(model.seed)]
-    flags += ["--dataset_name", str(settings.out / data / "dataset"), "--dataset_config", "tokens"]
+    flags += ["--dataset_name", str(settings.out / data / "dataset"), "--dataset_config", "tokens", *SFT_FLAGS]
+    of_run = read_config(settings.name_config(model.agent))
+    length = of_run.get("vllm_max_model_length")
+    flags += ["--max_length", str(length)] if length else []
+    flags += [word for key in OF_MACHINE if key in of_run for word in (f"--{key}", str(of_run[key]).lower())]
     return [*SFT, *flags, "--output_dir", str(settings.out / name), *settings.sft]
 
 
