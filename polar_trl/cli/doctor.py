@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
+import yaml  # type: ignore[import-untyped]
+
+from polar_trl.configs import find_config, find_packaged
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS
 from polar_trl.harness.base import AgentHarness, Harness
@@ -30,6 +33,7 @@ examples:
   polar-trl doctor --sandbox local         the same in folders of this user, with its network
   polar-trl doctor --json
   polar-trl doctor codex pi --model MODEL --window 8192   does their own prompt fit, by this model's tokenizer?
+  polar-trl doctor --config ladder_pi      the agent of a run file, with its options: does its prompt fit its window?
   polar-trl doctor --security              attack the sandboxes of this machine, in under a minute
   polar-trl doctor --security --sandbox docker --image python:3.11 --json
 
@@ -59,6 +63,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="AGENT",
         nargs="*",
         help=f"of {', '.join(AGENTS)} (default: all), NAME@VERSION, the command of an own agent or its class",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a run file, by path or name: its agent with its options, and the model and window to count by",
     )
     parser.add_argument("--agent_options", metavar="JSON", help="options of the agents, as in a run file")
     parser.add_argument("--agent_files", metavar="FILE", nargs="+", default=[], help="as in a run file")
@@ -99,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.security:
         return _run_security(args)
+    if args.config is not None:
+        _take_run_file(args)
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
     if args.window is not None and (args.model is None or args.window < 1):
@@ -131,6 +142,29 @@ def run(args: argparse.Namespace) -> int:
             _print_trial(name, trial)
     missed = [c for c in checkups.values() if not c.works and (args.agents or args.install or c.installed)]
     return 1 if missed or not all(trial.works for trial in trials.values()) else 0
+
+
+def _take_run_file(args: argparse.Namespace) -> None:
+    """Take from a run file what flags do not say. Raises `ConfigError`."""
+    if args.agents:
+        raise ConfigError("--config names the agent; leave the other agents out")
+    try:
+        content = yaml.safe_load(find_config(args.config).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {args.config} cannot be read: {' '.join(str(error).split())}") from error
+    agent = None
+    if isinstance(content, dict):
+        agent = content.get("agent_command") or content.get("agent")
+    if not isinstance(agent, str):
+        raise ConfigError(f"--config {args.config} is no run file: it names no agent")
+    args.agents = [agent]
+    args.agent_options = args.agent_options or content.get("agent_options")
+    args.agent_files = args.agent_files or content.get("agent_files", [])
+    args.agent_folders = args.agent_folders or content.get("agent_folders", [])
+    if args.model is None and content.get("model_name_or_path"):
+        args.model = find_packaged(str(content["model_name_or_path"]))
+    if args.model is not None and args.window is None:
+        args.window = content.get("vllm_max_model_length")
 
 
 def _is_known(name: str) -> bool:

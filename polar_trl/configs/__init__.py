@@ -19,8 +19,10 @@ _MODEL = f"models/{MODEL_NAME}"
 
 def list_configs(kind: Kind) -> Mapping[str, Path]:
     """List the run files or the accelerate files of the package by their names."""
-    folder = FOLDER if kind == "run" else FOLDER / "accelerate"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    if kind == "accelerate":
+        return {path.stem: path for path in sorted((FOLDER / kind).glob("*.yaml"))}
+    small = sorted(path for path in (FOLDER / "small").glob("*.yaml") if path.name != "base.yaml")
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))} | {f"small/{path.stem}": path for path in small}
 
 
 def find_config(name: str, kind: Kind = "run") -> Path:
@@ -43,7 +45,7 @@ def find_packaged(name: str) -> str:
     wanted = name.removeprefix(PREFIX)
     if wanted == _MODEL:
         return str(make_small_model())
-    found = [path for name in ("tasks", "agents") for path in sorted((FOLDER / name).iterdir()) if path.is_file()]
+    found = [path for name in ("tasks", "agents", "small") for path in sorted((FOLDER / name).iterdir()) if path.is_file()]
     files = {path.relative_to(FOLDER).as_posix(): path for path in found}
     if wanted not in files:
         raise ConfigError(f"{name}: the package has no such file; it has {', '.join([*files, _MODEL])}")

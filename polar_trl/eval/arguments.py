@@ -46,6 +46,13 @@ class EvalArguments:
         default=None, metadata={"help": "The model's name on that server, where it serves several."}
     )
     text_only: bool = field(default=False, metadata={"help": "Do not ask that server for token ids."})
+    solutions: bool = field(
+        default=False,
+        metadata={
+            "help": "Play each task's known solution, its metadata's `gold` (a shell command), in place of sampling. "
+            "Of the model only tokenizer and chat template are read."
+        },
+    )
     by: str = field(
         default="repo", metadata={"help": "What of a task's metadata to report apart: 'repo', or a key of metadata."}
     )
@@ -66,6 +73,7 @@ class EvalArguments:
             "num_engines",
             "must be 1 with base_url: a server has engines of its own",
         )
+        self._require(not (self.solutions and self.base_url), "solutions", "samples nothing; leave base_url out")
         for name in ("served_name", "text_only"):
             self._require(self.base_url or not getattr(self, name), name, "is about a server; give its base_url")
         self._require(not (self.limit and self.task_ids), "task_ids", "cannot be given beside limit")

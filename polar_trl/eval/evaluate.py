@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.eval.open_model import open_engine, open_proxy, prepare_model
+from polar_trl.eval.open_model import open_engine, open_proxy, open_solutions, prepare_model
 from polar_trl.eval.sample_tasks import (
     Sample,
     SampleResult,
@@ -127,8 +127,12 @@ def _sample(
     setup: EvalSetup, parts: RunParts, checkpoint: Checkpoint, samples: Sequence[Sample], *, show_progress: bool
 ) -> None:
     model = prepare_model(setup, checkpoint)
+    if setup.evaluation.solutions:
+        opened = open_solutions(setup, model, parts.harness, [sample.task for sample in samples])
+    else:
+        opened = open_engine(setup, model)
     with (
-        open_engine(setup, model) as engine,
+        opened as engine,
         open_runner(setup.args, parts, engine, model=model, params=setup.params) as runner,
     ):
         sample_tasks(

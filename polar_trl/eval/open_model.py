@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,11 +13,15 @@ from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.standalone import build_standalone_engine
 from polar_trl.eval.served_model import open_served_model
 from polar_trl.eval.setup import EvalSetup
+from polar_trl.eval.solutions import SolutionEngine
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.logs.library_log import LibraryLog
 from polar_trl.grpo.resume.model_folder import Checkpoint, merge_adapter
+from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
+from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.load import load_renderer
+from polar_trl.types import Task
 
 
 def prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
@@ -90,13 +94,28 @@ def open_proxy(
     renderer, ends = engine.own_renderer, set[int]()
     if renderer is None:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
-        renderer = load_renderer(
-            tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
-        )
+        renderer = load_run_renderer(args, model, tokenizer)
         ends = {*renderer.stop_token_ids, *find_end_tokens(model, tokenizer)}
     params = replace(params, stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})))
     with Proxy(engine, renderer, params=params, **settings) as proxy:
         yield proxy
+
+
+def load_run_renderer(args: PolarGRPOConfig, model: str, tokenizer: Any) -> Renderer:
+    """Load the renderer of a run's settings for a folder or hub name."""
+    return load_renderer(
+        tokenizer, model, family=args.renderer, thinking=args.thinking, template_kwargs=args.chat_template_kwargs
+    )
+
+
+@contextmanager
+def open_solutions(setup: EvalSetup, model: str, harness: Harness, tasks: Iterable[Task]) -> Iterator[Engine]:
+    """Open an engine that plays the tasks' solutions; of the model only the tokenizer is read."""
+    with LibraryLog(setup.folder).everything():
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=setup.args.trust_remote_code)
+        renderer = load_run_renderer(setup.args, model, tokenizer)
+    window = setup.args.vllm_max_model_length or tokenizer.model_max_length
+    yield SolutionEngine(tasks, harness, renderer, max_model_len=window)
 
 
 def find_end_tokens(model: str, tokenizer: Any) -> set[int]:

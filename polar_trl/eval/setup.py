@@ -194,7 +194,7 @@ def build_settings(
     return {
         "model": checkpoint.identity,
         "tokenizer": os.path.abspath(name) if Path(name := checkpoint.base or checkpoint.name).is_dir() else name,
-        "engine": "vllm" if setup.evaluation.base_url is None else "server",
+        "engine": name_engine(setup.evaluation),
         "served_name": _find_served_name(setup.evaluation),
         **{name: getattr(run, name) for name in names},
         "sandbox": find_sandbox_kind(run, tasks),
@@ -206,6 +206,13 @@ def build_settings(
         **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
         **{name: getattr(args, name) for name in of_sessions},
     }
+
+
+def name_engine(evaluation: EvalArguments) -> str:
+    """Name what answers: "vllm", "server" or "solutions"."""
+    if evaluation.solutions:
+        return "solutions"
+    return "vllm" if evaluation.base_url is None else "server"
 
 
 def _find_served_name(evaluation: EvalArguments) -> str | None:
@@ -223,6 +230,8 @@ def _find_served_name(evaluation: EvalArguments) -> str | None:
 
 def name_model(setup: EvalSetup) -> str:
     """Name the model that sampled the folder's sessions; a server's has the server's name, not a tokenizer's."""
+    if setup.evaluation.solutions:
+        return "the tasks' solutions"
     if setup.evaluation.base_url is None:
         return setup.model or ""
     return read_settings(setup.folder).get("served_name") or setup.evaluation.base_url

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from trl import ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
-from polar_trl.configs import find_config
+from polar_trl.configs import find_config, find_packaged
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trl_arguments.refused import refuse_keys, refuse_model_kwargs
@@ -45,17 +45,8 @@ class RunParser(TrlParser):  # type: ignore[misc]
 
     def read_file(self, path: str) -> None:
         """Take the defaults from a run file (path or name), read as flags would be. `env` sets the environment."""
-        try:
-            text = find_config(path).read_text(encoding="utf-8")
-            content = yaml.safe_load(text)
-        except ConfigError as error:
-            raise ConfigError(f"--config: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"--config {path} cannot be read ({error.strerror}); give a run file") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(content, dict) or not isinstance(environment := content.pop("env", {}), dict):
-            raise ConfigError(f"--config {path} must be a mapping, lines of `key: value`, and so must its env")
+        content, text = read_run_file(path)
+        environment = content.pop("env", {})
         os.environ.update({str(name): str(value) for name, value in environment.items()})
         self.run_file = path, text
         actions = {action.dest: action for action in self._actions if action.nargs != 0}
@@ -123,6 +114,35 @@ class RunParser(TrlParser):  # type: ignore[misc]
         near = [repr(match) for word in words for match in difflib.get_close_matches(word, known, 1)]
         advice = f". Did you mean {', '.join(near)}?" if near else "; leave it out"
         raise ConfigError(f"{source}: nothing reads {', '.join(names)}{advice}")
+
+
+def read_run_file(name: str, *, is_base: bool = False) -> tuple[dict[str, Any], str]:
+    """Read a run file (path or name) over its `base`: another one, by a path relative to it or as `polar_trl:PATH`.
+
+    Its own keys win, and within mappings (`agent_options`, `env`) the keys there. Returns the keys, and the text of a
+    file that holds them all. Raises `ConfigError`.
+    """
+    try:
+        path = find_config(name)
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except ConfigError as error:
+        raise ConfigError(f"--config: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--config {name} cannot be read ({error.strerror}); give a run file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {name} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("env", {}), dict):
+        raise ConfigError(f"--config {name} must be a mapping, lines of `key: value`, and so must its env")
+    if (base := content.pop("base", None)) is None:
+        return content, text
+    if is_base:
+        raise ConfigError(f"--config: {name} is the base of another run file, and cannot have a base itself")
+    below, _ = read_run_file(str(path.parent / find_packaged(str(base))), is_base=True)
+    for key, value in content.items():
+        both = isinstance(value, dict) and isinstance(below.get(key), dict)
+        below[key] = below[key] | value if both else value
+    return below, yaml.safe_dump(below, sort_keys=False, allow_unicode=True)
 
 
 class _HelpAll(argparse.Action):

@@ -30,19 +30,17 @@ def build_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentHar
     if name not in AGENTS:
         raise ConfigError(f"agent {name!r} is not known; known are {', '.join(AGENTS)}")
     _check_options(name, options or {})
-    try:
-        return AGENTS[name](**(options or {}))
-    except TypeError as error:
-        raise ConfigError(
-            f"agent {name!r}: {str(error).removeprefix(f'{AGENTS[name].__name__}.__init__() ')}"
-        ) from error
+    return AGENTS[name](**(options or {}))
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
     """Check option types before a run: a wrong one would fail in its middle, or name a folder that is not ours."""
     kinds = get_type_hints(AGENTS[name].__init__)
+    kinds.pop("return")
     for key, value in options.items():
-        kind = kinds.get(key)
+        if key not in kinds:
+            raise ConfigError(f"agent {name!r} has no option {key!r}; it has {', '.join(kinds)}")
+        kind = kinds[key]
         if kind is bool and not isinstance(value, bool):
             raise ConfigError(f"agent {name!r}: {key} must be true or false, not {value!r}")
         if kind in (int, int | None) and value is not None and (type(value) is not int or value < 0):

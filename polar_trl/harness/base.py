@@ -7,6 +7,7 @@ from typing import Protocol
 
 from polar_trl.errors import ConfigError
 from polar_trl.harness.install import Package
+from polar_trl.harness.prompt import PromptSize
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, ChatRequest, Endpoint, Purpose, Task, ToolCall
 
@@ -15,14 +16,6 @@ INSTRUCTION_FILE = ".polar/instruction.txt"
 MAX_ARGUMENT_BYTES = 127 << 10
 """Of a text that a program gets as one argument or variable: Linux takes 128 KiB (MAX_ARG_STRLEN), a name before it
 and a NUL byte after it included."""
-SHORT_PROMPT = """\
-You are a coding agent at work in the user's current folder. Nobody can answer questions: decide yourself.
-Use the tools to look at files, change them and run commands. Check your work by running it.
-When the task is done, answer with a short summary and call no tool.
-"""
-"""System prompt in place of an agent's own."""
-
-
 _PROBE = Task(id="start", instruction="-")
 
 
@@ -36,31 +29,6 @@ class Launch:
     """Path relative to HOME -> text: the agent's own settings."""
     executables: Collection[str] = ()
     """Those of `files` that can be run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptSize:
-    """The tokens of an agent's first prompt with an instruction of one word: system prompt, tools and context.
-
-    Counted at the verified versions with the 151,000 tokens of Qwen's vocabulary, and rounded down. Smaller
-    vocabularies need more, SmolLM2's 6 to 30 % (`polar-trl doctor --model`).
-    """
-
-    default: int
-    short: int | None = None
-    """With the option `short_prompt`; None where the agent has no such option."""
-
-    def require_fit(self, name: str, endpoint: Endpoint, *, is_short: bool = False) -> None:
-        """Raise `ConfigError` where the prompt leaves no room in the context window."""
-        tokens = self.short if is_short and self.short is not None else self.default
-        if tokens < endpoint.max_model_len:
-            return
-        has_shorter = self.short is not None and not is_short
-        shorter = f", or set agent_options to {{short_prompt: true}} (about {self.short})" if has_shorter else ""
-        raise ConfigError(
-            f"{name}: its own prompt has about {tokens} tokens, and the context window is {endpoint.max_model_len}: "
-            f"set vllm_max_model_length higher{shorter}"
-        )
 
 
 class Harness(Protocol):

@@ -7,8 +7,9 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from polar_trl.harness.base import Launch, PackagedAgent, PromptSize
+from polar_trl.harness.base import Launch, PackagedAgent
 from polar_trl.harness.install import PyPIPackage
+from polar_trl.harness.prompt import PromptSize, check_system_prompt
 from polar_trl.sandbox.base import ExecResult
 from polar_trl.types import Call, Endpoint, Task, ToolCall
 
@@ -25,18 +26,28 @@ class MiniSWEAgentHarness(PackagedAgent):
     """Run `mini --yolo` once per session.
 
     Args:
+        system_prompt: In place of its own and of the rules that it writes around the instruction, so that a command
+            that prints `SUBMIT_MARK` ends the task only if this says so.
         step_limit: The most replies of the model that it asks for; 0: no limit.
         command_timeout_s: How long it lets a shell command run.
         version: Of the PyPI package.
 
-    There is no shorter prompt to choose: its own has 3.4 kB and one tool.
+    It has one tool, and no session that could be resumed.
     """
 
     name = "mini_swe_agent"
     verified_version = VERIFIED_VERSION
-    prompt_size = PromptSize(default=750)
+    prompt_size = PromptSize(default=750, smallest=120)
 
-    def __init__(self, *, step_limit: int = 0, command_timeout_s: int = 30, version: str = VERIFIED_VERSION) -> None:
+    def __init__(
+        self,
+        *,
+        system_prompt: str | None = None,
+        step_limit: int = 0,
+        command_timeout_s: int = 30,
+        version: str = VERIFIED_VERSION,
+    ) -> None:
+        self._system_prompt = None if system_prompt is None else check_system_prompt(self.name, system_prompt)
         self._step_limit = step_limit
         self._command_timeout_s = command_timeout_s
         self._package = PyPIPackage(name="mini-swe-agent", version=version, binary="mini")
@@ -44,7 +55,7 @@ class MiniSWEAgentHarness(PackagedAgent):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Launch mini with its own settings first and ours laid over them."""
-        self.prompt_size.require_fit(self.name, endpoint)
+        self.prompt_size.require_fit(self.name, endpoint, is_shorter=self._system_prompt is not None)
         folder = shlex.quote(str(self._package.folder))
         return Launch(
             command=(
@@ -74,9 +85,14 @@ class MiniSWEAgentHarness(PackagedAgent):
         return any(SUBMIT_MARK in tool_call.arguments for tool_call in last.message.tool_calls)
 
     def _build_config(self, task: Task, endpoint: Endpoint) -> str:
+        # nothing here has a price
+        agent: dict[str, object] = {"cost_limit": 0, "step_limit": self._step_limit}
+        if self._system_prompt is not None:
+            # a text in a template, in which no sign has a meaning
+            text = json.dumps(self._system_prompt, ensure_ascii=False)
+            agent |= {"system_template": f"{{{{ {text} }}}}", "instance_template": "{{task}}"}
         config = {
-            # nothing here has a price
-            "agent": {"cost_limit": 0, "step_limit": self._step_limit},
+            "agent": agent,
             "environment": {"timeout": self._command_timeout_s},
             # retries are the SDK's, which waits as long as an error reply asks it to
             "model": {"model_name": f"openai/{endpoint.model}", "model_kwargs": {"timeout": ANSWER_TIMEOUT_S}},

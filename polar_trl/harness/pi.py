@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent, PromptSize
+from polar_trl.harness.base import INSTRUCTION_FILE, Launch, PackagedAgent
 from polar_trl.harness.install import NODE, NpmPackage, put_node_first
+from polar_trl.harness.prompt import DONE, EARLIER, EARLIER_ID, EARLIER_MS, PromptSize, check_prompt_options
 from polar_trl.types import Endpoint, Task, ToolCall
 
 VERIFIED_VERSION = "1.6.0"
@@ -23,7 +24,8 @@ _APIS: dict[str, tuple[str, str]] = {
     "anthropic": ("anthropic-messages", ""),
     "google": ("google-generative-ai", "/v1beta"),
 }
-_TOOLS = ("read", "bash", "edit", "write", "grep", "find", "ls")
+_SHELL = "bash"
+_TOOLS = ("read", _SHELL, "edit", "write", "grep", "find", "ls")
 _SYSTEM_PROMPT = ".pi/agent/SYSTEM.md"
 _EARLIER_SESSION = ".polar/earlier.jsonl"
 _SESSIONS = ".polar/sessions"
@@ -36,10 +38,6 @@ _MARGIN_TOKENS = 4096
 """What Pi leaves free beside an answer: closer to the window, it asks for one token."""
 
 _NO_TOKENS = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
-# fixed, so that a launch is the same each time
-_EARLIER_ID = "00000000-0000-4000-8000-000000000000"
-_EARLIER = "2026-01-01T00:00:00.000Z"
-_EARLIER_MS = 1_767_225_600_000
 
 
 class PiHarness(PackagedAgent):
@@ -48,16 +46,15 @@ class PiHarness(PackagedAgent):
     Args:
         api: The provider API that it speaks to the policy.
         images: Tell it that the model reads images. Otherwise it describes an image file in words.
-        system_prompt: In place of Pi's own, which has 5 kB with its four tools. Pi writes the work folder after it.
+        system_prompt: In place of Pi's own and of AGENTS.md. Pi writes the work folder after it.
         tools: The names of Pi's tools that the policy may use; None leaves Pi's choice (read, bash, edit, write).
-        demonstrations: Turns that come before the instruction, as pairs of a request and the shell command that
-            answers it: a session that Pi continues. For models too small to use a tool that is only described.
+        demonstrations: Pairs of a request and the shell command that answers it: a session that Pi continues.
         version: Of the npm package.
     """
 
     name = "pi"
     verified_version = VERIFIED_VERSION
-    prompt_size = PromptSize(default=1200)
+    prompt_size = PromptSize(default=1200, smallest=200)
 
     def __init__(
         self,
@@ -73,9 +70,14 @@ class PiHarness(PackagedAgent):
             raise ConfigError(f"pi: api must be one of {', '.join(_APIS)}, not {api!r}")
         self._api: PiAPI = api
         self._images = images
-        self._system_prompt = _check_system_prompt(system_prompt)
-        self._tools = _check_tools(tools)
-        self._demonstrations = _check_demonstrations(demonstrations, self._tools)
+        self._prompt = check_prompt_options(
+            self.name,
+            offered=_TOOLS,
+            shell=_SHELL,
+            system_prompt=system_prompt,
+            tools=tools,
+            demonstrations=demonstrations,
+        )
         self._package = NpmPackage(name="@earendil-works/pi-coding-agent", version=version, binary="pi")
         super().__init__(NODE, self._package)
 
@@ -89,11 +91,12 @@ class PiHarness(PackagedAgent):
             INSTRUCTION_FILE: task.instruction,
         }
         options = [f"--provider {_PROVIDER} --model {shlex.quote(endpoint.model)}"]
-        if self._system_prompt is not None:
-            files[_SYSTEM_PROMPT] = self._system_prompt
-        if self._tools is not None:
-            options.append(f"--tools {','.join(self._tools)}")
-        if self._demonstrations:
+        if self._prompt.system_prompt is not None:
+            files[_SYSTEM_PROMPT] = self._prompt.system_prompt
+            options.append("--no-context-files")
+        if self._prompt.tools is not None:
+            options.append(f"--tools {','.join(self._prompt.tools)}")
+        if self._prompt.demonstrations:
             # a copy is continued: a session is bound to its folder, and the folder is not known here
             files[_EARLIER_SESSION] = self._build_earlier_session(endpoint)
             options.append(f'--session-dir "$HOME/{_SESSIONS}" --fork "$HOME/{_EARLIER_SESSION}"')
@@ -107,7 +110,7 @@ class PiHarness(PackagedAgent):
 
     def build_shell_call(self, command: str) -> ToolCall:
         """Build a call of its tool `bash`."""
-        return ToolCall(id="", name="bash", arguments=json.dumps({"command": command}))
+        return ToolCall(id="", name=_SHELL, arguments=json.dumps({"command": command}))
 
     def _build_models(self, endpoint: Endpoint) -> dict[str, object]:
         api, path = _APIS[self._api]
@@ -138,29 +141,29 @@ class PiHarness(PackagedAgent):
             "usage": {**_NO_TOKENS, "totalTokens": 0, "cost": {**_NO_TOKENS, "total": 0}},
         }
         messages: list[dict[str, object]] = []
-        for position, (request, command) in enumerate(self._demonstrations):
-            call_id = f"demonstration{position}"
-            call = {"type": "toolCall", "id": call_id, "name": "bash", "arguments": {"command": command}}
+        for shown in self._prompt.demonstrations:
+            arguments = {"command": shown.command}
+            call = {"type": "toolCall", "id": shown.call_id, "name": _SHELL, "arguments": arguments}
             messages += [
-                {"role": "user", "content": request},
+                {"role": "user", "content": shown.request},
                 {**answer, "content": [call], "stopReason": "toolUse"},
                 {
                     "role": "toolResult",
-                    "toolCallId": call_id,
-                    "toolName": "bash",
+                    "toolCallId": shown.call_id,
+                    "toolName": _SHELL,
                     "content": [_build_text("(no output)")],
                     "isError": False,
                 },
-                {**answer, "content": [_build_text("Done.")], "stopReason": "stop"},
+                {**answer, "content": [_build_text(DONE)], "stopReason": "stop"},
             ]
-        header = {"type": "session", "version": 3, "id": _EARLIER_ID, "timestamp": _EARLIER, "cwd": "/"}
+        header = {"type": "session", "version": 3, "id": EARLIER_ID, "timestamp": EARLIER, "cwd": "/"}
         entries = [
             {
                 "type": "message",
                 "id": f"{position + 1:08x}",
                 "parentId": f"{position:08x}" if position else None,
-                "timestamp": _EARLIER,
-                "message": {**message, "timestamp": _EARLIER_MS + position},
+                "timestamp": EARLIER,
+                "message": {**message, "timestamp": EARLIER_MS + position},
             }
             for position, message in enumerate(messages)
         ]
@@ -169,44 +172,6 @@ class PiHarness(PackagedAgent):
 
 def _build_text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
-
-
-def _check_system_prompt(text: object) -> str | None:
-    if text is None:
-        return None
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(
-            f"pi: system_prompt must be a text with words in it, not {text!r}; leave it out for Pi's own"
-        )
-    return text
-
-
-def _check_tools(names: object) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise ConfigError(f"pi: tools must be a list such as [bash], not {names!r}")
-    for name in names:
-        if name not in _TOOLS:
-            raise ConfigError(f"pi: tools names {name!r}; Pi has {', '.join(_TOOLS)}")
-    return tuple(names)
-
-
-def _check_demonstrations(pairs: object, tools: tuple[str, ...] | None) -> tuple[tuple[str, str], ...]:
-    checked: list[tuple[str, str]] = []
-    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
-        raise ConfigError(f"pi: demonstrations must be a list of pairs, not {pairs!r}")
-    for pair in pairs:
-        match pair:
-            case [str(request), str(command)] if request.strip() and command.strip():
-                checked.append((request, command))
-            case _:
-                raise ConfigError(
-                    f"pi: demonstrations has {pair!r}; each must be a request and a command, both with words in them"
-                )
-    if checked and tools is not None and "bash" not in tools:
-        raise ConfigError(f"pi: demonstrations call the tool bash, and tools are {', '.join(tools)}; add bash")
-    return tuple(checked)
 
 
 def _check_window(endpoint: Endpoint) -> None:

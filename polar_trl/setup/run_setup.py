@@ -63,7 +63,7 @@ class RunArguments:
     agent_options: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Options of the agent, such as '{\"short_prompt\": true}'; docs/agents.md lists them. Those of "
+            "help": 'Options of the agent, such as \'{"tools": ["bash"]}\'; docs/agents.md lists them. Those of '
             "agent_command: auxiliary_without_tools, where its requests without tools are no work on the task."
         },
     )

@@ -103,10 +103,11 @@ def run_scripted_session(
 ) -> RolloutResult:
     """Run one session of an agent whose model says `replies`, one per turn, or what a function makes of each prompt.
 
-    The n-th reply answers a prompt with n assistant turns, so that side requests and retries do not shift the script;
-    after the last one, the model repeats it. A prompt without tools is a side request and is answered with a word.
+    The n-th reply answers a prompt with n assistant turns after the instruction, so that demonstrations, side requests
+    and retries do not shift the script; after the last one, the model repeats it. A prompt without tools is a side
+    request and is answered with a word.
     """
-    script = replies if callable(replies) else answer_by_turn(replies)
+    script = replies if callable(replies) else answer_by_turn(replies, after=task.instruction)
     engine = ScriptedEngine(script, delay_s=delay_s, max_model_len=max_model_len)
     with _unreported(), Proxy(engine, RENDERER, params=GenerationParams(max_tokens=4096)) as proxy:
         runner = RolloutRunner(
@@ -134,13 +135,19 @@ def _is_no_report(record: logging.LogRecord) -> bool:
     return "has no reward" not in str(record.msg)
 
 
-def answer_by_turn(replies: Sequence[Message]) -> Callable[[TokenIds], TokenIds]:
-    """Build a script for `ScriptedEngine` under `ByteRenderer` that picks the reply by the number of turns."""
+def answer_by_turn(replies: Sequence[Message], *, after: str = "") -> Callable[[TokenIds], TokenIds]:
+    """Build a script for `ScriptedEngine` under `ByteRenderer` that picks the reply by the number of turns.
+
+    Args:
+        after: Turns are counted from the last place where this stands, if it stands anywhere.
+    """
+    mark = after.strip().encode()
 
     def answer(prompt_ids: TokenIds) -> TokenIds:
         if prompt_ids[: len(_TOOLS)] != _TOOLS:
             return RENDERER.spell(Message(role="assistant", text="hello"))
-        num_turns = _count(prompt_ids, _ASSISTANT) - 1
+        start = bytes(token_id if token_id < 256 else 0 for token_id in prompt_ids).rfind(mark) if mark else 0
+        num_turns = _count(prompt_ids[max(0, start) :], _ASSISTANT) - 1
         return RENDERER.spell(replies[min(num_turns, len(replies) - 1)])
 
     return answer
