@@ -1,7 +1,9 @@
 """Test scripts/reproduce_table.py: two cells for real in miniature, its driver with scripted commands, its numbers."""
 
 import json
+import math
 import os
+import random
 import re
 import shlex
 import signal
@@ -190,6 +192,21 @@ def test_intervals_over_seeds_of_known_answer() -> None:
     # a task that one seed has no grade for is in none
     found = estimate_over_seeds([counts(1, 0), counts(1)])
     assert found is not None and (found.by_task, found.rate.num_tasks) == ({"t0": 1.0}, 1)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.5])
+def test_the_interval_holds_the_true_rate(spread: float) -> None:
+    """Tasks and seeds drawn anew for each table: log-odds of a session are normal in both."""
+    rng, held, num_tables = random.Random(7), 0, 200
+    for _ in range(num_tables):
+        tasks = [rng.gauss(0, 1) for _ in range(24)]
+        seeds = []
+        for of_seed in [rng.gauss(0, spread) for _ in range(3)]:
+            seeds.append(counts(*(int(rng.random() < 1 / (1 + math.exp(-x - of_seed))) for x in tasks)))
+        found = estimate_over_seeds(seeds)
+        assert found is not None and found.rate.low is not None and found.rate.high is not None
+        held += found.rate.low <= 0.5 <= found.rate.high  # by symmetry
+    assert held >= 0.9 * num_tables
 
 
 def test_a_gain_over_seeds_falls_with_what_tasks_share() -> None:
