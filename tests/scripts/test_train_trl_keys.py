@@ -117,7 +117,7 @@ def test_a_run_file_with_named_evaluation_sets_names_its_best_checkpoint(tiny_mo
     assert json.loads((run / "summary.json").read_text())["best"] == best
     assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
     assert "evaluation of hard at step 2  solved " in done.stdout
-    assert "evaluation tasks of easy before (" in done.stdout and "evaluation tasks of hard before (" in done.stdout
+    assert "held-out tasks of easy before (" in done.stdout and "held-out tasks of hard before (" in done.stdout
     assert "best:       checkpoint-1, step 1: eval_easy_reward " in done.stdout
     assert "evaluate:   polar-trl eval --config run.yaml --tasks easy.jsonl --model_name_or_path run" in done.stdout
 
