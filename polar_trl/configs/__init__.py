@@ -45,7 +45,9 @@ def find_packaged(name: str) -> str:
     wanted = name.removeprefix(PREFIX)
     if wanted == _MODEL:
         return str(make_small_model())
-    found = [path for name in ("tasks", "agents", "small") for path in sorted((FOLDER / name).iterdir()) if path.is_file()]
+    found = [
+        path for name in ("tasks", "agents", "small") for path in sorted((FOLDER / name).glob("*")) if path.is_file()
+    ]
     files = {path.relative_to(FOLDER).as_posix(): path for path in found}
     if wanted not in files:
         raise ConfigError(f"{name}: the package has no such file; it has {', '.join([*files, _MODEL])}")

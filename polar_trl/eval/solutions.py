@@ -1,8 +1,8 @@
 """Answer as a model that knows each task's solution: one call of the agent's shell tool, then a closing word.
 
-Sessions of it are demonstrations for SFT where sampling finds nothing. A task's solution is one shell command, `gold` of
-its metadata. The replies are spelled by the model's own chat template, so that what is recorded is what the model would
-have had to sample; each token has the log-probability 0, since the program has no other choice.
+Sessions of it are demonstrations for SFT where sampling finds nothing. A task's solution is one shell command, `gold`
+of its metadata. The replies are spelled by the model's own chat template, so that what is recorded is what the model
+would have had to sample; each token has the log-probability 0, since the program has no other choice.
 """
 
 import json
@@ -25,8 +25,8 @@ class SolutionEngine(Engine):
         harness: Of the agent; gives the calls of its shell tool and the form of its last message.
         max_model_len: Prompt and completion tokens together, as the agent is told.
 
-    Raises `ConfigError` for a task without a solution, two solutions for one instruction, or an agent whose tool is not
-    known.
+    Raises `ConfigError` for a task without a solution, two solutions for one instruction, or an agent whose shell tool
+    is not known.
     """
 
     own_renderer = None

@@ -216,8 +216,8 @@ def _repair_and_run(rng: random.Random) -> dict[str, Any]:
     name, script, text = _draw_script(rng)
     command = script.partition(" ")[0]
     return {
-        "instruction": f"Use sed to replace {TYPOS[command]} by {command} in the file {name}.sh, then use sh to run it and "
-        "write what it prints into the file out.txt",
+        "instruction": f"Use sed to replace {TYPOS[command]} by {command} in the file {name}.sh, then use sh to run it "
+        "and write what it prints into the file out.txt",
         "gold": f"sed -i s/{TYPOS[command]}/{command}/ {name}.sh && sh {name}.sh > out.txt",
         "files": {f"{name}.sh": script.replace(command, TYPOS[command])},
         "expected": {f"{name}.sh": script, "out.txt": text},

@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--kinds", default="copy_command,copy_file", help="of " + ", ".join([*FAMILIES, *KINDS]))
     parser.add_argument("--num", type=int, default=96, help="how many tasks (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--split", choices=get_args(Split), help="no task of one split shares an answer with the other")
+    parser.add_argument(
+        "--split", choices=get_args(Split), help="no task shares an answer with one of the other split"
+    )
     parser.add_argument("--without", type=Path, metavar="FILE", help="JSONL file of tasks that are not to come again")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     args = parser.parse_args()

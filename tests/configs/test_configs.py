@@ -14,7 +14,7 @@ from trl import get_peft_config
 from trl.trainer.utils import RepeatSampler
 
 from polar_trl.cli import main
-from polar_trl.configs import find_packaged
+from polar_trl.configs import find_packaged, list_configs
 from polar_trl.grpo.arguments import parse_run
 from polar_trl.grpo.meta_model import build_meta_model
 from polar_trl.grpo.multimodal import exclude_unreached
@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "polar_trl" / "configs"
 PAPER = ("codex", "claude_code", "qwen_code", "pi")
 FSDP2 = str(CONFIGS / "accelerate" / "fsdp2.yaml")
-RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+RUNS = list(list_configs("run"))
+SMALL = [name for name in RUNS if name.startswith("small/")]
 PAPER_PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 LADDER = (
     "quickstart",
@@ -199,6 +200,25 @@ def test_the_ladder_has_its_rungs() -> None:
         assert "CPU cores" in header or "80 GB GPU" in header
     levels = [{task.metadata["level"] for task in load_task_set(read_values(n)["tasks"])} for n in LADDER[:4]]
     assert levels == [{0, 1}, {0, 1}, {1, 2}, {1, 2}]
+
+
+def test_the_small_runs_differ_in_the_agent_alone() -> None:
+    """Their tables compare agents: tasks, sampling and training are those of one file."""
+    assert [name.removeprefix("small/") for name in SMALL] == sorted(PAPER)
+    for name in SMALL:
+        values = read_values(name)
+        assert set(values) == {"base", "agent", "agent_options", "output_dir"}
+        assert (values["base"], values["agent"]) == ("polar_trl:small/base.yaml", name.removeprefix("small/"))
+        assert set(values["agent_options"]) == {"tools"}
+
+
+@pytest.mark.parametrize(("split", "num"), [("train", 96), ("test", 48)])
+def test_the_small_task_sets_are_what_their_command_makes(split: Any, num: int) -> None:
+    from polar_trl.tasks.shell_kinds import KINDS
+    from polar_trl.tasks.shell_ladder import build_tasks
+
+    kinds = [name for name, kind in KINDS.items() if kind.family and kind.level < 3]
+    assert load_task_set(f"polar_trl:tasks/small_{split}.jsonl") == build_tasks(kinds, num, 0, split=split)
 
 
 @pytest.mark.parametrize("name", LADDER[1:3])

@@ -1,5 +1,6 @@
 """Test that run files, accelerate files and what they name are found by name, from any folder."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,42 @@ def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ConfigError, match="no file at 'fsdp3', and no accelerate file of that name; there are ddp_8gp"
     ):
         find_config("fsdp3", "accelerate")
+
+
+def test_a_run_file_over_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = "agent_options: {tools: [bash], api: google}"
+    (tmp_path / "below.yaml").write_text(f"agent: pi\ntasks: t\n{options}\nmax_steps: 3\n")
+    (tmp_path / "set").mkdir()
+    above = tmp_path / "set" / "above.yaml"
+    above.write_text("base: ../below.yaml\nagent_options: {tools: [read]}\nmax_steps: 4\noutput_dir: runs/a\n")
+    parser = RunParser()
+    run, args, _ = parse_run(parser, ["--config", str(above)])
+    assert (run.agent, run.agent_options) == ("pi", {"tools": ["read"], "api": "google"})
+    assert (args.max_steps, args.output_dir) == (4, "runs/a")
+    # what is kept beside the run is one file, that starts the same run
+    assert parser.run_file is not None
+    (tmp_path / "kept.yaml").write_text(parser.run_file[1])
+    again, args, _ = parse_run(RunParser(), ["--config", "kept.yaml"])
+    assert (again, args.max_steps) == (run, 4)
+    # a copy of a packaged one works anywhere
+    (tmp_path / "mine.yaml").write_text(find_config("small/codex").read_text())
+    run, args, _ = parse_run(RunParser(), ["--config", "mine.yaml"])
+    assert (run.agent, len(run.agent_options["demonstrations"])) == ("codex", 6)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("nope.yaml", "no file at '.*nope.yaml', and no run file of that name"),
+        ("above.yaml", "above.yaml is the base of another run file, and cannot have a base itself"),
+        ("polar_trl:small/nope.yaml", "polar_trl:small/nope.yaml: the package has no such file"),
+    ],
+)
+def test_a_base_that_cannot_be_one(tmp_path: Path, base: str, message: str) -> None:
+    (tmp_path / "above.yaml").write_text(f"base: {base}\nagent: pi\n")
+    with pytest.raises(ConfigError, match=message):
+        parse_run(RunParser(), ["--config", str(tmp_path / "above.yaml")])
 
 
 def test_a_copy_of_a_run_file_works_in_another_folder(
@@ -79,9 +116,9 @@ def test_without_an_index_the_small_model_is_one_sentence(tmp_path: Path, monkey
 def test_configs_lists_names_first_lines_and_paths(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configs"]) == 0
     listed = capsys.readouterr().out
-    assert (
-        "  quickstart       SmolLM2-135M learns to" in listed and "  fsdp2            Eight GPUs that share" in listed
-    )
+    assert re.search("^  quickstart +SmolLM2-135M learns to", listed, re.M)
+    assert re.search("^  small/pi +SmolLM2-135M on four families", listed, re.M) and "base" not in listed
+    assert re.search("^  fsdp2 +Eight GPUs that share", listed, re.M)
     assert main(["configs", "fsdp2", "--path"]) == 0
     assert Path(capsys.readouterr().out.strip()) == find_config("fsdp2", "accelerate")
     assert main(["configs", "nope"]) == 2

@@ -44,6 +44,7 @@ SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds
 SERVED = "tests/cli/test_serve.py::test_ctrl_c_ends_it_and_what_it_recorded_is_read"
 OWN_REPOSITORY = "tests/examples/test_own_repository.py"
 AFTER = "tests/examples/test_after_training.py"
+WARM = "tests/examples/test_warm_start.py"
 TWO_RUNS = "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side"
 GOOD = "1 of 1 tasks are good"
 
@@ -76,6 +77,11 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl collect --config run.yaml .*": AFTER,
     "python sft.py": AFTER,
     "polar-trl train --config run.yaml --model_name_or_path runs/sft .*": AFTER,
+    "polar-trl collect --config small/pi .*": WARM,
+    "trl sft .*": WARM,
+    "polar-trl train small/pi .*": WARM,
+    "polar-trl eval --config small/pi .*": WARM,
+    "python -m polar_trl.tasks.shell_ladder .* --output hard.jsonl": WARM,
     # agents
     "polar-trl doctor pi --install": Run("pi"),
     "polar-trl doctor( --install| codex pi)?": DOCTOR,

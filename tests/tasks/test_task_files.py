@@ -9,7 +9,8 @@ import pytest
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.tasks.jsonl import load_tasks, save_tasks
-from polar_trl.tasks.shell_ladder import KINDS, build_tasks, grade, main
+from polar_trl.tasks.shell_kinds import KINDS
+from polar_trl.tasks.shell_ladder import FAMILIES, build_tasks, grade, main
 from polar_trl.types import Task
 
 
@@ -104,9 +105,68 @@ def test_gold_solves_and_nothing_does_not(tmp_path: Path, kind: str) -> None:
         assert grade(task, sandbox) == 1.0
         # deleting or changing an input is not part of any solution
         if task.files:
-            sandbox.run("for f in *.txt; do echo more >> $f; done", env={}, timeout_s=20)
+            sandbox.run("for f in $(find . -type f); do echo more >> $f; done", env={}, timeout_s=20)
             assert grade(task, sandbox) < 0.5
         sandbox.destroy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "reward"),
+    [
+        ("rename", "cp {0} {1}", 0.2),  # the old name is still there
+        ("move_into", "mkdir {1} && cp {0} {1}", 0.2),
+        ("join", "cat {0} > {1}", 0.3),
+        ("find_lines", "cat {0} > found.txt", 0.3),
+        ("find_file", "grep . *.txt > found.out", 0.2),
+        ("count_matches", "wc -l < {0} > found.txt", 0.3),
+        ("replace", "echo more >> {0}", 0.1),
+        ("write_over", "rm {0}", 0.0),
+        ("delete_line", "touch {0}", 0.0),
+        ("run_script", "cat {0} > out.txt", 0.3),
+        ("repair", "echo true > {0}", 0.1),
+        ("repair_and_run", "sh {0} > out.txt 2> /dev/null", 0.1),
+    ],
+)
+def test_a_wrong_solution_earns_little(tmp_path: Path, kind: str, command: str, reward: float) -> None:
+    for task in build_tasks([kind], 5, seed=2):
+        sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
+        wanted = next(iter(task.metadata["expected"])).partition("/")[0]
+        sandbox.run(command.format(next(iter(task.files)), wanted), env={}, timeout_s=20)
+        assert grade(task, sandbox) <= reward + 0.1
+        sandbox.destroy()
+
+
+def test_an_edit_earns_by_what_it_changed(tmp_path: Path) -> None:
+    """A file that is nearly right from the start is worth nothing until it is nearer."""
+    task = Task(
+        id="edit",
+        instruction="Replace red by blue",
+        files={"sun.txt": "one\nred\ntwo\n"},
+        metadata={"expected": {"sun.txt": "one\nblue\ntwo"}},
+    )
+    sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
+    rewards = []
+    for text in ("one\nred\ntwo\n", "one\nred\ntwo\nthree\n", "one\nblu\ntwo\n", "one\nblue\ntwo\n"):
+        sandbox.put("sun.txt", text.encode())
+        rewards.append(round(grade(task, sandbox), 2))
+    assert rewards[0] == 0.0 and rewards[1] == 0.1 and 0.2 < rewards[2] <= 0.4 and rewards[3] == 1.0
+    sandbox.destroy()
+
+
+def test_splits_share_no_task_and_no_answer() -> None:
+    """Whatever the seeds: a test set made later is held out from a model that was trained on any training set."""
+    found: dict[str, set[str]] = {"train": set(), "test": set()}
+    for split in ("train", "test"):
+        for seed in range(25):
+            for task in build_tasks([*FAMILIES, "copy_file", "count_lines"], 42, seed, split=split):  # type: ignore[arg-type]
+                expected = task.metadata["expected"].items()
+                found[split] |= {task.instruction, *(text.strip() or path for path, text in expected)}
+    assert min(map(len, found.values())) > 1500 and not found["train"] & found["test"]
+
+
+def test_the_families_have_three_levels_each() -> None:
+    assert list(FAMILIES) == ["files", "search", "edit", "fix"]
+    assert all([KINDS[name].level for name in names] == [1, 2, 3] for names in FAMILIES.values())
 
 
 def test_partial_credit_stays_below_half(tmp_path: Path) -> None:
@@ -126,8 +186,9 @@ def test_a_flood_in_the_answer_is_a_wrong_answer(tmp_path: Path, kind: str) -> N
     """An agent must not be able to escape its reward by writing too much: no reward is not 0."""
     (task,) = build_tasks([kind], 1, seed=1)
     sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
-    (path,) = task.metadata["expected"]
-    assert sandbox.run(f"head -c 2000000 /dev/zero > {path}", env={}, timeout_s=20).exit_code == 0
+    for path in task.metadata["expected"]:
+        flood = f"mkdir -p $(dirname {path}) && head -c 2000000 /dev/zero > {path}"
+        assert sandbox.run(flood, env={}, timeout_s=20).exit_code == 0
     assert 0 < grade(task, sandbox) <= 0.4
     sandbox.destroy()
 
@@ -135,7 +196,7 @@ def test_a_flood_in_the_answer_is_a_wrong_answer(tmp_path: Path, kind: str) -> N
 def test_an_unknown_kind() -> None:
     with pytest.raises(ConfigError, match="no task kind 'dance'"):
         build_tasks(["dance"], 1, seed=0)
-    with pytest.raises(ConfigError, match="no task kinds given; there are copy_command, touch"):
+    with pytest.raises(ConfigError, match="no task kinds given; there are files, search, edit, fix, copy_command, "):
         build_tasks([], 1, seed=0)
 
 
@@ -147,10 +208,13 @@ def test_the_generator_as_a_program(
     monkeypatch.setattr("sys.argv", ["shell_ladder", "--kinds", "touch,count_lines", *options])
     main()
     assert load_tasks(output) == build_tasks(["touch", "count_lines"], 5, seed=4)
+    monkeypatch.setattr("sys.argv", ["shell_ladder", "--kinds", "edit", "--split", "test", *options])
+    main()
+    assert load_tasks(output) == build_tasks(["replace", "write_over", "delete_line"], 5, seed=4, split="test")
     monkeypatch.setattr("sys.argv", ["shell_ladder", "--kinds", "dance", *options])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "error: no task kind 'dance'; there are copy_command" in capsys.readouterr().err
+    assert "error: no task kind 'dance'; there are files, search, edit, fix, copy_command" in capsys.readouterr().err
 
 
 def test_the_committed_set_is_what_its_generator_makes() -> None:

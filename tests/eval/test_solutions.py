@@ -1,0 +1,95 @@
+"""Play solutions: the turn, the form of the call, and one sentence where it cannot be done."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from polar_trl.cli import main
+from polar_trl.engine.base import GenerationParams
+from polar_trl.errors import ConfigError, EngineError
+from polar_trl.eval.solutions import SolutionEngine
+from polar_trl.harness import build_agent
+from polar_trl.harness.pi import PiHarness
+from polar_trl.harness.shell import ShellHarness
+from polar_trl.tokens.base import Renderer
+from polar_trl.tokens.load import load_renderer
+from polar_trl.types import ChatRequest, Completion, Message, Task, Tool
+
+TASK = Task(id="a", instruction="Create sun.txt", metadata={"gold": "touch sun.txt"})
+LONGER = Task(id="b", instruction="Create sun.txt and moon.txt", metadata={"gold": "touch sun.txt moon.txt"})
+
+
+@pytest.fixture(scope="module")
+def renderer(smollm2: Path) -> Renderer:
+    return load_renderer(AutoTokenizer.from_pretrained(smollm2), str(smollm2))
+
+
+def build_tool(name: str, *required: str) -> Tool:
+    return Tool(name=name, parameters={"type": "object", "properties": {}, "required": list(required)})
+
+
+def answer(renderer: Renderer, harness: Any, request: ChatRequest, max_tokens: int = 64) -> Message:
+    engine = SolutionEngine([TASK, LONGER], harness, renderer, max_model_len=8192)
+    prompt = renderer.render(request.messages, request.tools)
+    completion = asyncio.run(engine.answer(request, prompt, GenerationParams(max_tokens=max_tokens)))
+    assert isinstance(completion, Completion) and completion.token_ids[-1] in renderer.stop_token_ids
+    return renderer.parse(prompt, completion.token_ids, request.tools)
+
+
+def ask(text: str, *later: Message, tools: tuple[Tool, ...]) -> ChatRequest:
+    """A request after a demonstration."""
+    earlier = (Message(role="user", text="Create box.txt"), Message(role="assistant", text="Done."))
+    return ChatRequest(messages=(*earlier, Message(role="user", text=text), *later), tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("agent", "tool", "arguments"),
+    [
+        ("pi", build_tool("bash", "command"), '{"command":"touch sun.txt moon.txt"}'),
+        ("codex", build_tool("exec_command", "cmd"), '{"cmd":"touch sun.txt moon.txt"}'),
+        # without the description that its own shell call has, and which the tool does not require
+        ("claude_code", build_tool("Bash", "command"), '{"command":"touch sun.txt moon.txt"}'),
+        ("qwen_code", build_tool("run_shell_command", "command"), '{"command":"touch sun.txt moon.txt"}'),
+    ],
+)
+def test_a_call_and_a_last_word(renderer: Renderer, agent: str, tool: Tool, arguments: str) -> None:
+    harness = build_agent(agent, {})
+    # among context of the agent's own; the longer instruction holds the shorter one
+    request = ask("<context/>\nCreate sun.txt and moon.txt", tools=(tool,))
+    reply = answer(renderer, harness, request)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [(tool.name, arguments)]
+    result = Message(role="tool", text="(no output)", tool_call_id=reply.tool_calls[0].id)
+    last = answer(renderer, harness, replace(request, messages=(*request.messages, reply, result)))
+    assert (last.text, last.tool_calls) == ("Done.", ())
+
+
+def test_a_side_request_is_answered_without_a_call(renderer: Renderer) -> None:
+    assert answer(renderer, PiHarness(), ask("Name this chat", tools=())).text == "Done."
+
+
+def test_what_cannot_be_played(renderer: Renderer) -> None:
+    tools = (build_tool("bash", "command"),)
+    with pytest.raises(EngineError, match="holds no task's instruction"):
+        answer(renderer, PiHarness(), ask("Something else", tools=tools))
+    with pytest.raises(EngineError, match=r"a reply of \d+ tokens .* does not fit max_completion_length \(8\)"):
+        answer(renderer, PiHarness(), ask("Create sun.txt", tools=tools), max_tokens=8)
+
+    def build(*tasks: Task, harness: Any = None) -> None:
+        SolutionEngine(tasks, harness or PiHarness(), renderer, max_model_len=8192)
+
+    with pytest.raises(ConfigError, match="task 'c' has none; give a shell command as `gold` of its metadata"):
+        build(TASK, Task(id="c", instruction="x"))
+    with pytest.raises(ConfigError, match="task 'd' has the instruction of another with another solution"):
+        build(TASK, replace(LONGER, id="d", instruction=TASK.instruction))
+    with pytest.raises(ConfigError, match="how shell calls its shell tool is not known"):
+        build(TASK, harness=ShellHarness("my-agent {instruction}"))
+
+
+def test_a_server_beside_solutions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--solutions", "true", "--base_url", "http://127.0.0.1:9/v1", "--output_dir", str(tmp_path / "out")]
+    assert main(["eval", "--config", "small/pi", *arguments]) == 2
+    assert "solutions samples nothing; leave base_url out" in capsys.readouterr().err
