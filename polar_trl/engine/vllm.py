@@ -102,6 +102,7 @@ class VllmEngine(TokenEngine):
         self._num_steps_since = 0
         """Steps since a request was admitted."""
         self._ids = itertools.count()
+        self._num_prompt_tokens, self._num_cached_tokens = 0, 0
         self._failure: EngineError | None = None
         self._idle_interval_s = sys.getswitchinterval()
         self._thread = threading.Thread(target=self._run, name="polar-engine", daemon=True)
@@ -115,6 +116,12 @@ class VllmEngine(TokenEngine):
     def policy_version(self, version: int) -> None:
         """Count on from where a killed run stood. Only while nothing is sampled."""
         self._policy_version = version
+
+    def take_prompt_cached(self) -> float:
+        """Share of the prompts' tokens that the prefix cache had, of completions since the last call; 0 without any."""
+        share = self._num_cached_tokens / max(1, self._num_prompt_tokens)
+        self._num_prompt_tokens, self._num_cached_tokens = 0, 0
+        return share
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion; see `Engine.generate`. Cancelling the await aborts the request."""
@@ -253,6 +260,8 @@ class VllmEngine(TokenEngine):
         _answer(answers)
 
     def _read_output(self, output: Any, request: _Request) -> _Outcome:
+        self._num_prompt_tokens += len(request.prompt_ids)
+        self._num_cached_tokens += output.num_cached_tokens or 0
         choice = output.outputs[0]
         if choice.finish_reason not in ("stop", "length"):
             return EngineError(f"the engine ended the request with {choice.finish_reason!r}")

@@ -45,6 +45,7 @@ COLUMNS = {
     "gap": "gap mean / p99 / max (nats)",
     "reward": "reward",
     "unrewarded": "sessions without a reward",
+    "prompt_cached": "prompt tokens cached",
 }
 SESSIONS = '--session-dir "$HOME/.polar/sessions"'
 WORDS = ("the", "of", "to", "and", "in", "is", "for", "on", "with", "file", "line", "test", "code", "value", "error")
@@ -121,8 +122,6 @@ def train(args: argparse.Namespace) -> None:
     if args.tuning:
         limit_tuning(args.tuning)
     train_main(["swe_1gpu", *list_changes(args)])
-    if torch.cuda.is_available():
-        (args.folder / "peak.json").write_text(json.dumps(torch.cuda.max_memory_allocated() / 1e9))
 
 
 def make_inputs(args: argparse.Namespace) -> None:
@@ -182,6 +181,7 @@ def describe(line: dict[str, Any], step: int) -> dict[str, Any]:
         "gap": render_gap(line) if f"{GAP}/mean" in line else "",
         "reward": find("reward"),
         "unrewarded": find("polar/rollouts_without_reward"),
+        "prompt_cached": find("polar/prompt_cached"),
         "log": line,
     }
 
@@ -226,20 +226,22 @@ def run(args: argparse.Namespace, report: Report) -> None:
             stderr=subprocess.STDOUT,
         )
         ends = time.monotonic() + args.limit
+        peak = 0
         while child.poll() is None and time.monotonic() < ends:
             time.sleep(1)
             seen = add_steps(report, log, seen)
+            if torch.cuda.is_available():
+                peak = max(peak, torch.cuda.device_memory_used())
         if child.poll() is None:
             report.say("out of time")
             child.kill()
         code = child.wait()
     add_steps(report, log, seen)
     tail = (args.out / "paper_run.txt").read_text(errors="replace")[-3000:]
-    peak = args.folder / "peak.json"
     later = report.content["rows"][1:]
     report.note(
         exit_code=code,
-        peak_gb=json.loads(peak.read_text()) if peak.exists() else None,
+        peak_gb=peak / 1e9,
         mean_step_s=fmean(row["step_s"] for row in later) if later else None,
     )
     if code:

@@ -121,6 +121,17 @@ def test_requests_are_held_while_paused_and_the_version_grows(engine: Any) -> No
     assert completion.first_policy_version == completion.last_policy_version == before + 1
 
 
+def test_the_share_of_prompts_that_was_cached(engine: Any) -> None:
+    prompt = tuple(range(100, 340))
+    params = GenerationParams(max_tokens=1)
+    engine.take_prompt_cached()
+    generate_all(engine, params, [prompt])
+    assert engine.take_prompt_cached() == 0.0
+    generate_all(engine, params, [prompt])
+    assert 0.0 < engine.take_prompt_cached() < 1.0
+    assert engine.take_prompt_cached() == 0.0
+
+
 @pytest.mark.parametrize("num_refusals", [3, 1000])
 def test_a_push_waits_for_blocks_in_use_and_fails_where_they_stay(
     engine: Any, llm: Any, monkeypatch: pytest.MonkeyPatch, num_refusals: int

@@ -57,6 +57,7 @@ class EngineSync:
         with self.phases.measure(mode, "sleep"):
             self.proxy.hold()
             self.generation.sleep()
+        self.trl.log(mode, {"polar/prompt_cached": self.generation.engine.take_prompt_cached()})
 
     def push(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since the last push (a collective)."""
