@@ -24,11 +24,11 @@ def row(arm: str, step_s: float, rewards: list[float | None], **more: Any) -> di
 
 
 def test_runs_are_compared_at_the_end_of_the_shortest() -> None:
-    fast, slow = row("fast", 0.1, [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]), row("slow", 0.25, [0.0, 0.4, 1.0, 1.0])
+    fast, slow = row("fast", 0.125, [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]), row("slow", 0.3125, [0.0, 0.4, 1.0, 1.0])
     broken, other = row("broken", 0.01, [1.0], error="x"), row("other", 1.0, [0.5, None], seed=2)
     learn.compare_at_equal_time([fast, slow, broken, other])
-    assert (fast["equal_s"], fast["equal_updates"], fast["equal_reward"]) == (pytest.approx(0.6), 6, 1.0)
-    assert (slow["equal_s"], slow["equal_updates"], slow["equal_reward"]) == (pytest.approx(0.6), 2, 0.4)
+    assert (fast["equal_s"], fast["equal_updates"], fast["equal_reward"]) == (0.75, 6, 1.0)
+    assert (slow["equal_s"], slow["equal_updates"], slow["equal_reward"]) == (0.75, 2, 0.4)
     assert "equal_s" not in broken and (other["equal_updates"], other["equal_reward"]) == (2, "no step ended")
 
 
@@ -37,7 +37,7 @@ def test_the_documented_commands(tmp_path: Path) -> None:
     found = re.findall(r"^bash scripts/gpu/run\.sh learn (.*)$", page, re.MULTILINE)
     assert len(found) == 3
     for line in found:
-        args = learn.build_parser().parse_args([*shlex.split(line), "--out", str(tmp_path)])
+        args = learn.build_parser().parse_args(["--out", str(tmp_path), *shlex.split(line)])
         runs = learn.build_runs(args, [])
         assert [run.arm for run in runs] == args.arms * 3  # seeds 1 to 3
         for run in runs:
