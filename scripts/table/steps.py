@@ -20,7 +20,7 @@ SFT = (sys.executable, "-m", "trl.scripts.sft")
 SFT_FLAGS = shlex.split(
     "--num_train_epochs 1 --per_device_train_batch_size 1 --gradient_accumulation_steps 4 --learning_rate 5e-5"
 )
-"""As in docs/warm-start.md. TRL cuts rows off at 1024 tokens unless max_length says more, which is the run's window."""
+"""As in docs/warm-start.md. TRL cuts rows off at 1024 tokens unless max_length says more: it is the run's window."""
 OF_MACHINE = ("use_cpu", "bf16", "gradient_checkpointing", "report_to")
 """Keys of the run file that SFT on the same machine needs as well."""
 

@@ -408,7 +408,8 @@ def test_the_commands_of_the_stages(tmp_path: Path) -> None:
     assert commands["sft-pi-3"] == (
         f"trl.scripts.sft --model_name_or_path m --seed 3 --dataset_name {tmp_path}/data-pi/dataset "
         "--dataset_config tokens --num_train_epochs 1 --per_device_train_batch_size 1 "
-        "--gradient_accumulation_steps 4 --learning_rate 5e-5 --max_length 1024 --use_cpu true --bf16 false --gradient_checkpointing false "
+        "--gradient_accumulation_steps 4 --learning_rate 5e-5 "
+        "--max_length 1024 --use_cpu true --bf16 false --gradient_checkpointing false "
         f"--report_to none --output_dir {tmp_path}/sft-pi-3"
     )
     assert commands["both-pi-3"] == (
