@@ -255,7 +255,7 @@ class PolarGRPOConfig(PackedGRPOConfig):
     def __post_init__(self) -> None:
         refuse_settings(self)
         if self.eval_strategy != "no" and self.lr_scheduler_type not in _BY_LOSS:
-            self.metric_for_best_model = self.metric_for_best_model or BEST_METRIC
+            self.metric_for_best_model = self.metric_for_best_model or BEST_METRIC  # type: ignore[has-type]
         super().__post_init__()
         refuse_model_kwargs(self)
         self._require(
