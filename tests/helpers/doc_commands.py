@@ -167,6 +167,7 @@ COMMANDS: dict[str, Run | str] = {
     "pip install .*": "tests/docs/test_docs.py::test_extras_that_are_named_exist",
     "polar-trl train swe_.*": PAPER,
     r'eval "\$\(bash scripts/dev/container_engine.sh up\)" && python .*make_test_image.py': "scripts/test.sh",
+    "bash scripts/gpu/run.sh learn .*": "tests/scripts/gpu/test_learn.py::test_the_documented_commands",
     "python tests/helpers/tiny_paper_model.py .cache/models/SmolLM2-135M-Instruct tiny": PAPER,
     "polar-trl replay runs/miniature": PAPER,
 }
