@@ -1,11 +1,11 @@
-"""Find the cache folder, for what can be made again: models, agents, environments, downloads, trees, checks, tasks."""
+"""Find the cache folder, for what can be made again: models, agents, downloads, images, trees, checks, tasks."""
 
 import os
 from pathlib import Path
 from typing import Literal
 
 CACHE_VARIABLE = "POLAR_TRL_CACHE"
-Part = Literal["models", "agents", "environments", "releases", "suites", "trees", "checks", "sent"]
+Part = Literal["models", "agents", "environments", "releases", "suites", "trees", "images", "checks", "sent"]
 
 
 def find_cache(part: Part) -> Path:

@@ -29,6 +29,8 @@ RUN_FILE = "run_file.yaml"
 TRAINED_FILE = "trained.jsonl"
 SUMMARY_FILE = "summary.json"
 """Written when a run has made its last step."""
+BEST_FILE = "best.json"
+"""Which checkpoint did best in an evaluation so far."""
 ROWS_FOLDER = "rows"
 LOCK_FILE = "owner.lock"
 NEEDED_BYTES = 8 << 20

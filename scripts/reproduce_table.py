@@ -1,88 +1,57 @@
 #!/usr/bin/env python3
-"""Evaluate base and trained models inside four agents, and write the paper's table beside ours.
+"""Train a model inside several agents, with seeds, and make the paper's table of it: pass@1 before and after.
 
-  python scripts/reproduce_table.py --out runs/table --base Qwen/Qwen3.5-4B \\
-      --trained codex=runs/codex claude_code=runs/claude qwen_code=runs/qwen pi=runs/pi -- --num_engines 8
-  python scripts/reproduce_table.py --out runs/table --base Qwen/Qwen3.5-4B --trained codex=runs/codex --transfer
-  python scripts/reproduce_table.py --render-only runs/table
+  python scripts/reproduce_table.py --agents pi codex --seeds 0 1 2 --stages base sft grpo both --out runs/small
+  python scripts/reproduce_table.py --agents pi codex --seeds 0 1 2 --matrix --out runs/small
+  python scripts/reproduce_table.py --render-only --out runs/small
+  python scripts/reproduce_table.py --render-only --from docs/results/small
+  python scripts/reproduce_table.py --out runs/table --config swe_8gpu --tasks swe-bench-verified --stages base grpo \\
+      --trained codex=runs/codex pi=runs/pi --agents codex pi -- --num_engines 8
 
-Each cell is a `polar-trl eval` of the run file with `--agent AGENT`, into OUT/MODEL__AGENT. What follows -- goes to
-each of them. A cell that was stopped goes on with the same command; one that fails leaves the others alone. Writes
-OUT/table.md and OUT/table.json. Exits with 1 if a cell failed, and with --render-only if one of the table is missing.
-Cells of different tasks, or of different sampling, are no one table: table.md says so first.
+Stages: base, the model as it is; sft, on sessions of a program that knows the training tasks' solutions; grpo; both,
+GRPO from the sft model. Each step is a command of the project, printed before it runs: polar-trl collect, TRL's SFT
+script, polar-trl train, polar-trl eval, into OUT/data-AGENT, OUT/STAGE-AGENT-SEED and OUT/STAGE-AGENT-SEED__AGENT.
+What is there is not run again; what was stopped goes on with the same command; a step that fails leaves the others
+alone. Ctrl-C and SIGTERM end the step that runs, its sandboxes included. --matrix also evaluates each final model
+inside every other agent.
+
+What follows -- goes to each evaluation. Writes OUT/table.md, OUT/table.json, and OUT/summaries, a file for each model,
+from which --from prints the table again. Cells of different tasks, or of different sampling, are no one table: it says
+so first. Exits with 1 if a step failed, and with --render-only if a cell of the table is missing.
 """
 
 import argparse
-import ctypes
 import json
 import shlex
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from polar_trl.cli.eval import format_rate
+from table.report import PAPER, build_report, order_agents, render_report
+from table.run import run_steps
+from table.steps import STAGES, Settings, list_models, list_steps, require_saved
+from table.summaries import build_summaries, find_agents, find_models, load_summaries, order_models, write_summaries
+
 from polar_trl.cli.process import sigterm_interrupts
 from polar_trl.configs import find_config
 from polar_trl.errors import PolarError
-from polar_trl.eval.sample_tasks import read_results
-from polar_trl.grade.base import PASSING_REWARD
-from polar_trl.grade.pass_at_k import TaskCount, estimate_gain
-from polar_trl.run_folder import SETTINGS_FILE
-
-PAPER: Mapping[str, tuple[float, float]] = {
-    "codex": (3.8, 26.4),
-    "claude_code": (29.8, 34.6),
-    "qwen_code": (34.6, 35.2),
-    "pi": (34.2, 40.4),
-}
-"""pass@1 in per cent of Qwen3.5-4B before and after training inside the agent, on SWE-bench Verified: table 1 of
-arXiv 2605.24220."""
-BASE, TRAINED = "base", "trained-"
-CONFIG = "swe_8gpu"
-TASKS = "swe-bench-verified"
-OF_MODEL = ("model", "tokenizer", "served_name")
-"""Settings that cells of one model share; those of one agent share what begins with "agent", and all the rest."""
-UNREADABLE = (PolarError, OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What a broken file of one cell raises; the other cells are a table all the same."""
-PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """A model inside an agent."""
-
-    model: str
-    """"base", or "trained-AGENT" for the one that was trained inside that agent."""
-    agent: str
-    path: str
-    """What `polar-trl eval` is given as the model."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}__{self.agent}"
 
 
 def main() -> None:
     own, extra = split_arguments(sys.argv[1:])
-    args = parse_arguments(own)
-    if args.render_only is not None:
-        report = build_report(args.render_only, args.agents)
-        write_report(args.render_only, report)
-        sys.exit(0 if report["complete"] else 1)
-    cells = list_cells(args.agents, args.base, dict(args.trained), transfer=args.transfer)
-    commands = {cell: build_command(cell, args.config, args.tasks, args.out, extra) for cell in cells}
+    parser = build_parser()
+    args = parser.parse_args(own)
+    if args.render_only:
+        render(parser, args)
+    settings = read_settings(parser, args, extra)
+    steps = list_steps(settings)
     if args.dry_run:
-        for command in commands.values():
-            print(shlex.join(command))
+        for step in steps:
+            print(shlex.join(step.command))
         return
     with sigterm_interrupts():
-        failed = run_cells(commands)
-    report = build_report(args.out, args.agents, failed=failed)
-    write_report(args.out, report)
+        failed = run_steps(steps, settings.out)
+    write_table(settings)
     sys.exit(1 if failed else 0)
 
 
@@ -94,58 +63,36 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:place]), list(arguments[place + 1 :])
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="OUT", help="folder of the cells and the table")
-    parser.add_argument("--base", metavar="MODEL", help="the model before training")
-    parser.add_argument(
-        "--trained", action="extend", nargs="+", default=[], type=parse_trained, metavar="AGENT=MODEL",
-        help="trained inside that agent",
-    )  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="OUT", help="folder of the runs and the table")
     parser.add_argument(
         "--agents", action="extend", nargs="+", metavar="AGENT",
-        help="default: the paper's four; with --render-only, those of OUT's cells",
+        help="default: the paper's four; with --render-only, those that are there",
     )  # fmt: skip
-    parser.add_argument("--transfer", action="store_true", help="each trained model inside every agent, too")
+    parser.add_argument("--seeds", action="extend", nargs="+", type=int, metavar="N", help="of training (default: 0)")
     parser.add_argument(
-        "--config",
-        default=CONFIG,
-        metavar="FILE",
-        help="run file, or the name of one of the package; {agent} in its name is filled in (default: %(default)s)",
+        "--stages", action="extend", nargs="+", choices=STAGES, metavar="STAGE", help="default: " + " ".join(STAGES)
     )
-    parser.add_argument("--tasks", default=TASKS, help="(default: %(default)s)")
+    parser.add_argument("--matrix", action="store_true", help="each final model inside every agent, too")
+    parser.add_argument(
+        "--config", default=Settings.config, metavar="FILE",
+        help="run file, or the name of one of the package; {agent} in it is filled in (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--base", metavar="MODEL", help="the model before training (default: the run file's)")
+    parser.add_argument("--tasks", metavar="TASKS", help="to evaluate on (default: the run file's eval_tasks)")
+    parser.add_argument(
+        "--trained", action="extend", nargs="+", default=[], type=parse_trained, metavar="AGENT=MODEL",
+        help="a model of stage grpo and the first seed that was trained already",
+    )  # fmt: skip
+    for name, what in (("data", "polar-trl collect"), ("sft", "TRL's SFT script"), ("train", "polar-trl train")):
+        parser.add_argument(
+            f"--{name}", default="", metavar="FLAGS", help=f"more flags of {what}: --{name}='--flag 1'"
+        )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
-    parser.add_argument("--render-only", type=Path, metavar="OUT", help="the table of what is there; runs nothing")
-    args = parser.parse_args(arguments)
-    for option, names in (("--trained", [agent for agent, _ in args.trained]), ("--agents", args.agents or [])):
-        if twice := [agent for agent in names if names.count(agent) > 1]:
-            parser.error(f"{option} names {twice[0]!r} twice")
-    if args.render_only is not None:
-        if not (found := find_agents(args.render_only)):
-            parser.error(f"{args.render_only} is no folder of cells, MODEL__AGENT")
-        args.agents = args.agents or found
-        return args
-    args.agents = args.agents or list(PAPER)
-    if args.out is None or not (args.base or args.trained):
-        parser.error("give --out, and --base or --trained; or --render-only")
-    if unknown := [agent for agent, _ in args.trained if agent not in args.agents]:
-        parser.error(f"--trained names {unknown[0]!r}, which is not among --agents {' '.join(args.agents)}")
-    for agent in args.agents:
-        try:
-            find_config(name_config(args.config, agent))
-        except PolarError as error:
-            parser.error(f"--config for {agent!r}: {error}")
-    return args
-
-
-def find_agents(out: Path) -> list[str]:
-    """Return the agents of the cells that have a folder: the paper's, in its order, then others."""
-    found = set()
-    for path in out.glob("*__*/"):
-        model, _, agent = path.name.partition("__")
-        if model == BASE or model.startswith(TRAINED):
-            found |= {agent, model.removeprefix(TRAINED)} - {BASE}
-    return [agent for agent in PAPER if agent in found] + sorted(found - set(PAPER))
+    parser.add_argument("--render-only", action="store_true", help="the table of what is there; runs nothing")
+    parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help="folder of summaries to render")
+    return parser
 
 
 def parse_trained(text: str) -> tuple[str, str]:
@@ -155,233 +102,79 @@ def parse_trained(text: str) -> tuple[str, str]:
     return agent, model
 
 
-def name_config(template: str, agent: str) -> str:
-    return template.replace("{agent}", agent)
-
-
-def list_cells(agents: Sequence[str], base: str | None, trained: Mapping[str, str], *, transfer: bool) -> list[Cell]:
-    """List the cells to evaluate: the table's first, then the transfer matrix's."""
-    cells = [Cell(model=BASE, agent=agent, path=base) for agent in agents if base]
-    own = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside == agent]
-    others = [(inside, agent) for inside in agents for agent in agents if inside in trained and inside != agent]
-    pairs = own + others * transfer
-    return cells + [Cell(model=TRAINED + inside, agent=agent, path=trained[inside]) for inside, agent in pairs]
-
-
-def build_command(cell: Cell, config: str, tasks: str, out: Path, extra: Sequence[str]) -> list[str]:
-    keys = ["--config", name_config(config, cell.agent), "--agent", cell.agent, "--tasks", tasks]
-    keys += ["--model_name_or_path", cell.path, "--output_dir", str(out / cell.name)]
-    return [sys.executable, "-m", "polar_trl", "eval", *keys, *extra]
-
-
-def run_cells(commands: Mapping[Cell, Sequence[str]]) -> list[str]:
-    """Run cells one after the other; return the names of those that failed. An interrupt ends the running one."""
-    failed = []
-    for number, (cell, command) in enumerate(commands.items(), start=1):
-        try:
-            print(f"[{number}/{len(commands)}] {cell.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
-            status = run_cell(command)
-        except KeyboardInterrupt:
-            print(f"stopped in {cell.name}; the same command goes on", file=sys.stderr)
-            sys.exit(130)
-        if status != 0:
-            failed.append(cell.name)
-            print(f"{cell.name} failed with exit status {status}; going on with the next", file=sys.stderr)
-    return failed
-
-
-def run_cell(command: Sequence[str]) -> int:
-    """Run one cell; return its exit status. Raises `KeyboardInterrupt`, the cell ended, if either is interrupted."""
-    libc = ctypes.CDLL(None)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-        start_new_session=True,  # a terminal would interrupt it, too; the second time ends it before it has tidied up
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # SIGINT may be ignored, by a shell's "&"
+def read_settings(parser: argparse.ArgumentParser, args: argparse.Namespace, extra: Sequence[str]) -> Settings:
+    """Read what is to be run; an error of the parser for what cannot be."""
+    if args.out is None or args.source is not None:
+        parser.error("give --out; --from goes with --render-only")
+    refuse_twice(parser, args)
+    settings = Settings(
+        out=args.out,
+        agents=args.agents or list(PAPER),
+        seeds=args.seeds or [0],
+        stages=[stage for stage in STAGES if stage in (args.stages or STAGES)],
+        config=args.config,
+        base=args.base,
+        tasks=args.tasks,
+        trained=dict(args.trained),
+        matrix=args.matrix,
+        data=shlex.split(args.data),
+        sft=shlex.split(args.sft),
+        train=shlex.split(args.train),
+        eval=extra,
     )
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        raise
-    if status in (130, -signal.SIGINT, -signal.SIGTERM):
-        raise KeyboardInterrupt
-    return status
-
-
-def build_report(out: Path, agents: Sequence[str], *, failed: Sequence[str] = ()) -> dict[str, Any]:
-    """Build the content of `table.json` from the folders of the cells."""
-    names = [f"{model}__{agent}" for model in (BASE, *(TRAINED + agent for agent in agents)) for agent in agents]
-    cells = {name: read_cell(out / name) for name in names}
-    for name in failed:
-        cells[name]["state"] = "failed"
-    counts = {}
-    for name, cell in cells.items():
-        if cell["state"] == "done":
-            try:
-                counts[name] = count_tasks(out / name, cell["num_samples"])
-            except UNREADABLE as error:
-                cell["error"] = f"no gains: {error}"
-    table = [f"{model}__{agent}" for agent in agents for model in (BASE, TRAINED + agent)]
-    return {
-        "agents": list(agents),
-        "paper": {agent: list(PAPER[agent]) for agent in agents if agent in PAPER},
-        "cells": cells,
-        "gains": {
-            f"{TRAINED}{inside}__{agent}": pair_tasks(
-                counts.get(f"{BASE}__{agent}", {}), counts.get(f"{TRAINED}{inside}__{agent}", {})
-            )
-            for inside in agents
-            for agent in agents
-        },
-        "differences": list(find_differences(out, cells)),
-        "complete": all(cells[name]["state"] == "done" for name in table),
-    }
-
-
-def read_cell(folder: Path) -> dict[str, Any]:
-    """Read state and numbers of one cell.
-
-    "missing", "begun" (sessions are there, a summary is not), "no pass@1", "unreadable" (`error` says why) or "done".
-    """
-    path = folder / "summary.json"
-    if not path.exists():
-        return {"state": "begun" if (folder / SETTINGS_FILE).exists() else "missing"}
-    kept = ("model", "task_set", "tasks", "tasks_graded", "num_samples", "sessions", "failures", "mean_reward")
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        rate = summary["pass_at"].get("1")
-        state = "no pass@1" if rate is None else "done"
-        return {"state": state, "pass_at_1": rate, **{name: summary[name] for name in kept}}
-    except UNREADABLE as error:
-        return {"state": "unreadable", "error": f"{path}: {error!r}"}
-
-
-def count_tasks(folder: Path, num_samples: int) -> dict[str, TaskCount]:
-    """Count graded and passed sessions per task."""
-    found: dict[str, list[bool]] = {}
-    for result in read_results(folder):
-        if result.reward is not None and result.sample < num_samples:
-            found.setdefault(result.task, []).append(result.reward >= PASSING_REWARD)
-    return {task: TaskCount(num_graded=len(passed), num_passed=sum(passed)) for task, passed in found.items()}
-
-
-def pair_tasks(before: Mapping[str, TaskCount], after: Mapping[str, TaskCount]) -> dict[str, Any] | None:
-    """Estimate the paired gain in pass@1 on the tasks of both."""
-    both = [task for task in before if task in after]
-    gain = estimate_gain([before[task] for task in both], [after[task] for task in both])
-    return None if gain.rate is None else {"rate": gain.rate, "low": gain.low, "high": gain.high, "tasks": len(both)}
-
-
-def find_differences(out: Path, cells: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence per setting in which a cell differs from the first one that should share it."""
-    settings: dict[str, dict[str, Any]] = {}
-    for name, cell in cells.items():
-        path = out / name / SETTINGS_FILE
-        if "pass_at_1" not in cell and not path.exists():
-            continue
+    for agent in settings.trained:
+        if agent not in settings.agents or "grpo" not in settings.stages:
+            parser.error(f"--trained names {agent!r}, and the table has no stage grpo of it: see --agents, --stages")
+    for agent in settings.agents:
         try:
-            settings[name] = dict(json.loads(path.read_text(encoding="utf-8")))
-        except UNREADABLE as error:
-            yield f"{name}: its settings cannot be compared: {SETTINGS_FILE}: {error!r}"
-    keys = list(dict.fromkeys(key for found in settings.values() for key in found))
-    for name, found in settings.items():
-        if not found:
-            yield f"{name}: its settings cannot be compared: {SETTINGS_FILE} has none"
-        elif lacking := [key for key in keys if key not in found]:
-            yield f"{name}: its settings cannot all be compared: {SETTINGS_FILE} lacks {', '.join(lacking)}"
-        if "num_samples" in cells[name]:  # it decides no session, and so is no setting of the folder
-            found["num_samples"] = cells[name]["num_samples"]
-    for key in (*keys, "num_samples"):
-        first: dict[str, str] = {}
-        for name in (name for name in settings if key in settings[name]):
-            model, _, agent = name.partition("__")
-            other = first.setdefault(agent if key.startswith("agent") else model if key in OF_MODEL else "", name)
-            ours, theirs = settings[name][key], settings[other][key]
-            if ours != theirs:
-                yield f"{name}: {key} is {ours!r}, and {theirs!r} in {other}"
+            find_config(settings.name_config(agent))
+        except PolarError as error:
+            parser.error(f"--config for {agent!r}: {error}")
+    require_saved(settings)
+    return settings
 
 
-def write_report(out: Path, report: Mapping[str, Any]) -> None:
+def refuse_twice(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    given = {"--agents": args.agents, "--seeds": args.seeds, "--trained": [agent for agent, _ in args.trained]}
+    for option, values in given.items():
+        if twice := [value for value in values or () if values.count(value) > 1]:
+            parser.error(f"{option} names {twice[0]!r} twice")
+
+
+def write_table(settings: Settings) -> None:
+    """Write and print the table of a run of this script."""
+    models = order_models([*list_models(settings.agents, settings.seeds, settings.stages), *find_models(settings.out)])
+    agents = order_agents([*settings.agents, *find_agents(settings.out)])
+    summaries = build_summaries(settings.out, models, agents, settings.trained)
+    write_summaries(settings.out, summaries)
+    write_report(settings.out, build_report(summaries, settings.agents, settings.seeds, settings.stages))
+
+
+def render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Render the table of folders or of summaries, and exit."""
+    if (args.out is None) == (args.source is None):
+        parser.error("--render-only takes --out, a folder of runs, or --from, a folder of summaries")
+    if args.source is not None:
+        summaries = load_summaries(args.source)
+    else:
+        if not (models := find_models(args.out)):
+            parser.error(f"{args.out} is no folder of models and cells, such as base__pi or grpo-pi-0")
+        summaries = build_summaries(args.out, models, find_agents(args.out), dict(args.trained))
+        write_summaries(args.out, summaries)
+    report = build_report(summaries, args.agents, args.seeds, args.stages)
+    if args.out is not None:
+        write_report(args.out, report)
+    else:
+        print("\n".join(render_report(report)))
+    sys.exit(0 if report["complete"] else 1)
+
+
+def write_report(out: Path, report: dict[str, object]) -> None:
     """Write `table.md` and `table.json`, and print the table."""
     text = "\n".join(render_report(report)) + "\n"
-    out.mkdir(parents=True, exist_ok=True)  # every cell may have failed before it wrote anything
     (out / "table.md").write_text(text, encoding="utf-8")
     (out / "table.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(text)
-
-
-def _join_numbers(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Name the numbers of sessions per task among the cells that are done."""
-    return " or ".join(map(str, sorted({cell["num_samples"] for cell in cells})))
-
-
-def render_report(report: Mapping[str, Any]) -> Iterator[str]:
-    done = [cell for cell in report["cells"].values() if cell["state"] == "done"]
-    yield "# pass@1 before and after training inside each agent"
-    yield ""
-    if done:
-        yield (
-            f"{done[0]['tasks']} tasks of {done[0]['task_set']}, {_join_numbers(done)} session(s) each; per cent, "
-            "with 95 % intervals over tasks. Gains are paired by task. Paper: arXiv 2605.24220, table 1, SWE-bench "
-            "Verified."
-        )
-        yield ""
-    for difference in report["differences"]:
-        yield f"**Not one setting**: {difference}"
-        yield ""
-    yield "| agent | paper: base | paper: trained | paper: gain | base | trained | gain | without a reward |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for agent in report["agents"]:
-        yield render_row(report, agent)
-    yield ""
-    for name, cell in report["cells"].items():
-        if "error" in cell:
-            yield f"{name}: {cell['error']}"
-            yield ""
-    yield from render_matrix(report)
-
-
-def render_row(report: Mapping[str, Any], agent: str) -> str:
-    cells, own = report["cells"], f"{TRAINED}{agent}__{agent}"
-    base, trained = cells[f"base__{agent}"], cells[own]
-    paper = report["paper"].get(agent)
-    theirs = (f"{paper[0]}", f"{paper[1]}", f"{paper[1] - paper[0]:+.1f}") if paper else ("-", "-", "-")
-    given_up = " / ".join(str(cell["sessions"]["failed"]) if "sessions" in cell else "-" for cell in (base, trained))
-    ours = (render_cell(base), render_cell(trained), render_gain(report["gains"][own]), given_up)
-    return "| " + " | ".join((agent, *theirs, *ours)) + " |"
-
-
-def render_matrix(report: Mapping[str, Any]) -> Iterator[str]:
-    agents, cells = report["agents"], report["cells"]
-    yield "## Trained inside one agent, evaluated inside another"
-    yield ""
-    yield "pass@1, and its gain over the base model inside the same agent."
-    yield ""
-    yield "| trained inside | " + " | ".join(f"in {agent}" for agent in agents) + " |"
-    yield "|---|" + "---|" * len(agents)
-    yield "| nothing (base) | " + " | ".join(render_cell(cells[f"base__{agent}"]) for agent in agents) + " |"
-    for inside in agents:
-        names = [f"{TRAINED}{inside}__{agent}" for agent in agents]
-        found = [
-            f"{render_cell(cells[name])}; {render_gain(report['gains'][name])}"
-            if cells[name]["state"] == "done"
-            else render_cell(cells[name])
-            for name in names
-        ]
-        yield f"| {inside} | " + " | ".join(found) + " |"
-
-
-def render_cell(cell: Mapping[str, Any]) -> str:
-    return format_rate(cell["pass_at_1"]) if cell.get("pass_at_1") and cell["state"] == "done" else cell["state"]
-
-
-def render_gain(gain: Mapping[str, Any] | None) -> str:
-    if gain is None:
-        return "-"
-    return f"{100 * gain['rate']:+.1f} ({100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
+    print(text, end="")
 
 
 if __name__ == "__main__":

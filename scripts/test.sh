@@ -5,7 +5,7 @@
 #   bash scripts/test.sh                              everything, as CI runs it (Debian, as root)
 #   bash scripts/test.sh tests/wire -x                a part
 #   bash scripts/test.sh machines [c]                 sessions and ranks on several machines made of namespaces, which
-#                                                     takes MINUTES of CPU time and is not in CI
+#                                                     takes minutes of CPU time and is not in CI
 #   CONTAINERS=no bash scripts/test.sh                without the tests of containers, for machines without root
 set -euo pipefail
 cd "$(dirname "$0")/.."

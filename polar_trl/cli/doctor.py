@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from polar_trl.tools.doctor import Checkup
     from polar_trl.tools.own_agent import Trial
     from polar_trl.tools.security import Row
+    from polar_trl.types import Task
 
 EPILOG = """\
 examples:
@@ -38,13 +39,14 @@ examples:
 
 An agent works if it runs a session of two turns here: a model that says what it was told to has it write a file with
 its own shell tool, and its calls continue each other token for token. Exits with 1 if one that was asked for does not.
+Which sandboxes work here, and what the others lack, is said last.
 
 An own agent, by its command (anything with a space or a slash in it) or its class, works if it calls the model, ends
 as it should, and runs a tool that looks like a shell; what it spoke, sent and was refused is printed.
 
 With --security nothing is asked of agents: a script attacks each kind of sandbox from inside, and harms nothing where
-it succeeds. Exits with 1 if the sandbox of --sandbox, or else the one that a run takes by itself (docker where an
-image is named, else bwrap), does not hold everything. One that cannot be tried does not hold.
+it succeeds. Exits with 1 if the sandbox of --sandbox, or else the one that a run takes by itself (bwrap, or docker
+where an image is named and an engine is there), does not hold everything. One that cannot be tried does not hold.
 """
 
 
@@ -89,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
         help="where the agents run (default: %(default)s; with --security: all that work here)",
     )
     parser.add_argument(
-        "--sandbox_image", "--image", metavar="IMAGE", help="container image with Python, for --sandbox docker"
+        "--sandbox_image", "--image", metavar="IMAGE", help="container image with Python, for docker or bwrap"
     )
     parser.add_argument(
         "--sandbox_cluster", metavar="ADDRESS", help="on each node of a Ray cluster: auto, or ray://host:port"
@@ -103,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """`polar-trl doctor`."""
     # the proxy and all it needs; the other subcommands start without
-    from polar_trl.sandbox import build_backend
+    from polar_trl.sandbox import build_backend, describe_kinds
     from polar_trl.tasks.load import load_task_set
     from polar_trl.tools.doctor import check_agent
     from polar_trl.tools.own_agent import try_agent
@@ -124,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
     mounts = list(dict.fromkeys(folder for harness in harnesses.values() for folder in harness.folders))
     place = None if args.tasks is None else load_task_set(args.tasks, limit=1)[0]
     kind = choose_kind(args.sandbox, image=args.sandbox_image, tasks=[place] if place else [])
-    if place is not None and (kind != "docker" or args.sandbox_image is not None):
-        raise ConfigError("--tasks gives the image for --sandbox docker; leave it, or --sandbox_image, out")
+    if place is not None and (not _gives_image(place, kind) or args.sandbox_image is not None):
+        raise ConfigError("--tasks gives the image for --sandbox docker or bwrap; leave it, or --sandbox_image, out")
     backend = build_backend(kind, image=args.sandbox_image, mounts=mounts)
     checkups: dict[str, Checkup] = {}
     trials: dict[str, Trial] = {}
@@ -138,14 +140,21 @@ def run(args: argparse.Namespace) -> int:
             trials[name] = try_agent(harness, **settings)
     if args.json:
         reports = {name: asdict(c) for name, c in checkups.items()} | {name: asdict(t) for name, t in trials.items()}
-        print(json.dumps({"agents": reports}))
+        print(json.dumps({"agents": reports, "sandboxes": describe_kinds()}))
     else:
         if checkups:
             _print_checkups(checkups)
         for name, trial in trials.items():
             _print_trial(name, trial)
+        print("where agents can run here:")
+        for way, said in describe_kinds().items():
+            print(f"  {way}: {said}")
     missed = [c for c in checkups.values() if not c.works and (args.agents or args.install or c.installed)]
     return 1 if missed or not all(trial.works for trial in trials.values()) else 0
+
+
+def _gives_image(task: "Task", kind: str) -> bool:
+    return kind == "docker" or (kind == "bwrap" and task.image is not None)
 
 
 def _take_run_file(args: argparse.Namespace) -> None:
@@ -160,7 +169,7 @@ def _take_run_file(args: argparse.Namespace) -> None:
     args.agent_options = args.agent_options or content.get("agent_options")
     args.agent_files = args.agent_files or content.get("agent_files", [])
     args.agent_folders = args.agent_folders or content.get("agent_folders", [])
-    if args.model is None and content.get("model_name_or_path"):
+    if args.model is None and args.sandbox_cluster is None and content.get("model_name_or_path"):
         args.model = find_packaged(str(content["model_name_or_path"]))
     if args.model is not None and args.window is None:
         args.window = content.get("vllm_max_model_length")
@@ -266,8 +275,8 @@ def _run_security(args: argparse.Namespace) -> int:
         raise ConfigError("--security tries sandboxes and no agents; leave out the agents and --install")
     kinds = [kind for kind in KINDS if kind != "auto" and args.sandbox in ("auto", kind)]
     print(f"polar-trl: attacking {', '.join(kinds)} ...", file=sys.stderr)
-    rows, missing = check_security(kinds, args.sandbox_image)
     default = choose_kind(args.sandbox, image=args.sandbox_image)
+    rows, missing = check_security(kinds, args.sandbox_image, default=default)
     if args.json:
         report = {"rows": [asdict(row) for row in rows], "default": default, "not_tried": missing}
         print(json.dumps(report))

@@ -18,7 +18,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -105,6 +106,7 @@ def train(words: Sequence[str]) -> None:
     from polar_trl.grpo.resume.checkpoint import choose_start, explain_dead_end, wants_newest
     from polar_trl.grpo.run.finish import explain_resume
     from polar_trl.grpo.run.machines import own_output_dir, require_same_run
+    from polar_trl.setup.run_setup import list_eval_sources
 
     parser = RunParser(prog="polar-trl train", description=__doc__)
     settings, args, model_config, script = parse_groups(parser, words)
@@ -129,15 +131,16 @@ def train(words: Sequence[str]) -> None:
         # a data set of rows (dataset_name) is none that an evaluation reads
         has_tasks = bool(settings.eval_tasks or settings.tasks)
         if has_tasks and args.save_strategy != "no" and trainer.accelerator.is_main_process:
-            say(f"evaluate:   {format_eval(words, folder)}")
+            say(f"evaluate:   {format_eval(words, folder, list_eval_sources(settings))}")
 
 
-def format_eval(words: Sequence[str], folder: Path) -> str:
+def format_eval(words: Sequence[str], folder: Path, sources: Mapping[str, str]) -> str:
     """Format the command that evaluates a run's model, in the folder where the run was started.
 
     Args:
         words: The run's flags. Paths in them and in the run file are relative to the current folder.
         folder: The run's.
+        sources: Of its evaluation sets, by name; of several the first is taken.
     """
     kept: list[list[str]] = []
     for word in words:
@@ -145,6 +148,9 @@ def format_eval(words: Sequence[str], folder: Path) -> str:
             kept.append([])
         kept[-1].append(word)
     kept = [flag for flag in kept if flag[0].partition("=")[0] not in _NOT_OF_AN_EVALUATION]
+    if sources and "" not in sources:
+        kept = [flag for flag in kept if flag[0].partition("=")[0] not in ("--tasks", "--eval_tasks")]
+        kept.append(["--tasks", next(iter(sources.values()))])
     kept += [["--model_name_or_path", str(folder)], ["--output_dir", f"{folder}-eval"]]
     return shlex.join(["polar-trl", "eval", *(word for flag in kept for word in flag)])
 
@@ -181,7 +187,7 @@ def build_trainer(
         require_same_order(Path(args.output_dir), args, [task.id for task in train])
         parts = build_parts(
             settings,
-            [*train, *evals],
+            [*train, *chain.from_iterable(evals.values())],
             run_id=Path(args.output_dir).name,
             check_jobs=args.max_grading,
             is_first=args.local_process_index == 0,
@@ -193,7 +199,7 @@ def build_trainer(
             args=args,
             reward_funcs=list_script_rewards(script),
             train_dataset=train,
-            eval_dataset=evals or None,
+            eval_dataset=evals.get("", evals) or None,
             harness=parts.harness,
             sandbox=parts.backend,
             grader=parts.grader,

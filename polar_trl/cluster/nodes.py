@@ -248,6 +248,7 @@ def _connect(address: str) -> bool:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
+        ray.shutdown()  # or a next try would find half a connection
         why = str(error).strip().splitlines()[-1]
         raise ConfigError(f"sandbox_cluster: no cluster answers at {address!r} ({why})") from error
     finally:

@@ -34,6 +34,7 @@ from polar_trl.setup.run_setup import (
     find_agent_files,
     find_sandbox_kind,
     limit_times,
+    list_eval_sources,
     require_tasks,
 )
 from polar_trl.tasks.environment import provide_python
@@ -111,11 +112,20 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> E
         args=args,
         evaluation=evaluation,
         model=model.model_name_or_path,
-        tasks=require_tasks(run) if names_tasks else run.eval_tasks or require_tasks(run),
+        tasks=require_tasks(run) if names_tasks else _choose_set(run) or require_tasks(run),
         folder=folder,
         on_cpu=parser.on_cpu,
         command=("--output_dir", str(folder), *arguments),
     )
+
+
+def _choose_set(run: RunArguments) -> str | None:
+    """Return where the evaluation set is; None where the run has none. Raises `ConfigError` for several."""
+    sources = list_eval_sources(run)
+    if len(sources) > 1:
+        sets = ", ".join(f"{source} ({name})" for name, source in sources.items())
+        raise ConfigError(f"eval_tasks has several sets: give --tasks with one of {sets}")
+    return next(iter(sources.values()), None)
 
 
 def find_checkpoint(setup: EvalSetup) -> Checkpoint:

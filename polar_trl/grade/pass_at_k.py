@@ -78,15 +78,10 @@ def estimate_pass_rate(counts: Sequence[TaskCount], k: int) -> PassRate:
 
 
 def estimate_gain(before: Sequence[TaskCount], after: Sequence[TaskCount]) -> Gain:
-    """Estimate pass@1 of one model less that of another on the same tasks, with the 95 % interval of Newcombe (1998).
+    """Estimate pass@1 of one model less that of another on the same tasks, with the interval of `subtract_rates`.
 
-    Square-and-add for paired shares: from the Wilson bounds (l1, u1) of p1 and (l2, u2) of p2, and the correlation r
-    of the tasks' rates, the lower bound of p2 - p1 is
-
-        p2 - p1 - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)
-
-    and the upper one likewise. Most of the variance is between tasks and falls out; and no gain on three tasks is not
-    taken for certain, as by a standard error of 0.
+    Most of the variance is between tasks and falls out; and no gain on three tasks is not taken for certain, as by a
+    standard error of 0.
 
     Args:
         before, after: A count per task, in one order. Tasks that have no graded sample in one of them are left out.
@@ -95,12 +90,25 @@ def estimate_gain(before: Sequence[TaskCount], after: Sequence[TaskCount]) -> Ga
     if not pairs:
         return Gain(rate=None, low=None, high=None, num_tasks=0)
     old, new = (estimate_pass_rate([pair[side] for pair in pairs], 1) for side in (0, 1))
+    r = correlate(*([pair[side].num_passed / pair[side].num_graded for pair in pairs] for side in (0, 1)))
+    return subtract_rates(new, old, r)
+
+
+def subtract_rates(new: PassRate, old: PassRate, r: float) -> Gain:
+    """Subtract two rates of the same tasks, with the 95 % interval of Newcombe (1998).
+
+    Square-and-add for paired shares: from the bounds (l1, u1) of p1, the old one, and (l2, u2) of p2, and the
+    correlation r of the two estimates, the lower bound of p2 - p1 is
+
+        p2 - p1 - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)
+
+    and the upper one likewise.
+    """
     p1, l1, u1, p2, l2, u2 = (bound or 0.0 for rate in (old, new) for bound in (rate.rate, rate.low, rate.high))
-    r = _correlate(*([pair[side].num_passed / pair[side].num_graded for pair in pairs] for side in (0, 1)))
     # rounding must not leave the root of something below 0, where r is 1 and both widths are equal
     below = math.sqrt(max(0.0, (p2 - l2) ** 2 - 2 * r * (p2 - l2) * (u1 - p1) + (u1 - p1) ** 2))
     above = math.sqrt(max(0.0, (u2 - p2) ** 2 - 2 * r * (u2 - p2) * (p1 - l1) + (p1 - l1) ** 2))
-    return Gain(rate=p2 - p1, low=p2 - p1 - below, high=p2 - p1 + above, num_tasks=len(pairs))
+    return Gain(rate=p2 - p1, low=p2 - p1 - below, high=p2 - p1 + above, num_tasks=new.num_tasks)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -129,7 +137,7 @@ def _find_effective_size(rates: Sequence[float], rate: float, most: int) -> floa
     return min(max(size, float(num_tasks)), float(most))
 
 
-def _correlate(first: Sequence[float], second: Sequence[float]) -> float:
+def correlate(first: Sequence[float], second: Sequence[float]) -> float:
     """Compute Pearson's r, from -1 to 1 whatever the rounding; 0 where one of the two does not vary."""
     if any(min(values) == max(values) for values in (first, second)):
         return 0.0  # not left to the squares: the mean of equal values is rounded, too

@@ -23,6 +23,11 @@ LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_LEVELS = ("token", "sequence")
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
+BEST_METRIC = "reward"
+"""`metric_for_best_model` of a run that evaluates. transformers' own is the loss, which in GRPO says nothing."""
+_BY_LOSS = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow `metric_for_best_model` down."""
+
 
 @dataclass
 class PackedGRPOConfig(GRPOConfig):
@@ -256,6 +261,8 @@ class PolarGRPOConfig(PackedGRPOConfig):
 
     def __post_init__(self) -> None:
         refuse_settings(self)
+        if self.eval_strategy != "no" and self.lr_scheduler_type not in _BY_LOSS:
+            self.metric_for_best_model = self.metric_for_best_model or BEST_METRIC  # type: ignore[has-type]
         super().__post_init__()
         refuse_model_kwargs(self)
         self._require(

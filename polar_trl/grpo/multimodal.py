@@ -118,3 +118,19 @@ def _list_unreached(module: nn.Module, reached: set[int], prefix: str) -> list[s
         elif not weights <= reached:
             names += _list_unreached(child, reached, f"{prefix}{name}.")
     return names
+
+
+def prepare_multimodal(model: Any, config: Any, args: Any, peft_config: Any, processing_class: Any) -> Any:
+    """Keep adapters and gradients out of the parts of a multimodal model that text never meets.
+
+    Returns:
+        The processing class, loaded if a multimodal checkpoint needs another than TRL would load.
+    """
+    if not is_multimodal(config):
+        return processing_class
+    exclude_unreached(peft_config, config)
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False  # TRL turns it on for vision towers; here they are not trained
+    if processing_class is None and isinstance(model, str):
+        return load_processing_class(model, trust_remote_code=args.trust_remote_code)
+    return processing_class

@@ -36,7 +36,7 @@ from polar_trl.grpo.logs.settings_log import SettingsLog
 from polar_trl.grpo.logs.terminal import REPLACED, StepLines, describe_run
 from polar_trl.grpo.logs.trained_log import TrainedLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
-from polar_trl.grpo.multimodal import exclude_unreached, freeze_unreached, is_multimodal, load_processing_class
+from polar_trl.grpo.multimodal import freeze_unreached, prepare_multimodal
 from polar_trl.grpo.packed_trainer import PackedGRPOTrainer
 from polar_trl.grpo.preflight import (
     describe_agent,
@@ -55,6 +55,7 @@ from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.distributed import connect_ranks
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row
+from polar_trl.grpo.run.best import BestCheckpoint
 from polar_trl.grpo.run.finish import explain_resume, finish_run
 from polar_trl.grpo.run.machines import failing_together, own_output_dir, require_same_run
 from polar_trl.grpo.run.open_parts import take_over
@@ -144,7 +145,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             harness.install()
         instructions = digest_texts(f"{task.id}\n{task.instruction}" for task in all_tasks)
         require_same_run(args, **describe_agent(harness), instructions=instructions)
-        processing_class = _prepare_multimodal(model, config, args, peft_config, processing_class)
+        processing_class = prepare_multimodal(model, config, args, peft_config, processing_class)
         train_dataset = build_dataset(tasks["train"] or tasks["eval"])  # TRL wants one for an evaluation, too
         self._began = time.monotonic()
         self._open, self._libraries = take_over(self, but=backend), LibraryLog(Path(args.output_dir))
@@ -185,6 +186,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             )
             self._open.add(runner, runner.close)
             self._build_parts(runner, tasks, harness=harness, has_grader=grader is not None)
+            self.add_callback(BestCheckpoint(Path(self.args.output_dir), self.eval_dataset))
         except BaseException:
             self.close()
             raise
@@ -343,6 +345,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             finish_run(
                 run,
                 self.state.log_history,
+                self.args,
                 seconds=self.resume.seconds_before + time.monotonic() - self._began,
                 is_saved=is_saved,
                 is_held_out=not tasks["eval"].keys() & tasks["train"].keys(),
@@ -401,9 +404,12 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         save = super()._save_checkpoint
         self.resume.save(trial, lambda: save(model, trial))
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self.resume.take_best()
+    def _finalize_training(self, *args: Any) -> Any:
+        with self.resume.without_limit():  # transformers would remove the last checkpoint, unless it is the best
+            output = super()._finalize_training(*args)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self.resume.take_best()
+        return output
 
 
 def _colocated(args: PolarGRPOConfig) -> AbstractContextManager[None]:
@@ -422,21 +428,3 @@ def _read_config(model: Any, args: PolarGRPOConfig) -> Any:
     if model is None or isinstance(model, str):
         return read_model_config(model, trust_remote_code=args.trust_remote_code)
     return model.config
-
-
-def _prepare_multimodal(
-    model: Any, config: Any, args: PolarGRPOConfig, peft_config: Any, processing_class: Any
-) -> Any:
-    """Keep adapters and gradients out of the parts of a multimodal model that text never meets.
-
-    Returns:
-        The processing class, loaded if a multimodal checkpoint needs another than TRL would load.
-    """
-    if not is_multimodal(config):
-        return processing_class
-    exclude_unreached(peft_config, config)
-    if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = False  # TRL turns it on for vision towers; here they are not trained
-    if processing_class is None and isinstance(model, str):
-        return load_processing_class(model, trust_remote_code=args.trust_remote_code)
-    return processing_class

@@ -13,6 +13,8 @@ _T = TypeVar("_T")
 WORKDIR = "/workspace"
 HOME = "/home/agent"
 """Paths of work folder and HOME in sandboxes with a root of their own, unless the task says otherwise."""
+# bash where the image has it: agents and graders write bash
+SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

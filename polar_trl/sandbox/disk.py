@@ -7,6 +7,8 @@ own writes fail, and nobody else's. Needs root.
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
@@ -44,6 +46,35 @@ def make_disk(folder: Path, tree: Path | None, size_mb: int) -> Path:
     return disk
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlay:
+    """An image's layers, with what a session writes on top of them."""
+
+    layers: Path
+    """Folder that the lower ones are relative to: options have to fit into a page."""
+    options: str
+    merged: Path
+    """Folder that it is to be mounted on."""
+
+    def mount(self) -> None:
+        """Mount it, as root. Raises `SandboxError`."""
+        _run("mount", "-t", "overlay", "overlay", "-o", self.options, str(self.merged), cwd=self.layers)
+
+
+def make_overlay(disk: Path, layers: Path, names: Sequence[str]) -> Overlay:
+    """Make the folders of an overlay on a session's disk.
+
+    Args:
+        names: Of folders in `layers`, the lowest first.
+    """
+    root = disk / "root"
+    for name in ("upper", "work", "merged"):
+        (root / name).mkdir(parents=True)
+    # the user's own attributes say what is deleted: others take root, and what another namespace wrote is not trusted
+    options = f"lowerdir={':'.join(reversed(names))},upperdir={root / 'upper'},workdir={root / 'work'},userxattr"
+    return Overlay(layers=layers, options=options, merged=root / "merged")
+
+
 def mount_terminals(folder: Path) -> Path:
     """Mount pseudo-terminals of a session's own in its folder; return the mount point. Raises `SandboxError`."""
     terminals = folder / TERMINALS
@@ -67,8 +98,8 @@ def is_full(disk: Path) -> bool:
     return state.f_bavail * state.f_frsize < FULL_BYTES
 
 
-def _run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, check=False)
+def _run(*command: str, cwd: Path | None = None) -> None:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, check=False)
     if result.returncode != 0:
         reason = result.stderr.decode(errors="replace").strip()[-300:]
         raise SandboxError(f"a session's disk could not be made: {command[0]}: {reason}")

@@ -5,6 +5,7 @@ changed the folders, which would be no agent's doing.
 """
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -180,6 +181,41 @@ def _open_folder(base: Path, names: Sequence[str], *, create: bool) -> Iterator[
             os.close(folder)
             folder = below
         yield folder
+    finally:
+        os.close(folder)
+
+
+def check_upload(source: Path, target: str, *, has_writable_root: bool) -> PurePosixPath:
+    """Return the place in a sandbox that a folder can be copied to. Raises `SandboxError` where it cannot."""
+    path = PurePosixPath(target)
+    if not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts or "\0" in target:
+        raise SandboxError(f"cannot upload to {target!r}: it is no absolute path of a folder")
+    if not has_writable_root:
+        raise SandboxError(f"cannot upload to {target}: the task's root is read-only (writable_root is false)")
+    if not source.is_dir():
+        raise SandboxError(f"cannot upload {source}: it is no folder of this machine")
+    return path
+
+
+def restore_folder(base: Path, path: str) -> None:
+    """Make a folder at an absolute path below `base`, in place of links and files of an agent's on the way to it.
+
+    Raises `OSError`.
+    """
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(base, flags)
+    try:
+        for name in PurePosixPath(path).parts[1:]:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=folder)
+            if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=folder)
+                os.mkdir(name, dir_fd=folder)
+            below = os.open(name, flags, dir_fd=folder)
+            os.close(folder)
+            folder = below
+            if os.fstat(folder).st_mode & 0o300 != 0o300:
+                os.chmod(f"/proc/self/fd/{folder}", 0o700)
     finally:
         os.close(folder)
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from polar_trl.errors import SandboxError
@@ -61,14 +62,15 @@ class NetworkHolder:
 
     Args:
         mark: Last word of that process' command line, see `owner.build_helper_mark`.
+        overlay: Mounted where only the process sees it, without root: see `bwrap.netns_holder`.
 
-    Raises `SandboxError` where the kernel allows no user namespaces.
+    Raises `SandboxError` where the kernel allows no user namespaces, or no overlay in them.
     """
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, overlay: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         host, port = PROXY_ADDRESS
-        command = [sys.executable, "-I", "-S", str(HOLDER), host, str(port), str(theirs.fileno()), mark]
+        command = [sys.executable, "-I", "-S", str(HOLDER), host, str(port), str(theirs.fileno()), *overlay, mark]
         self._channel = ours
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -79,11 +81,22 @@ class NetworkHolder:
             _, complaint = self._process.communicate()
             ours.close()
             reason = complaint.decode(errors="replace").strip().splitlines()[-1:]
+            if "overlay" in "".join(reason):
+                raise SandboxError(
+                    f"an image's layers cannot be mounted here ({''.join(reason)}); that takes Linux 5.11, and a "
+                    "temporary folder (TMPDIR) that is on no overlay itself, but on ext4, xfs, btrfs or tmpfs"
+                )
             raise SandboxError(
                 f"no network namespace can be made here ({''.join(reason)}); without root, the system has to allow "
                 "user namespaces (kernel.apparmor_restrict_unprivileged_userns=0 where AppArmor restricts them)"
             )
         self._listener: socket.socket | None = socket.socket(fileno=fds[0])
+        self._has_mounts = bool(overlay)
+
+    @property
+    def root(self) -> Path:
+        """The file system as the process sees it, its own mounts too."""
+        return Path(f"/proc/{self._process.pid}/root")
 
     def open_listener(self) -> socket.socket:
         """Return the socket that listens in the namespace; given out once."""
@@ -93,11 +106,12 @@ class NetworkHolder:
         return listener
 
     def build_prefix(self) -> list[str]:
-        """Build the words that run a command in the namespace."""
+        """Build the words that run a command in the namespaces."""
         pid = str(self._process.pid)
         if os.geteuid() == 0:
             return ["nsenter", f"--net=/proc/{pid}/ns/net", "--"]
-        return ["nsenter", "--target", pid, "--user", "--net", "--preserve-credentials", "--"]
+        mount = ["--mount"] if self._has_mounts else []
+        return ["nsenter", "--target", pid, "--user", "--net", *mount, "--preserve-credentials", "--"]
 
     def is_alive(self) -> bool:
         """Return whether the holder runs."""

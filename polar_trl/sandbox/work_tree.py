@@ -59,16 +59,24 @@ def prepare_work_tree(source: Path) -> Path:
 
 def make_once(name: str, fill: Callable[[Path], None]) -> Path:
     """Return the cache's tree of that name; where it is missing, `fill` is called with an empty folder for it."""
-    folder = find_cache("trees") / name
+
+    def fill_and_drop(target: Path) -> None:
+        fill(target)
+        drop_commits_after_head(target)
+
+    return make_folder_once(find_cache("trees") / name, fill_and_drop)
+
+
+def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Return a folder, whole: where it is missing, `fill` is called with an empty one that takes its place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{name}.lock", "w") as lock:
+    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
-                made = Path(scratch) / "tree"
+            with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+                made = Path(scratch) / "made"
                 made.mkdir()
                 fill(made)
-                drop_commits_after_head(made)
                 os.rename(made, folder)
     return folder
 

@@ -196,10 +196,10 @@ class TaskChecker:
     def _find_image(self, task: Task) -> str:
         """Identify the task's image as it is now: a name alone may come to mean another one."""
         name = task.image or self._image
-        if self._kind != "docker" or name is None:
+        if self._kind == "local" or name is None:
             return ""
         if name not in self._image_ids:
-            self._image_ids[name] = f"{name} {_find_image_id(name)}"
+            self._image_ids[name] = f"{name} {_find_image_id(name, self._kind)}"
         return self._image_ids[name]
 
 
@@ -267,7 +267,11 @@ def _find_script(task: Task) -> Path | None:
     return script if script is not None and script.is_file() else None
 
 
-def _find_image_id(name: str) -> str:
+def _find_image_id(name: str, kind: str) -> str:
+    if kind == "bwrap":
+        from polar_trl.sandbox.bwrap.images import find_image, read_image
+
+        return read_image(find_image(name)).id
     import docker
     from docker.errors import DockerException
 

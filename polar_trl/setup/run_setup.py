@@ -6,9 +6,11 @@ Settings that nothing would read, and tasks whose graders do not tell their solu
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -76,8 +78,8 @@ class RunArguments:
         default="auto",
         metadata={
             "help": "Where agents run: auto, bwrap, docker or local. 'bwrap' is bubblewrap: no network but the proxy, "
-            "limits as root. 'docker' is the same in containers, 'auto' docker if sandbox_image or a task names an "
-            "image and bwrap else, 'local' a folder of this user without any boundary."
+            "limits as root. 'docker' is the same in containers of Docker or Podman, 'auto' bwrap, or docker where an "
+            "image is named and an engine can run it, 'local' a folder of this user without any boundary."
         },
     )
     sandbox_cluster: str | None = field(
@@ -88,7 +90,10 @@ class RunArguments:
         },
     )
     sandbox_image: str | None = field(
-        default=None, metadata={"help": "Container image for tasks that name none (docker only)."}
+        default=None,
+        metadata={
+            "help": "Container image for tasks that name none: its name, or for bwrap an archive of docker save too."
+        },
     )
     sandbox_memory_mb: int = field(default=4096, metadata={"help": "Memory of one sandbox, in MiB."})
     sandbox_cpus: float = field(default=2.0, metadata={"help": "Cores of one sandbox."})
@@ -98,7 +103,12 @@ class RunArguments:
         default=4,
         metadata={"help": "Sandboxes made ready before they are needed, while the model trains ('local' needs none)."},
     )
-    eval_tasks: str | None = field(default=None, metadata={"help": "What to evaluate on, in the forms of tasks."})
+    eval_tasks: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What to evaluate on, in the forms of tasks; several sets by name: {easy: a.jsonl, hard: b.jsonl}."
+        },
+    )
     prepare_timeout_s: float | None = field(
         default=None, metadata={"help": "Seconds to prepare a sandbox, for tasks that do not say; None: 120."}
     )
@@ -247,14 +257,36 @@ def build_harness(run: RunArguments) -> Harness:
 
 def read_agent_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """Read the options of an agent, from JSON where they are a text."""
-    if isinstance(options, str):
+    return {} if options is None else _read_mapping("agent_options", options)
+
+
+def list_eval_sources(run: RunArguments) -> dict[str, str]:
+    """List where the evaluation sets are, by name; a single one has the name "". Raises `ConfigError`."""
+    given = run.eval_tasks
+    if given is None:
+        return {}
+    if isinstance(given, str) and not given.lstrip().startswith("{"):  # as a flag, a mapping is JSON
+        return {"": given}
+    sources = _read_mapping("eval_tasks", given)
+    for name, source in sources.items():
+        if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
+            raise ConfigError(f"eval_tasks has a set {name!r}; give a name of letters, digits, _ and -")
+        if not isinstance(source, str):
+            raise ConfigError(f"eval_tasks: the set {name!r} is {source!r}; give a file, a folder or a data set")
+    if not sources:
+        raise ConfigError("eval_tasks names no set; leave it out, or give {easy: a.jsonl, hard: b.jsonl}")
+    return sources
+
+
+def _read_mapping(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(given, str):
         try:
-            options = json.loads(options)
+            given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"agent_options is not JSON: {error}") from error
-    if options is not None and not isinstance(options, dict):
-        raise ConfigError("agent_options must be a mapping of names to values")
-    return dict(options or {})
+            raise ConfigError(f"{name} is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{name} must be a mapping of names to values")
+    return {str(key): value for key, value in given.items()}
 
 
 def build_limits(run: RunArguments) -> Limits:
@@ -301,18 +333,25 @@ def build_sandbox(run: RunArguments, tasks: Sequence[Task], mounts: Sequence[Pat
 
 def load_run_tasks(
     run: RunArguments, train: Sequence[Task] = (), evals: Sequence[Task] = ()
-) -> tuple[list[Task], list[Task]]:
-    """Load the tasks to train on and to evaluate on, with a Python for their tests where they need one.
+) -> tuple[list[Task], dict[str, list[Task]]]:
+    """Load the tasks to train on, and the sets to evaluate on, with a Python for their tests where they need one.
 
     Args:
         train, evals: Tasks of another source, in the place of `run.tasks` and `run.eval_tasks`.
+
+    Returns:
+        The tasks to train on, and evaluation sets by name; a single one has the name "".
     """
+    sets = {name: load_task_set(source) for name, source in list_eval_sources(run).items()}
+    sets = sets or ({"": list(evals)} if evals else {})
     train = train or load_task_set(require_tasks(run))
-    evals = evals if run.eval_tasks is None else load_task_set(run.eval_tasks)
-    train, evals = limit_times(run, train), limit_times(run, evals)
-    kind = find_sandbox_kind(run, [*train, *evals])
-    train, evals = (provide_python(tasks, sandbox=kind, image=run.sandbox_image) for tasks in (train, evals))
-    return train, evals
+    train, sets = limit_times(run, train), {name: limit_times(run, tasks) for name, tasks in sets.items()}
+    kind = find_sandbox_kind(run, [*train, *chain.from_iterable(sets.values())])
+
+    def provide(tasks: Sequence[Task]) -> list[Task]:
+        return provide_python(tasks, sandbox=kind, image=run.sandbox_image)
+
+    return provide(train), {name: provide(tasks) for name, tasks in sets.items()}
 
 
 def require_tasks(run: RunArguments) -> str:

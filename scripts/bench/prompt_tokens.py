@@ -4,8 +4,8 @@
 python scripts/bench/prompt_tokens.py                      by SmolLM2's tokenizer
 python scripts/bench/prompt_tokens.py --model Qwen/Qwen3-4B codex pi
 
-Each figure is that of a real session of two calls in the local sandbox, with a scripted model (`polar-trl doctor`). The
-smallest prompt has the system prompt of the run file ladder_pi and the agent's shell tool; its six demonstrations
+Each figure is that of a real session of two calls in the local sandbox, with a scripted model (`polar-trl doctor`).
+The smallest prompt has the system prompt of the run file ladder_pi and the agent's shell tool; its six demonstrations
 are those of the last column. "-": the agent resumes no session.
 """
 

@@ -28,6 +28,7 @@ from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.grade.base import Grade, Grader, report_output
 from polar_trl.grpo.advantage import compute_advantages
+from polar_trl.grpo.logs.evaluations import Evaluations
 from polar_trl.grpo.logs.metrics import build_rollout_metrics, count_rollout
 from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout, describe_row
 from polar_trl.grpo.rows import Row, build_rows
@@ -309,7 +310,11 @@ class Writer:
             for result in finished
         ]
         self._rows.write_rollouts("eval", step, described)
-        self._log(step, {"eval_reward": float(np.nanmean([_read_reward(result) for result in finished]))})
+        evaluations, rewards = Evaluations(), [_read_reward(result) for result in finished]
+        graded = zip(finished, rewards, strict=True)
+        evaluations.note([(result.rollout.task_id, reward) for result, reward in graded if not np.isnan(reward)])
+        logs = {"eval_reward": float(np.nanmean(rewards)), "eval_runtime": 60.0}
+        self._log(step, logs | evaluations.take_figures(logs))
 
     def _write_rows(self, step: int, rows: Sequence[Row]) -> Any:
         """|trainer's minus engine's| log-probability of all trained tokens."""

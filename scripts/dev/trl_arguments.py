@@ -60,7 +60,7 @@ TRAINER: dict[str, tuple[str, str]] = {
 WORKS: dict[str, tuple[str, ...]] = {
     STOCK: (
         *("num_generations_eval", "reward_weights", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-        *("log_completions", "load_best_model_at_end", "metric_for_best_model", "eval_strategy", "eval_steps"),
+        *("log_completions", "load_best_model_at_end", "eval_strategy", "eval_steps"),
     ),
     LOSS: (
         *("beta", "epsilon", "delta", "epsilon_high", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos"),
@@ -89,6 +89,7 @@ DIFFERS: dict[str, str] = {
     "per_device_eval_batch_size": SAMPLE_COUNTS,
     "chat_template_kwargs": "goes to the renderer, which knows the families' own",
     "router_aux_loss_coef": "must be 0 for a mixture of experts that has one",
+    "metric_for_best_model": "`reward` by default, where a run evaluates; of several evaluation sets the first one's",
     "loss_type": "all but `bnpo`; means over rows are means over rollouts. `per_rollout` is another name of `grpo`",
     "vllm_importance_sampling_mode": "`token_truncate` by default: sums over a session would mask nearly all",
     "optim": "all that change weights in their step alone: not schedule-free, layerwise or LOMO",

@@ -1,16 +1,23 @@
 #!/usr/bin/env python3
-"""Train arms and seeds of one run file; compare rewards, the gap of trainer and engine, and how far weights moved.
+"""Train arms and seeds of one run file; compare rewards, also at equal time, the gap, and how far weights moved.
 
   bash scripts/gpu/run.sh learn --model .cache/models/SmolLM2-135M-Instruct --steps 30
   bash scripts/gpu/run.sh learn --model MODEL --steps 30 --arms bfloat16 float32 lora --per_gpu 3 --seconds 500
   bash scripts/gpu/run.sh learn --model MODEL --seeds 1 --processes 1 2 --name two_gpus        # ranks: one, then two
   bash scripts/gpu/run.sh learn --model MODEL --config ladder_pi --name pi -- --temperature 0.8
+  bash scripts/gpu/run.sh learn --model MODEL --config ladder_pi --arms merged per_request carry_over --name paper
+  bash scripts/gpu/run.sh learn --model MODEL --arms on_grid on_grid_nearest -- --learning_rate 1e-6
 
 Runs scripts/train.py once per arm (a set of flags, `ARMS`), seed and number of processes, and reads what it logged.
 What follows `--` goes to train.py. The batch of a process stays the same, so that two processes roll out twice as much
 per step. Several runs share a card with --per_gpu; their times are those of a shared card. After --seconds, runs that
 go on are stopped and those that wait are left out: the same command with `--resume FILE` (its figures so far) does
 what is missing. A run that failed or was stopped is a row with the error.
+
+At equal time: each run up to the time at which the shortest one of its seed and processes ended, starts left out; how
+many updates it had made by then, and its mean reward over the last third of that time. `merged` is the package as it
+is, but for the layout that it shares with `per_request`: each row is forwarded whole there, so that the two differ in
+the rows alone. A CPU trains in float32: `on_grid` has weights on the engine's bfloat16 grid there.
 """
 
 import argparse
@@ -20,6 +27,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -43,8 +51,16 @@ ARMS: dict[str, dict[str, str]] = {
         "lora_target_modules": "all-linear",
         "learning_rate": "2e-4",
     },
+    "on_grid": {"engine_dtype": "bfloat16"},
+    "on_grid_nearest": {"engine_dtype": "bfloat16", "weight_rounding": "nearest"},
+    "merged": {"sequence_layout": "packed"},
+    "per_request": {"sequence_layout": "packed"},
+    "carry_over": {"max_policy_lag": "1"},
+    "no_carry_over": {},
 }
-"""Flags of train.py. The engine computes in the dtype of the trainer's pass (`engine_dtype`)."""
+"""Flags of train.py. The engine computes in the dtype of the trainer's pass, unless `engine_dtype` is another."""
+WRAPPERS = {"per_request": "scripts/gpu/per_request.py"}
+"""Scripts that change the package for an arm, and run train.py."""
 GPU_FLAGS = {
     "use_cpu": "false",
     "vllm_enable_sleep_mode": "true",
@@ -64,6 +80,10 @@ COLUMNS = {
     "reward_2": "second",
     "reward_3": "last",
     "reward": "all",
+    "equal_s": "equal time (s)",
+    "equal_updates": "updates by then",
+    "equal_reward": "reward then",
+    "rows": "rows per rollout",
     "gap": "gap mean (nats)",
     "gap_last": "gap mean / p99 / max, last step",
     "update_ratio": "update ratio",
@@ -110,7 +130,8 @@ class Run:
     def build_command(self, args: argparse.Namespace) -> list[str]:
         flags: dict[str, Any] = {**(GPU_FLAGS if torch.cuda.is_available() else {}), **ARMS[self.arm]}
         flags |= {"seed": self.seed, "max_steps": args.steps}
-        command = [*build_launch(self.processes), "scripts/train.py"]
+        command = [*build_launch(self.processes), *([WRAPPERS[self.arm]] if self.arm in WRAPPERS else ())]
+        command.append("scripts/train.py")
         if args.per_gpu > 1 and torch.cuda.is_available():
             flags["vllm_gpu_memory_utilization"] = "0.05"  # has to be free at the start; the cache does not follow it
             command.insert(-1, "scripts/gpu/fixed_cache.py")
@@ -247,8 +268,31 @@ def describe(steps: list[dict[str, Any]], run: Run) -> dict[str, Any]:
         "training": share("training", "optimizer"),
         "overhead": f"{fmean(line['polar/phase/overhead_share'] for line in later):.1%}",
         "sync_ms": 1000 * median(line.get("polar/phase/weight_sync_s") or 0.0 for line in later),
+        "rows": average("polar/trajectories_per_rollout"),
         "seconds": run.ended - run.started,
     }
+
+
+def compare_at_equal_time(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to each row what its run had come to when the shortest one of its seed and processes ended."""
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("log") and "error" not in row:
+            groups.setdefault((row["seed"], row["processes"]), []).append(row)
+    for group in groups.values():
+        limit = min(sum(line["polar/phase/step_s"] for line in row["log"]) for row in group)
+        for row in group:
+            # rounding must not leave out the shortest run's own last step
+            ends = [
+                end for end in accumulate(line["polar/phase/step_s"] for line in row["log"]) if end <= limit + 1e-6
+            ]
+            rewards = [
+                line["reward"]
+                for line, end in zip(row["log"], ends, strict=False)
+                if end > limit * 2 / 3 and line.get("reward") is not None
+            ]
+            row["equal_s"], row["equal_updates"] = limit, len(ends)
+            row["equal_reward"] = fmean(rewards) if rewards else "no step ended"
 
 
 def build_runs(args: argparse.Namespace, done: Sequence[Mapping[str, Any]]) -> list[Run]:
@@ -274,7 +318,7 @@ def average_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {label: [fmean(step) for step in zip(*runs, strict=False)] for label, runs in curves.items()}
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--config", default="quickstart", help="run file of scripts/train.py")
@@ -290,6 +334,11 @@ def main() -> None:
     parser.add_argument("--name", default="learn", help="of the figures and the picture")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for them")
     parser.add_argument("rest", nargs="*", help="after --: flags for scripts/train.py")
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
     args = parser.parse_args()
     num_gpus = torch.cuda.device_count()
     if num_gpus and max(args.processes) > num_gpus:
@@ -300,6 +349,7 @@ def main() -> None:
         report.add(**row)
     Queue(build_runs(args, done), args, report).work()
     rows = report.content["rows"]
+    compare_at_equal_time(rows)
     rows.sort(key=lambda row: (list(ARMS).index(row["arm"]), row["processes"], row["seed"]))
     report.save()
     if any(row.get("log") for row in rows):

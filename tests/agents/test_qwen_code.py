@@ -82,8 +82,9 @@ def test_wrong_tool_calls_are_answered_and_pings_keep_late_answers_alive() -> No
 
 
 def test_an_overflow_is_compacted_and_the_session_goes_on() -> None:
-    engine = ScriptedEngine(answer_in_order(LONG_WORK), max_model_len=70_000)
-    finished = run_session(SHORT, engine)
+    engine = ScriptedEngine(answer_in_order(LONG_WORK), max_model_len=56_000)
+    # told of a larger window than there is, it learns of the end from the error alone
+    finished = run_session(SHORT, engine, change=tell_of_a_large_window)
     rollout = finished.rollout
     # the summary's request overflows too; it is made anew without tools
     assert (rollout.stop_reason, rollout.counters) == ("completed", {"context_overflows": 2})
@@ -171,6 +172,12 @@ def test_an_instruction_that_no_process_can_be_given_is_refused() -> None:
 def test_an_api_that_it_does_not_speak_is_refused() -> None:
     with pytest.raises(ConfigError, match="api must be one of openai, openai-responses, anthropic, google"):
         QwenCodeHarness(api="cohere")  # type: ignore[arg-type]
+
+
+def tell_of_a_large_window(launch: Launch) -> Launch:
+    model = json.loads(launch.files[SETTINGS])["model"]
+    model["generationConfig"]["contextWindowSize"] = 1_000_000
+    return change_settings(SETTINGS, model=model)(launch)
 
 
 def set_request_timeout(launch: Launch) -> Launch:

@@ -1,7 +1,7 @@
-"""Each agent with a system prompt of a few words, one tool and an earlier session, in SmolLM2's window of 8,192 tokens.
+"""Each agent with a system prompt of a few words, one tool and an earlier session, in a window of 8,192 tokens.
 
 The demonstrations are real turns of the first prompt, files of the work folder are not in it, and its size is that of
-docs/agents.md.
+docs/agents.md, by SmolLM2's tokenizer.
 """
 
 import json

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import swe_repository
 from calc_releases import CALC, PYTHON, build, make_row
 from environments import IMAGE, install_pytest
 from launch import find_warm_python
@@ -19,6 +20,7 @@ from serving import wait_until
 from polar_trl.cache import CACHE_VARIABLE, find_cache
 from polar_trl.cli import main
 from polar_trl.cli.check_tasks import _name_problem
+from polar_trl.sandbox.docker import client
 from polar_trl.setup.check_tasks import Checked
 from polar_trl.tasks.build.folders import Tools
 
@@ -195,8 +197,8 @@ def test_wrong_questions(tmp_path: Path, task: Path, capsys: pytest.CaptureFixtu
         ([str(task), "--jobs", "0"], "--jobs is 0"),
         ([str(task), "--limit", "0"], "limit is 0"),
         (
-            [str(task), "--sandbox", "bwrap", "--sandbox_image", "x"],
-            "sandbox_image is read by the docker sandbox only",
+            [str(task), "--sandbox", "local", "--sandbox_image", "x"],
+            "sandbox_image is read by the docker and bwrap sandboxes",
         ),
     ):
         assert main(["check-tasks", *arguments]) == 2
@@ -288,3 +290,17 @@ def test_a_rebuilt_task_in_containers(task: Path, capsys: pytest.CaptureFixture[
     assert (
         "task 'calc' asks for memory_mb 4096, and a sandbox has 2000: set sandbox_memory_mb" in capsys.readouterr().err
     )
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("sandbox", ["auto", "bwrap"])
+def test_a_row_of_swe_bench_without_an_engine(
+    sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, base_commit = swe_repository.save_swe_image(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(swe_repository.build_row(base_commit, image=archive)))
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setattr(client, "SOCKETS", ())
+    code, (found,) = check(capsys, rows, "--sandbox", sandbox)
+    assert (code, found["gold"], found["empty"], found["verdict"]) == (0, 1.0, 0.0, "good")

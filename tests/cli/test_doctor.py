@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from environments import IMAGE, save_image
 
 from polar_trl.cli import main
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS, build_agent
 from polar_trl.harness.pi import PiHarness
+from polar_trl.sandbox.docker import client
 from polar_trl.tools.security import check
 from polar_trl.tools.security.probes import PROBES
 
@@ -162,7 +164,7 @@ def test_a_version_that_is_not_installed_is_named(
         (["agent {instruction}", "--agent_options", "{"], "agent_options is not JSON"),
         (["agent {instruction}", "--model", "no/such/model"], "no/such/model"),
         (["agent {instruction}", "--tasks", "no/such/tasks.jsonl"], "no task file at no/such/tasks.jsonl"),
-        (["agent {instruction}", "--tasks", LADDER], "--tasks gives the image for --sandbox docker"),
+        (["agent {instruction}", "--tasks", LADDER], "--tasks gives the image for --sandbox docker or bwrap"),
     ],
 )
 def test_a_wrong_question_is_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -185,6 +187,12 @@ def test_an_own_agent_is_described(
     ]
     assert main(["doctor", *words]) == 1
     out, err = capsys.readouterr()
+    out, ways = out.split("where agents can run here:\n")
+    assert re.findall(r"^  ([\w ]+): (yes|no)", ways, re.MULTILINE)[1:] == [
+        ("bwrap", "yes"),
+        ("bwrap with images", "yes"),
+        ("local", "yes"),
+    ]
     good, bad = out.split("no-such-agent {instruction}\n")
     assert "works: yes" in good and "speaks: openai_chat (1 calls); 0 streamed, 0 auxiliary" in good
     assert re.search(r"prompts: (\d\d) first, \1 longest \(tokens\)", good)
@@ -243,3 +251,19 @@ def test_security_without_a_sandbox_that_works(
 def test_security_tries_no_agents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "codex", "--security"]) == 2
     assert "leave out the agents" in capsys.readouterr().err
+
+
+@pytest.mark.containers
+def test_in_an_unpacked_image(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = save_image(IMAGE, tmp_path)
+    assert main(["doctor", "pi", "--install", "--sandbox", "bwrap", "--sandbox_image", archive, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["agents"]["pi"]["works"] and report["sandboxes"]["bwrap with images"] == "yes"
+    # without an engine, the image is bubblewrap's
+    monkeypatch.setenv("DOCKER_HOST", "")
+    monkeypatch.setattr(client, "SOCKETS", ())
+    assert main(["doctor", "--security", "--image", archive, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["default"] == "bwrap" and "no container engine" in report["not_tried"]["docker"]

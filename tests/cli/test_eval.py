@@ -316,6 +316,10 @@ def test_which_tasks_and_how_sampled(tmp_path: Path) -> None:
     assert parse_eval(config, ["--tasks", "mine.jsonl"], tmp_path).tasks == "mine.jsonl"
     assert parse_eval(config, ["--tasks=mine.jsonl"], tmp_path).tasks == "mine.jsonl"
     assert parse_eval(config, ["--tasks", "a", "--eval_tasks", "b"], tmp_path).tasks == "b"
+    sets = '{"easy": "a.jsonl", "hard": "b.jsonl"}'
+    with pytest.raises(ConfigError, match=r"give --tasks with one of a.jsonl \(easy\), b.jsonl \(hard\)"):
+        parse_eval(config, ["--eval_tasks", sets], tmp_path)
+    assert parse_eval(config, ["--eval_tasks", '{"easy": "a.jsonl"}'], tmp_path).tasks == "a.jsonl"
     keys = ["--eval_temperature", "0", "--eval_top_p", "0.9", "--eval_top_k", "20"]
     params = parse_eval(config, keys, tmp_path).params
     assert (params.temperature, params.top_p, params.top_k) == (0.0, 0.9, 20)

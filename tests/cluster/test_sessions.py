@@ -23,6 +23,7 @@ from small_package import make_task
 
 from polar_trl.cli import main
 from polar_trl.cluster.backend import RemoteBackend
+from polar_trl.cluster.nodes import Cluster
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.types import Task
 
@@ -173,6 +174,24 @@ def test_a_bad_solution_is_found_on_the_node(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(settings: dict[str, Any], task: Task, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_cluster_parts([task], **settings)
+
+
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("INITIAL_TIMEOUT_SEC", "MAX_TIMEOUT_SEC"):
+        monkeypatch.setattr(f"ray.util.client.worker.{name}", 0.1)
+    with pytest.raises(
+        ConfigError, match=r"sandbox_cluster: no cluster answers at 'ray://127\.0\.0\.1:1' \(.*timeout"
+    ):
+        build_cluster_parts([TASK], sandbox_cluster="ray://127.0.0.1:1")
+
+
+def test_a_network_in_plain_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node is at an address that is not the one from which this machine reaches it."""
+    list_nodes = Cluster.list_nodes
+    other = {"NodeManagerAddress": "127.0.0.2"}
+    monkeypatch.setattr(Cluster, "list_nodes", lambda self: {k: {**v, **other} for k, v in list_nodes(self).items()})
+    with pytest.raises(ConfigError, match="keys and conversations would cross the network in plain text"):
+        build_cluster_parts([TASK])
 
 
 def test_tasks_of_which_only_some_say_how_they_are_graded_are_refused() -> None:

@@ -120,7 +120,7 @@ SIGNATURES = [
     (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
     (GRPOTrainer, "_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
     (GRPOTrainer, "_save_checkpoint", ["self", "model", "trial"]),
-    (GRPOTrainer, "_load_best_model", ["self"]),
+    (GRPOTrainer, "_finalize_training", ["self", "trial", "num_train_samples", "start_time"]),
     (GRPOTrainer, "create_model_card", ["self", "model_name", "dataset_name", "tags"]),
     (GRPOTrainer, "evaluate", ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"]),
     (GRPOTrainer, "log", ["self", "logs", "start_time"]),

@@ -5,7 +5,7 @@ import re
 import jinja2
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar_trl.errors import ConfigError
@@ -79,6 +79,7 @@ def test_mini_swe_agent_has_one_tool_and_no_session_to_resume(option: str) -> No
         build_agent("mini_swe_agent", {"system_prompt": ""})
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip))
 def test_any_system_prompt_of_mini_swe_agent_is_a_text_of_its_template(text: str) -> None:
     files = launch("mini_swe_agent", system_prompt=text).files

@@ -103,6 +103,9 @@ COMMANDS: dict[str, Run | str] = {
     "polar-trl doctor --security --sandbox docker --image IMAGE": (
         "tests/cli/test_doctor.py::test_security_in_containers"
     ),
+    "polar-trl doctor (pi|--security) --sandbox bwrap --(sandbox_)?image IMAGE": (
+        "tests/cli/test_doctor.py::test_in_an_unpacked_image"
+    ),
     "polar-trl doctor .* --sandbox docker --sandbox_image .*": Run(r"pi +│ 1\.\S+ +│ 1\.\S+ +│ yes", containers=True),
     "polar-trl configs own_agent > my_run.yaml": Run("max_session_calls: 50", "&& cat my_run.yaml"),
     "polar-trl eval --config my_run.yaml --tasks my_tasks.jsonl --agent_command .*": "tests/cli/test_eval.py",
@@ -114,6 +117,9 @@ COMMANDS: dict[str, Run | str] = {
     "python scripts/build_pypi_tasks.py --out tasks( .*)?": PAPER,
     "python scripts/build_pypi_tasks.py --out edits --mutate .*": Run("semver", "--count 1"),
     "polar-trl check-tasks (tasks|skyrl-v0-293) --sandbox docker .*": CHECKED,
+    "polar-trl check-tasks skyrl-v0-293 --sandbox bwrap .*": (
+        "tests/cli/test_check_tasks.py::test_a_row_of_swe_bench_without_an_engine"
+    ),
     "polar-trl check-tasks tasks --sandbox bwrap": Run(GOOD, containers=True),
     "polar-trl check-tasks tasks --sandbox bwrap --jobs 2 --json": CHECKED,
     "python scripts/dev/pypi_tasks_table.py tasks checks.json": Run(
@@ -161,6 +167,7 @@ COMMANDS: dict[str, Run | str] = {
     "pip install .*": "tests/docs/test_docs.py::test_extras_that_are_named_exist",
     "polar-trl train swe_.*": PAPER,
     r'eval "\$\(bash scripts/dev/container_engine.sh up\)" && python .*make_test_image.py': "scripts/test.sh",
+    "bash scripts/gpu/run.sh learn .*": "tests/scripts/gpu/test_learn.py::test_the_documented_commands",
     "python tests/helpers/tiny_paper_model.py .cache/models/SmolLM2-135M-Instruct tiny": PAPER,
     "polar-trl replay runs/miniature": PAPER,
 }

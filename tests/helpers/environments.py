@@ -5,6 +5,8 @@ import shutil
 import venv
 from pathlib import Path
 
+import docker
+
 from polar_trl.tasks.build.suite import find_environment
 
 IMAGE = "polar-trl-test:latest"
@@ -31,3 +33,13 @@ def copy_pytest(site: Path) -> None:
             shutil.copytree(origin.parent, site / name)
         else:
             shutil.copy2(origin, site)
+
+
+def save_image(name: str, folder: Path) -> str:
+    """Save an image of the tests' engine to an archive that everybody may read; its path."""
+    client = docker.from_env()
+    archive = folder / "image.tar"
+    with archive.open("wb") as file:
+        file.writelines(client.images.get(name).save(named=True))
+    client.close()
+    return str(archive)

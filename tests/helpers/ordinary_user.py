@@ -1,6 +1,6 @@
 """Print what an ordinary user sees of a sandbox, as JSON; run by `test_unprivileged`.
 
-Arguments: bwrap, docker, doomed, or node and an image.
+Arguments: bwrap, docker, doomed, image and an archive, node and an image, or swe and an archive and its base commit.
 """
 
 import json
@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,10 @@ def main() -> None:
     if sys.argv[1] == "doomed":
         box = build("bwrap").create(Task(id="t", instruction="x"), "doomed")
         box.run("setsid sleep 600 & echo running > /dev/stderr; touch started; sleep 600", env={}, timeout_s=600)
-    print(json.dumps(use_node(sys.argv[2]) if sys.argv[1] == "node" else use_all(sys.argv[1])))
+    print(json.dumps(USES.get(sys.argv[1], use_all)(*sys.argv[1:])))
 
 
-def use_node(image: str) -> dict[str, Any]:
+def use_node(_: str, image: str) -> dict[str, Any]:
     from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 
     found: dict[str, Any] = {}
@@ -90,12 +91,44 @@ def use_node(image: str) -> dict[str, Any]:
     return found
 
 
-def use_all(kind: str) -> dict[str, Any]:
+def use_swe(_: str, archive: str, base_commit: str) -> dict[str, Any]:
+    """Sessions of Pi on a row in its image, that fix it and that do not, graded by hidden tests in fresh sandboxes."""
+    from swe_repository import FIX, build_task
+
+    from polar_trl.engine.base import GenerationParams
+    from polar_trl.grade.by_task import GraderByTask
+    from polar_trl.harness.pi import PiHarness
+    from polar_trl.rollout.runner import Job, RolloutConfig, RolloutRunner
+    from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
+    from polar_trl.tools.doctor import MAX_MODEL_LEN, RENDERER, answer_by_turn
+    from polar_trl.types import Message
+
+    task, pi = replace(build_task(base_commit), image=archive), PiHarness()
+    backend = BwrapSandboxBackend(root=STATE, mounts=pi.folders)
+    backend.prepare([task])
+    found: dict[str, Any] = {"sessions": []}
+    for command in (f"git apply - <<'END'\n{FIX}END", "true"):
+        # as eval scripts do, it writes to the image too
+        write = "mkdir /opt/new && touch /usr/bin/new && rm /usr/bin/gzip && "
+        calls = (pi.build_shell_call(write + command),)
+        replies = [Message(role="assistant", tool_calls=calls), Message(role="assistant", text="Done.")]
+        engine = ScriptedEngine(answer_by_turn(replies), max_model_len=MAX_MODEL_LEN)
+        with Proxy(engine, RENDERER, params=GenerationParams(max_tokens=4096)) as proxy:
+            runner = RolloutRunner(
+                proxy=proxy, backend=backend, harness=pi, grader=GraderByTask(backend), config=RolloutConfig()
+            )
+            rollout = runner.run([Job(rollout_id="r", group_id="g", task=task)])[0].rollout
+        found["sessions"].append([rollout.error, rollout.stop_reason, len(rollout.calls), rollout.reward])
+    found["left"] = [path.name for path in STATE.iterdir()]
+    return found
+
+
+def use_all(kind: str, image: str | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {"uid": os.getuid()}
     tree = HOME / "tree"
     tree.mkdir()
     (tree / "m.py").write_text("old\n")
-    backend = build(kind)
+    backend = build(kind, image)
     report["capabilities"] = asdict(backend.capabilities)
     task = Task(id="t", instruction="x", files={"a/b.txt": "hello\n"}, workspace=str(tree))
     box = backend.create(task, "s/1")
@@ -110,11 +143,11 @@ def use_all(kind: str) -> dict[str, Any]:
     return report
 
 
-def build(kind: str) -> SandboxBackend:
-    if kind == "bwrap":
+def build(kind: str, image: str | None = None) -> SandboxBackend:
+    if kind in ("bwrap", "image"):
         from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 
-        return BwrapSandboxBackend(limits=LIMITS, root=STATE)
+        return BwrapSandboxBackend(limits=LIMITS, root=STATE, image=image)
     from polar_trl.sandbox.docker.backend import DockerSandboxBackend
 
     return DockerSandboxBackend(limits=LIMITS, root=STATE, image="polar-trl-test:latest")
@@ -165,6 +198,9 @@ def talk(box: Sandbox, run: Any) -> None:
             run(name, f'python3 -c "{CONNECT.format(host, port)}" 2>&1 | tail -1')
         proxy.close_session(endpoint.api_key)
     run("gone", "python3 ~/ask.py 2>&1 | tail -1", **env)
+
+
+USES: dict[str, Callable[..., dict[str, Any]]] = {"node": use_node, "swe": use_swe}
 
 
 if __name__ == "__main__":

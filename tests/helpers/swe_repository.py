@@ -8,6 +8,7 @@ from pathlib import Path
 
 import docker
 import pluggy
+from environments import save_image
 
 from polar_trl.tasks.swebench import build_swebench_tasks
 from polar_trl.types import Task
@@ -86,8 +87,19 @@ def build_image(context: Path, tag: str) -> str:
     return base
 
 
-def build_task(base_commit: str, **changes: str) -> Task:
-    """The row as a task."""
+def save_swe_image(folder: Path) -> tuple[str, str]:
+    """Save such an image, which no engine keeps, to an archive; its path and the base commit."""
+    name = "polar-trl-swe-test:saved"
+    base_commit = build_image(folder / "context", name)
+    archive = save_image(name, folder)
+    client = docker.from_env()
+    client.images.remove(name, force=True)
+    client.close()
+    return archive, base_commit
+
+
+def build_row(base_commit: str, **changes: str) -> dict[str, str]:
+    """The row as a data set has it."""
     row = {
         "instance_id": "pallets__flask-5063",
         "repo": "pallets/flask",
@@ -101,7 +113,12 @@ def build_task(base_commit: str, **changes: str) -> Task:
         # the second is one of those that a blank has cut
         "PASS_TO_PASS": '["tests/test_tiny.py::test_kind", "tests/test_tiny.py::test_cut[a"]',
     }
-    (task,) = build_swebench_tasks([row | changes])
+    return row | changes
+
+
+def build_task(base_commit: str, **changes: str) -> Task:
+    """The row as a task."""
+    (task,) = build_swebench_tasks([build_row(base_commit, **changes)])
     return replace(task, grade_timeout_s=120.0)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import as_user
 import docker
 import podman
 import pytest
+import swe_repository
+from environments import save_image
 from faults import IMAGE, list_processes
 from serving import wait_until
 
@@ -53,15 +56,29 @@ def test_bubblewrap(home: Path) -> None:
         "cuts_network": True,
         "limits_memory": False,
         "limits_disk": False,
-        "uses_images": False,
+        "uses_images": True,
     }
     assert (report["hog"][0], report["out_of_memory"]) == (1, False)  # a process' own memory has an end
     require_a_sandbox(report)
 
 
-def test_what_bubblewrap_holds_and_what_it_does_not(home: Path) -> None:
+def test_bubblewrap_with_an_image(home: Path) -> None:
+    report = report_of("image", save_image(IMAGE, home), home=home)
+    assert (report["hog"][0], report["out_of_memory"]) == (1, False)
+    require_a_sandbox(report, name_inside=0)
+
+
+def test_a_row_of_swe_bench_in_bubblewrap(home: Path) -> None:
+    with find_cache_of_agents(home):
+        report = report_of("swe", *swe_repository.save_swe_image(home), home=home)
+    assert report == {"sessions": [[None, "completed", 2, 1.0], [None, "completed", 2, 0.0]], "left": []}
+
+
+@pytest.mark.parametrize("has_image", [False, True])
+def test_what_bubblewrap_holds_and_what_it_does_not(home: Path, has_image: bool) -> None:
     script = "import sys; from polar_trl.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = ("doctor", "--security", "--sandbox", "bwrap", "--json")
+    image = ("--image", save_image(IMAGE, home)) if has_image else ()
+    command = ("doctor", "--security", "--sandbox", "bwrap", "--json", *image)
     with as_user.start(script, *command, home=home) as doctor:
         text, _ = doctor.communicate(timeout=600)
     rows = json.loads(text)["rows"]
@@ -170,6 +187,20 @@ def test_limits_that_a_users_engine_ignores_are_refused() -> None:
     for asked in (Limits(memory_mb=100), Limits(cpus=1.0), Limits(pids=9)):
         with pytest.raises(ConfigError, match="'docker' sandbox cannot enforce it for this user here"):
             _require_limits("docker", capabilities, asked)
+
+
+@contextmanager
+def find_cache_of_agents(home: Path) -> Iterator[None]:
+    """Show the agents that root has installed in a user's cache."""
+    assert NODE.find_version() == NODE.version, "run scripts/dev/get_agents.py first (scripts/test.sh does)"
+    agents = home / "cache" / "agents"
+    agents.mkdir(parents=True)
+    os.chown(agents.parent, as_user.UID, as_user.UID)
+    subprocess.run(["mount", "--bind", NODE.folder.parent, agents], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", agents], check=True)
 
 
 def require_a_sandbox(

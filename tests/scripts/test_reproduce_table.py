@@ -1,33 +1,31 @@
-"""Test scripts/reproduce_table.py: two cells for real in miniature, the whole table from recorded results."""
+"""Test scripts/reproduce_table.py: two cells for real in miniature, its driver with scripted commands, its numbers."""
 
 import json
+import math
 import os
+import random
 import re
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from launch import find_warm_python
+from table.numbers import estimate_gain_over_seeds, estimate_over_seeds, t_quantile
+from table.report import build_report, render_report
+from table.steps import Settings, list_steps
+from table.summaries import build_summaries, find_agents, find_models
 
 from polar_trl.eval.sample_tasks import SampleResult
 from polar_trl.eval.summary import build_summary
+from polar_trl.grade.pass_at_k import TaskCount, estimate_pass_rate, wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts" / "reproduce_table.py")
 AGENTS = ("codex", "claude_code", "qwen_code", "pi")
-
-
-@pytest.fixture()
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import reproduce_table
-
-    return reproduce_table
 
 
 def call(*arguments: str, timeout: int = 200) -> "subprocess.CompletedProcess[str]":
@@ -41,32 +39,34 @@ def call(*arguments: str, timeout: int = 200) -> "subprocess.CompletedProcess[st
 def test_two_cells_for_real_one_of_which_fails_at_first(tmp_path: Path, smollm2: Path) -> None:
     out = tmp_path / "table"
     keys = ["--out", str(out), "--agents", "shell", "--config", "quickstart", "--base", str(smollm2)]
-    keys += ["--tasks", "polar_trl/configs/tasks/shell_ladder.jsonl"]
+    keys += ["--tasks", "polar_trl/configs/tasks/shell_ladder.jsonl", "--stages", "base", "grpo"]
     extra = ["--", "--task_ids", "copy_command-0-0000", "copy_command-0-0002", "--max_session_calls", "1"]
     done = call(*keys, "--trained", "shell=/no/such/model", *extra)
     assert done.returncode == 1, done.stderr[-3000:]
-    assert "trained-shell__shell failed with exit status 2; going on with the next" in done.stderr
+    assert "grpo-shell-0__shell failed with exit status 2; going on with the next" in done.stderr
     table = json.loads((out / "table.json").read_text())
-    states = {name: cell["state"] for name, cell in table["cells"].items()}
-    assert states == {"base__shell": "done", "trained-shell__shell": "failed"}, done.stderr[-3000:]
     assert not table["complete"]
+    assert (table["cells"]["base"]["shell"]["num_done"], table["cells"]["grpo"]["shell"]["states"]) == (1, ["failed"])
     results = (out / "base__shell" / "results.jsonl").read_bytes()
 
     done = call(*keys, "--trained", f"shell={smollm2}", *extra)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "0 sessions are left to run" in done.stderr  # the base cell was not run again
+    assert "[1/2] base__shell is there" in done.stderr
     assert (out / "base__shell" / "results.jsonl").read_bytes() == results
     table = json.loads((out / "table.json").read_text())
     assert table["complete"] and table["differences"] == []
-    for cell in table["cells"].values():
-        assert cell["sessions"] == {"wanted": 2, "graded": 2, "passed": cell["sessions"]["passed"]} | {
-            "failed": 0, "missing": 0,
-        }  # fmt: skip
-        assert cell["pass_at_1"]["rate"] == cell["sessions"]["passed"] / 2
-    rates = [table["cells"][name]["pass_at_1"]["rate"] for name in ("base__shell", "trained-shell__shell")]
-    assert table["gains"]["trained-shell__shell"]["rate"] == pytest.approx(rates[1] - rates[0])
-    assert (out / "table.md").read_text() + "\n" == done.stdout
-    assert call("--render-only", str(out), "--agents", "shell").stdout == done.stdout
+    base, trained = (table["cells"][stage]["shell"] for stage in ("base", "grpo"))
+    passed = [json.loads((out / f"{name}__shell" / "summary.json").read_text()) for name in ("base", "grpo-shell-0")]
+    assert [base["rate"]["rate"], trained["rate"]["rate"]] == [p["sessions"]["passed"] / 2 for p in passed]
+    assert trained["gain"]["rate"] == pytest.approx(trained["rate"]["rate"] - base["rate"]["rate"])
+    assert (out / "table.md").read_text() == done.stdout
+    assert call("--render-only", "--out", str(out)).stdout == done.stdout
+    assert call("--render-only", "--from", str(out / "summaries")).stdout == done.stdout
+    costs = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
+    assert [(cost["step"], cost["status"]) for cost in costs] == [
+        ("base__shell", 0), ("grpo-shell-0__shell", 2), ("grpo-shell-0__shell", 0),
+    ]  # fmt: skip
+    assert all(cost["seconds"] > 0 for cost in costs)
 
 
 def record_cell(out: Path, name: str, passed: int, *, num_tasks: int = 10, **settings: Any) -> None:
@@ -89,123 +89,295 @@ def record_cell(out: Path, name: str, passed: int, *, num_tasks: int = 10, **set
     (folder / "settings.json").write_text(json.dumps({"tasks": "10 tasks aa", "temperature": 1.0} | settings))
 
 
-def test_the_table_and_the_matrix_from_recorded_results(tmp_path: Path, script: ModuleType) -> None:
+def report_of(out: Path) -> dict[str, Any]:
+    return build_report(build_summaries(out, find_models(out), find_agents(out)))
+
+
+def read_rows(text: str, title: str = "") -> dict[str, list[str]]:
+    """Rows by their first cell, of the first table or of the one under a title."""
+    part = text.split(f"## {title}\n")[1] if title else text
+    lines = [line for line in part.split("\n## ")[0].splitlines() if line.startswith("| ")]
+    return {cells[0]: cells[1:] for line in lines if (cells := [cell.strip() for cell in line.strip("|").split("|")])}
+
+
+def test_the_papers_table_and_the_matrix_from_recorded_results(tmp_path: Path) -> None:
     for agent in AGENTS:
         record_cell(tmp_path, f"base__{agent}", 2)
-        record_cell(tmp_path, f"trained-{agent}__{agent}", 5)
-    record_cell(tmp_path, "trained-pi__codex", 1)
-    report = script.build_report(tmp_path, AGENTS)
-    assert report["complete"]
+        record_cell(tmp_path, f"grpo-{agent}-0__{agent}", 5)
+    record_cell(tmp_path, "grpo-pi-0__codex", 1)
+    report = report_of(tmp_path)
+    assert report["complete"] and (report["agents"], report["seeds"]) == (list(AGENTS), [0])
     # 2 and 5 of the 9 that were graded
-    assert report["cells"]["base__pi"]["pass_at_1"]["rate"] == pytest.approx(2 / 9)
-    assert report["gains"]["trained-pi__pi"]["rate"] == pytest.approx(3 / 9)
-    assert report["gains"]["trained-pi__codex"]["rate"] == pytest.approx(-1 / 9)
-    assert report["gains"]["trained-pi__pi"]["tasks"] == 9
-    lines = list(script.render_report(report))
-    table = lines[: lines.index("## Trained inside one agent, evaluated inside another")]
-    for agent, (base, trained, gain) in {
-        "codex": ("3.8", "26.4", "+22.6"),
-        "claude_code": ("29.8", "34.6", "+4.8"),
-        "qwen_code": ("34.6", "35.2", "+0.6"),
-        "pi": ("34.2", "40.4", "+6.2"),
+    assert report["cells"]["base"]["pi"]["rate"]["rate"] == pytest.approx(2 / 9)
+    assert report["matrix"]["pi"]["pi"]["gain"]["rate"] == pytest.approx(3 / 9)
+    assert report["matrix"]["pi"]["codex"]["gain"]["rate"] == pytest.approx(-1 / 9)
+    assert report["matrix"]["pi"]["pi"]["gain"]["num_tasks"] == 9
+    text = "\n".join(render_report(report))
+    for agent, paper in {
+        "codex": ["3.8", "26.4", "+22.6"],
+        "claude_code": ["29.8", "34.6", "+4.8"],
+        "qwen_code": ["34.6", "35.2", "+0.6"],
+        "pi": ["34.2", "40.4", "+6.2"],
     }.items():
-        (row,) = (line for line in table if line.startswith(f"| {agent} |"))
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[:4] == [agent, base, trained, gain]
-        assert cells[4] == "22.2 (6.3 to 54.7)" and cells[5] == "55.6 (26.7 to 81.1)"
-        assert cells[6].startswith("+33.3 (") and cells[7] == "1 / 1"
-    matrix = lines[lines.index("## Trained inside one agent, evaluated inside another") :]
-    (row,) = (line for line in matrix if line.startswith("| pi |"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1].startswith("11.1 (") and "; -11.1 (" in cells[1]
-    assert cells[2:4] == ["missing", "missing"] and cells[4].startswith("55.6 (")
+        assert read_rows(text)[agent] == [*paper, "22.2 (6.3 to 54.7)", "55.6 (26.7 to 81.1)"]
+    gains = read_rows(text, "Gain over the base model, and its cost")
+    assert gains["pi"][1].startswith("+33.3 (") and gains["pi"][2:] == ["55.6", "-", "-", "-", "1"]
+    matrix = read_rows(text, "Trained inside one agent, evaluated inside another")
+    assert matrix["pi"][0].startswith("11.1 (") and "; -11.1 (" in matrix["pi"][0]
+    assert matrix["pi"][1:3] == ["missing", "missing"] and matrix["pi"][3].startswith("55.6 (")
 
 
-def test_cells_that_are_not_of_one_kind_are_named(tmp_path: Path, script: ModuleType) -> None:
+def record_training(out: Path, name: str, seconds: float, cpu_seconds: float) -> None:
+    line = {"step": name, "status": 0, "seconds": seconds, "cpu_seconds": cpu_seconds, "gpus": 0, "command": []}
+    with (out / "times.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def test_a_table_of_seeds_with_missing_cells_and_what_a_point_costs(tmp_path: Path) -> None:
+    for agent in ("codex", "pi"):
+        record_cell(tmp_path, f"base__{agent}", 2, num_tasks=11)
+    for seed, passed in enumerate((5, 6, 7)):
+        record_cell(tmp_path, f"both-pi-{seed}__pi", passed, num_tasks=11)
+        for name in (f"sft-pi-{seed}", f"both-pi-{seed}"):
+            record_training(tmp_path, name, 900, 1620)
+    record_training(tmp_path, "data-pi", 300, 360)
+    record_cell(tmp_path, "both-codex-0__codex", 10, num_tasks=11)
+    (tmp_path / "both-codex-1").mkdir()
+    report = report_of(tmp_path)
+    assert not report["complete"] and (report["seeds"], report["stages"]) == ([0, 1, 2], ["base", "both"])
+    text = "\n".join(render_report(report))
+    pi, codex = (read_rows(text)[agent] for agent in ("pi", "codex"))
+    assert pi[-1].startswith("60.0 (") and codex[-1].startswith("100.0 (")
+    assert codex[-1].endswith(", 1 of 3 seeds (missing)")
+    gain, *rest = read_rows(text, "Gain over the base model, and its cost")["pi"][1:]
+    # 40 points for (2 x 1620 + 360) s: one hour
+    assert gain.startswith("+40.0 (") and rest == ["50.0, 60.0, 70.0", "0.58", "1.00", "0.025", "3"]
+    matrix = read_rows(text, "Trained inside one agent, evaluated inside another")
+    assert matrix["codex"][1] == "missing" and matrix["nothing (base)"][0].startswith("20.0 (")
+    wanted = build_report(build_summaries(tmp_path, find_models(tmp_path), []), ["pi"], [0, 7], ["base", "sft"])
+    assert wanted["cells"]["sft"]["pi"]["states"] == ["missing"] and wanted["cells"]["sft"]["pi"]["num_wanted"] == 2
+
+
+def counts(*passed: int, graded: int = 1) -> dict[str, TaskCount]:
+    return {f"t{i}": TaskCount(num_graded=graded, num_passed=number) for i, number in enumerate(passed)}
+
+
+def test_one_seed_has_the_interval_of_an_evaluation() -> None:
+    found = estimate_over_seeds([counts(1, 0, 1, 1)])
+    assert found is not None and found.rate == estimate_pass_rate(list(counts(1, 0, 1, 1).values()), 1)
+    assert estimate_over_seeds([]) is None and estimate_over_seeds([{}, counts(1)]) is None
+
+
+@pytest.mark.parametrize(
+    ("freedom", "value"), [(1, 12.7062), (2, 4.30265), (10, 2.22814), (30, 2.04227), (200, 1.97190)]
+)
+def test_quantiles_of_student(freedom: float, value: float) -> None:
+    assert t_quantile(0.975, freedom) == pytest.approx(value, abs=1e-4)
+
+
+def test_intervals_over_seeds_of_known_answer() -> None:
+    # seeds that agree: 11 tasks, 10 degrees of freedom
+    found = estimate_over_seeds([counts(*[1] * 4, *[0] * 7)] * 3)
+    assert found is not None
+    assert (found.rate.low, found.rate.high) == pytest.approx(wilson_interval(4 / 11, 11 * (1.959964 / 2.228139) ** 2))
+    assert found.share_of_tasks == 1.0
+    # seeds of which one solves all and one nothing: V = 1 / 4, one draw with one degree of freedom
+    found = estimate_over_seeds([counts(1, 1, 1), counts(0, 0, 0)])
+    assert found is not None and found.by_seed == [1.0, 0.0] and found.share_of_tasks == 0.0
+    assert (found.rate.low, found.rate.high) == pytest.approx(wilson_interval(0.5, (1.959964 / 12.706205) ** 2))
+    assert (found.rate.low, found.rate.high) == pytest.approx((0.0016, 0.9984), abs=1e-4)
+    # all alike: no surer than one sample of each task
+    found = estimate_over_seeds([counts(4, 4, 4, graded=4)] * 3)
+    assert found is not None and (found.rate.low, found.rate.high) == wilson_interval(1.0, 3)
+    # a task that one seed has no grade for is in none
+    found = estimate_over_seeds([counts(1, 0), counts(1)])
+    assert found is not None and (found.by_task, found.rate.num_tasks) == ({"t0": 1.0}, 1)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.5])
+def test_the_interval_holds_the_true_rate(spread: float) -> None:
+    """Tasks and seeds drawn anew for each table: log-odds of a session are normal in both."""
+    rng, held, num_tables = random.Random(7), 0, 200
+    for _ in range(num_tables):
+        tasks = [rng.gauss(0, 1) for _ in range(24)]
+        seeds = []
+        for of_seed in [rng.gauss(0, spread) for _ in range(3)]:
+            seeds.append(counts(*(int(rng.random() < 1 / (1 + math.exp(-x - of_seed))) for x in tasks)))
+        found = estimate_over_seeds(seeds)
+        assert found is not None and found.rate.low is not None and found.rate.high is not None
+        held += found.rate.low <= 0.5 <= found.rate.high  # by symmetry
+    assert held >= 0.9 * num_tables
+
+
+def test_a_gain_over_seeds_falls_with_what_tasks_share() -> None:
+    hard, seeds = counts(1, 1, 0, 0, 0, 0), [counts(1, 1, 1, 0, 0, 0), counts(1, 1, 0, 1, 0, 0)]
+    alike, apart = (estimate_gain_over_seeds([hard], after) for after in (seeds, [counts(0, 0, 1, 1, 1, 0)] * 2))
+    assert alike is not None and apart is not None
+    assert alike.rate == apart.rate == pytest.approx(1 / 6)
+    assert alike.low is not None and apart.low is not None and alike.low > apart.low
+    assert estimate_gain_over_seeds([], seeds) is None
+
+
+def test_cells_that_are_not_of_one_kind_are_named(tmp_path: Path) -> None:
     record_cell(tmp_path, "base__pi", 2)
-    record_cell(tmp_path, "trained-pi__pi", 5, temperature=0.6)
-    (tmp_path / "base__codex").mkdir()
-    (tmp_path / "base__codex" / "settings.json").write_text('{"tasks": "3 tasks bb", "temperature": 1.0}')
-    report = script.build_report(tmp_path, AGENTS)
-    assert not report["complete"]
+    record_cell(tmp_path, "grpo-pi-0__pi", 5, temperature=0.6)
+    record_cell(tmp_path, "grpo-pi-1__pi", 5, temperature=0.6)
+    record_cell(tmp_path, "base__codex", 1, tasks="3 tasks bb")
+    report = report_of(tmp_path)
     assert report["differences"] == [
-        "base__pi: tasks is '10 tasks aa', and '3 tasks bb' in base__codex",
-        "trained-pi__pi: tasks is '10 tasks aa', and '3 tasks bb' in base__codex",
-        "trained-pi__pi: temperature is 0.6, and 1.0 in base__codex",
+        "base__pi and 2 more: tasks is '10 tasks aa', and '3 tasks bb' in base__codex",
+        "grpo-pi-0__pi and 1 more: temperature is 0.6, and 1.0 in base__codex",
     ]
-    text = "\n".join(script.render_report(report))
-    assert text.count("**Not one setting**") == 3
-    assert "| codex | 3.8 | 26.4 | +22.6 | begun | missing | - | - / - |" in text
-    done = call("--render-only", str(tmp_path))  # the agents whose cells are there, in the paper's order
-    rows = [line.split(" |")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert rows == ["| agent", "| codex", "| pi", "| trained inside", "| nothing (base)", "| codex", "| pi"]
+    assert "\n".join(render_report(report)).count("**Not one setting**") == 2
 
 
-def test_what_is_compared_with_what(tmp_path: Path, script: ModuleType) -> None:
+def test_what_is_compared_with_what(tmp_path: Path) -> None:
     """A model's settings across agents, an agent's across models, and all others across all cells."""
-    for model in ("base", "trained-pi"):
+    for model in ("base", "grpo-pi-0"):
         for agent in ("codex", "pi"):
             record_cell(tmp_path, f"{model}__{agent}", 2, model=model, agent_version=agent, thinking=None)
-    assert script.build_report(tmp_path, AGENTS)["differences"] == []
-    path = tmp_path / "trained-pi__pi" / "settings.json"
+    assert report_of(tmp_path)["differences"] == []
+    path = tmp_path / "grpo-pi-0__pi" / "settings.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": "x", "agent_version": "2", "thinking": True}))
-    assert script.build_report(tmp_path, AGENTS)["differences"] == [
-        "trained-pi__pi: model is 'x', and 'trained-pi' in trained-pi__codex",
-        "trained-pi__pi: agent_version is '2', and 'pi' in base__pi",
-        "trained-pi__pi: thinking is True, and None in base__codex",
+    assert report_of(tmp_path)["differences"] == [
+        "grpo-pi-0__pi: model is 'x', and 'grpo-pi-0' in grpo-pi-0__codex",
+        "grpo-pi-0__pi: agent_version is '2', and 'pi' in base__pi",
+        "grpo-pi-0__pi: thinking is True, and None in base__codex",
     ]
 
 
-def test_one_broken_cell_leaves_the_others_alone(tmp_path: Path, script: ModuleType) -> None:
+def test_one_broken_cell_leaves_the_others_alone(tmp_path: Path) -> None:
     for agent in AGENTS:
         record_cell(tmp_path, f"base__{agent}", 2)
-        record_cell(tmp_path, f"trained-{agent}__{agent}", 5)
+        record_cell(tmp_path, f"grpo-{agent}-0__{agent}", 5)
     (tmp_path / "base__codex" / "summary.json").write_text('{"model": ')
     (tmp_path / "base__claude_code" / "settings.json").write_text("[")
-    (tmp_path / "trained-qwen_code__qwen_code" / "results.jsonl").write_text("{}\n")
-    path = tmp_path / "trained-pi__pi" / "summary.json"
+    (tmp_path / "grpo-qwen_code-0__qwen_code" / "results.jsonl").write_text("{}\n")
+    path = tmp_path / "grpo-pi-0__pi" / "summary.json"
     summary = json.loads(path.read_text())
     path.write_text(json.dumps(summary | {"pass_at": {"4": summary["pass_at"]["1"]}}))
-    report = script.build_report(tmp_path, AGENTS)
-    text = "\n".join(script.render_report(report))
-    assert "| codex | 3.8 | 26.4 | +22.6 | unreadable | 55.6 (26.7 to 81.1) | - | - / 1 |" in text
-    assert "| claude_code | 29.8 | 34.6 | +4.8 | 22.2 (6.3 to 54.7) | 55.6 (26.7 to 81.1) | +33.3" in text
-    assert "| qwen_code | 34.6 | 35.2 | +0.6 | 22.2 (6.3 to 54.7) | 55.6 (26.7 to 81.1) | - | 1 / 1 |" in text
-    assert "| pi | 34.2 | 40.4 | +6.2 | 22.2 (6.3 to 54.7) | no pass@1 | - | 1 / 1 |" in text
+    report = report_of(tmp_path)
+    text = "\n".join(render_report(report))
+    rows = {agent: cells[3:] for agent, cells in read_rows(text).items()}
+    base, trained = "22.2 (6.3 to 54.7)", "55.6 (26.7 to 81.1)"
+    assert rows["codex"] == ["unreadable", trained] and rows["claude_code"] == [base, trained]
+    assert rows["qwen_code"] == [base, "unreadable"] and rows["pi"] == [base, "no pass@1"]
     assert not report["complete"]
     assert [line.split(": ")[0] for line in report["differences"]] == ["base__claude_code"]
     assert text.count(f"\nbase__codex: {tmp_path}/base__codex/summary.json: JSONDecodeError(") == 1
-    assert text.count(f"no gains: {tmp_path}/trained-qwen_code__qwen_code/results.jsonl, line 1") == 1
+    assert f"{tmp_path}/grpo-qwen_code-0__qwen_code/results.jsonl, line 1" in text
 
 
-CELL = """
-import signal, sys, time
-def end(*_):
-    time.sleep(0.2)
-    print("tidied up", flush=True)
-    sys.exit(130)
-signal.signal(signal.SIGTERM, end)
-print("begun", flush=True)
-time.sleep(60)
+# The driver, with a program in the place of the project's commands.
+
+FAKE = """
+import shutil, signal, sys, time
+from pathlib import Path
+words = sys.argv[1:]
+out = Path(words[words.index("--output_dir") + 1])
+with (out.parent / "calls.txt").open("a") as file:
+    print(out.name, file=file)
+if (out.parent / ("fail " + out.name)).exists():
+    sys.exit(3)
+if (out.parent / ("wait " + out.name)).exists():
+    def end(*_):
+        time.sleep(0.2)
+        print("tidied up", flush=True)
+        sys.exit(130)
+    signal.signal(signal.SIGTERM, end)
+    print("begun", flush=True)
+    time.sleep(60)
+if words[0] == "eval":
+    shutil.copytree(out.parent.parent / ("better" if out.name.startswith("both") else "cell"), out, dirs_exist_ok=True)
+else:
+    out.mkdir(exist_ok=True)
 """
 RUN = """
 import signal, sys
 if sys.argv[1] == "ignored":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-import reproduce_table as script
-_, _, code, out = sys.argv
-script.build_command = lambda *_: [sys.executable, "-c", code]
-sys.argv[1:] = ["--out", out, "--base", "m", "--agents", "pi", "codex", "--config", script.CONFIG]
-script.main()
+from table import steps
+steps.POLAR = steps.SFT = (sys.executable, sys.argv[2])
+steps.SFT += ("sft",)
+sys.argv[1:] = sys.argv[3:]
+import reproduce_table
+reproduce_table.main()
 """
+
+
+def drive(tmp_path: Path, *arguments: str, sigint: str = "heeded") -> list[str]:
+    """The command of a driver whose steps are scripted."""
+    fake = tmp_path / "fake.py"
+    if not fake.exists():
+        record_cell(tmp_path, "cell", 3)
+        record_cell(tmp_path, "better", 7)
+    fake.write_text(FAKE)
+    out = tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    return [sys.executable, "-c", RUN, sigint, str(fake), "--out", str(out), "--config", "quickstart", *arguments]
+
+
+def run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=200)
+
+
+def take_calls(out: Path) -> list[str]:
+    """Names of the folders that commands ran for since the last call."""
+    path = out / "calls.txt"
+    calls = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return calls
+
+
+def test_the_stages_of_an_agent_and_what_is_run_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = drive(tmp_path, "--agents", "pi", "--seeds", "0", "1")
+    (out / "fail sft-pi-1").touch()
+    done = run(command)
+    assert done.returncode == 1, done.stderr
+    first = ["base__pi", "data-pi"]
+    first += [name for stage in ("sft", "grpo", "both") for name in (f"{stage}-pi-0", f"{stage}-pi-0__pi")]
+    assert take_calls(out) == [*first, "sft-pi-1", "grpo-pi-1", "grpo-pi-1__pi"]
+    assert "both-pi-1: left out, since sft-pi-1 failed" in done.stderr
+    row = read_rows(done.stdout)["pi"][-4:]
+    assert row[0].startswith("33.3 (") and row[1].endswith(", 1 of 2 seeds (failed)")
+    assert row[2].startswith("33.3 (") and "seeds" not in row[2] and row[3].endswith(", 1 of 2 seeds (failed)")
+
+    (out / "fail sft-pi-1").unlink()
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert take_calls(out) == ["sft-pi-1", "sft-pi-1__pi", "both-pi-1", "both-pi-1__pi"]
+    gains = read_rows(done.stdout, "Gain over the base model, and its cost")
+    assert gains["pi"][0] == "SFT and GRPO" and gains["pi"][1].startswith("+44.4 (")
+    assert json.loads((out / "table.json").read_text())["complete"]
+    assert run(command).stdout == done.stdout and take_calls(out) == []
+
+    # another setting of the evaluations runs those again, and the matrix adds its own
+    done = run([*drive(tmp_path, "--agents", "pi", "shell", "--seeds", "0", "--stages", "base", "grpo", "--matrix")])
+    assert done.returncode == 0, done.stderr
+    assert take_calls(out) == [
+        *("base__shell", "grpo-shell-0", "grpo-shell-0__shell"),
+        *("grpo-pi-0__shell", "grpo-shell-0__pi"),
+    ]
+    assert "missing" not in done.stdout.split("## Trained inside")[1]
+    files = sorted(path.name for path in (out / "summaries").iterdir())
+    assert "base.json" in files and "both-pi-1.json" in files and "grpo-shell-0.json" in files
+    costs = json.loads((out / "summaries" / "both-pi-0.json").read_text())["cost"]
+    lines = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
+    parts = [line["seconds"] for line in lines if line["step"] in ("data-pi", "sft-pi-0", "both-pi-0")]
+    assert len(parts) == 3 and costs["seconds"] == pytest.approx(sum(parts), abs=0.01)
 
 
 @pytest.mark.parametrize(
     ("number", "sigint"),
     [(signal.SIGTERM, "ignored"), (signal.SIGINT, "heeded"), (signal.SIGKILL, "ignored")],
 )
-def test_what_ends_it_ends_the_cell_first(tmp_path: Path, number: signal.Signals, sigint: str) -> None:
-    command = [sys.executable, "-c", RUN, sigint, CELL, str(tmp_path)]
+def test_what_ends_it_ends_the_step_first_and_the_step_goes_on(
+    tmp_path: Path, number: signal.Signals, sigint: str
+) -> None:
+    keys = ("--agents", "pi", "--stages", "base", "grpo")
+    command, out = drive(tmp_path, *keys, sigint=sigint), tmp_path / "out"
+    (out / "wait grpo-pi-0").touch()
     with subprocess.Popen(command, cwd=ROOT / "scripts", stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         while process.stderr.readline() != "begun\n":
@@ -216,57 +388,112 @@ def test_what_ends_it_ends_the_cell_first(tmp_path: Path, number: signal.Signals
     if number == signal.SIGKILL:
         assert (process.returncode, rest) == (-signal.SIGKILL, ended)
     else:
-        assert (process.returncode, rest) == (130, ended + "stopped in base__pi; the same command goes on\n")
+        assert (process.returncode, rest) == (130, ended + "stopped in grpo-pi-0; the same command goes on\n")
+        last = json.loads((out / "times.jsonl").read_text().splitlines()[-1])
+        assert (last["step"], last["status"]) == ("grpo-pi-0", 130)
+    (out / "wait grpo-pi-0").unlink()
+    take_calls(out)
+    done = run(drive(tmp_path, *keys))
+    assert done.returncode == 0, done.stderr
+    assert take_calls(out) == ["grpo-pi-0", "grpo-pi-0__pi"]
+
+
+def test_the_commands_of_the_stages(tmp_path: Path) -> None:
+    settings = Settings(out=tmp_path, agents=["pi"], seeds=[3], config="quickstart", base="m", tasks="t.jsonl")
+    commands = {step.name: " ".join(step.command).split(" -m ")[1] for step in list_steps(settings)}
+    assert commands["data-pi"] == (
+        "polar_trl collect --config quickstart --agent pi --solutions true --test_share 0 --model_name_or_path m "
+        f"--output_dir {tmp_path}/data-pi"
+    )
+    assert commands["sft-pi-3"] == (
+        f"trl.scripts.sft --model_name_or_path m --seed 3 --dataset_name {tmp_path}/data-pi/dataset "
+        "--dataset_config tokens --num_train_epochs 1 --per_device_train_batch_size 1 "
+        "--gradient_accumulation_steps 4 --learning_rate 5e-5 "
+        "--max_length 1024 --use_cpu true --bf16 false --gradient_checkpointing false "
+        f"--report_to none --output_dir {tmp_path}/sft-pi-3"
+    )
+    assert commands["both-pi-3"] == (
+        "polar_trl train quickstart --agent pi --seed 3 --resume_from_checkpoint auto "
+        f"--model_name_or_path {tmp_path}/sft-pi-3 --output_dir {tmp_path}/both-pi-3"
+    )
+    assert commands["both-pi-3__pi"] == (
+        f"polar_trl eval --config quickstart --agent pi --tasks t.jsonl --model_name_or_path {tmp_path}/both-pi-3 "
+        f"--output_dir {tmp_path}/both-pi-3__pi"
+    )
 
 
 def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
     keys = ["--out", str(tmp_path / "o"), "--base", "Qwen/Qwen3.5-4B", "--trained", "codex=runs/codex", "pi=runs/pi"]
+    keys += ["--config", "swe_8gpu", "--tasks", "swe-bench-verified", "--stages", "base", "grpo"]
+    keys += ["--agents", "codex", "pi"]
     done = call(*keys, "--dry-run", "--", "--num_engines", "8")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 4
     assert lines[0].split(" -m ")[1] == (
         "polar_trl eval --config swe_8gpu --agent codex --tasks swe-bench-verified "
         f"--model_name_or_path Qwen/Qwen3.5-4B --output_dir {tmp_path / 'o' / 'base__codex'} --num_engines 8"
     )
-    done = call(*keys, "--dry-run", "--transfer")
+    done = call(*keys, "--dry-run", "--matrix")
     folders = [Path(line.split("--output_dir ")[1].split()[0]).name for line in done.stdout.splitlines()]
-    assert len(folders) == len(set(folders)) == 4 + 2 + 6
-    assert folders[4:6] == ["trained-codex__codex", "trained-pi__pi"] and "trained-pi__claude_code" in folders
+    assert folders == [
+        *("base__codex", "base__pi", "grpo-codex-0__codex", "grpo-pi-0__pi", "grpo-codex-0__pi", "grpo-pi-0__codex"),
+    ]
     assert not (tmp_path / "o").exists()
 
 
 def test_the_documented_commands() -> None:
-    text = (ROOT / "docs" / "eval.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    gain, paper = re.findall(r"^python scripts/reproduce_table\.py (.*)$", text, re.MULTILINE)
-    for line, count, end in (
-        (gain, 2, " --num_samples 4"),
-        (paper, 4 + 16, " --num_engines 8"),
-    ):
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("eval.md", "paper.md"))
+    found = re.findall(r"^python scripts/reproduce_table\.py (.*)$", pages.replace("\\\n", " "), re.MULTILINE)
+    assert len(found) >= 3
+    for line in found:
         words = shlex.split(line)
-        done = call(*words[: words.index("--")], "--dry-run", *words[words.index("--") :])
+        if "--render-only" in words:
+            continue
+        place = words.index("--") if "--" in words else len(words)
+        done = call(*words[:place], "--dry-run", *words[place:])
         assert done.returncode == 0, done.stderr
         commands = done.stdout.splitlines()
-        assert len(commands) == count
-        assert all(command.endswith(end) for command in commands)
+        assert len(commands) >= 2
+        evaluations = [command for command in commands if " polar_trl eval " in command]
+        assert evaluations and all(command.endswith(" ".join(words[place + 1 :])) for command in evaluations)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--base", "m"], "give --out, and --base or --trained"),
+        (["--base", "m"], "give --out; --from goes with --render-only"),
         (["--out", "o", "--trained", "codex"], "'codex' is not AGENT=MODEL"),
-        (["--out", "o", "--trained", "goose=m"], "--trained names 'goose'"),
+        (["--out", "o", "--trained", "goose=m"], "--trained names 'goose', and the table has no stage grpo of it"),
+        (["--out", "o", "--agents", "pi", "--stages", "base", "--trained", "pi=m"], "--trained names 'pi', and"),
         (["--out", "o", "--trained", "pi=a", "--trained", "pi=b"], "--trained names 'pi' twice"),
         (["--out", "o", "--base", "m", "--agents", "pi", "pi"], "--agents names 'pi' twice"),
+        (["--out", "o", "--seeds", "1", "1"], "--seeds names 1 twice"),
+        (["--out", "o", "--stages", "rl"], "invalid choice: 'rl'"),
         (
             ["--out", "o", "--base", "m", "--config", "no/{agent}.yaml"],
             "--config for 'codex': no file at 'no/codex.yaml'",
         ),
-        (["--render-only", "docs"], "docs is no folder of cells"),
+        (["--render-only", "--out", "docs"], "docs is no folder of models and cells"),
+        (["--render-only"], "--render-only takes --out, a folder of runs, or --from, a folder of summaries"),
     ],
 )
 def test_one_sentence(arguments: list[str], message: str) -> None:
     done = call(*arguments)
     assert done.returncode == 2
     assert message in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--out", "o", "--agents", "pi", "--config", "ladder_pi"],
+            "ladder_pi has save_strategy: no, so that its runs leave no model to evaluate; give --train '--save_str",
+        ),
+        (["--render-only", "--from", "docs"], "docs has no summaries of models, such as base.json"),
+    ],
+)
+def test_what_a_file_says_wrong_is_one_sentence(arguments: list[str], message: str) -> None:
+    done = call(*arguments)
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(f"reproduce_table: {message}")

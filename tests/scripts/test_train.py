@@ -142,9 +142,13 @@ def test_a_dockerfile_that_nothing_is_built_from(tmp_path: Path) -> None:
 def test_the_command_that_evaluates() -> None:
     words = ["--config", "run.yaml", "--output_dir", "runs/a", "--agent_files", "a b", "c", "--seed=1"]
     words += ["--output_dir=runs/b", "--model_name_or_path", "m", "--resume_from_checkpoint", "auto"]
-    assert format_eval(words, Path("runs/b")) == (
+    assert format_eval(words, Path("runs/b"), {"": "t.jsonl"}) == (
         "polar-trl eval --config run.yaml --agent_files 'a b' c --seed=1 --model_name_or_path runs/b "
         "--output_dir runs/b-eval"
+    )
+    words = ["--config", "run.yaml", "--eval_tasks", '{"easy": "a.jsonl", "hard": "b.jsonl"}']
+    assert format_eval(words, Path("runs/b"), {"easy": "a.jsonl", "hard": "b.jsonl"}) == (
+        "polar-trl eval --config run.yaml --tasks a.jsonl --model_name_or_path runs/b --output_dir runs/b-eval"
     )
 
 

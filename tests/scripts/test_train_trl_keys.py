@@ -1,5 +1,6 @@
 """A run file with the keys of `trl grpo`: a data set by name, a reward function and an agent by their paths."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import yaml
 from launch import find_warm_python
 from records import read_session
 
-from polar_trl.run_folder import read_log
+from polar_trl.run_folder import find_evaluation, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTING = ROOT / "tests" / "grpo" / "workers" / "counting_agent.py"
@@ -29,6 +30,16 @@ REWARDS = """
 def short(completions, level, task, **_):
     assert [item.metadata["level"] for item in task] == level
     return [float(len(completion) % 5) for completion in completions]
+"""
+
+GRADER = """
+import itertools
+
+numbers = itertools.count()
+
+
+def grade(task, sandbox):
+    return 1.0 / (1 + next(numbers))
 """
 
 
@@ -70,6 +81,47 @@ def test_the_run_file_of_the_page_trains(tiny_model: Path, tmp_path: Path) -> No
     assert [len(session.calls) for session in sessions] == [2] * 4
 
 
+def test_a_run_file_with_named_evaluation_sets_names_its_best_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    tasks = [{"id": f"t{i}", "instruction": f"task {i}: ok", "metadata": {"level": 1}} for i in range(4)]
+    rows = [json.dumps(task) + "\n" for task in tasks]
+    for name, lines in (("easy.jsonl", rows[:1]), ("hard.jsonl", rows[1:])):
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "my_grader.py").write_text(GRADER)
+    settings = {
+        "eval_tasks": {"easy": "easy.jsonl", "hard": "hard.jsonl"},
+        "grader": "my_grader:grade",
+        "reward_weights": [1.0, 0.0],
+        "per_device_eval_batch_size": 1,
+        "num_generations_eval": 1,
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_on_start": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+    }
+    write(tmp_path, tiny_model, **settings)
+    done = train(tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    run = tmp_path / "run"
+    lines = {(line["step"], name): line for line in read_log(run) if (name := find_evaluation(line))}
+    assert sorted(lines) == [(step, name) for step in range(4) for name in ("easy", "hard")]
+    assert [lines[0, name][f"eval_{name}_graded"] for name in ("easy", "hard")] == [1, 3]
+    # the grader's numbers are one after the other: step 1 of the first set is the best, and the oldest
+    best = json.loads((run / "best.json").read_text())
+    rewards = {step: lines[step, "easy"]["eval_easy_reward"] for step in (1, 2, 3)}
+    step = max(rewards, key=lambda step: rewards[step])
+    assert step == 1
+    assert (best["checkpoint"], best["metric"], best["value"]) == ("checkpoint-1", "eval_easy_reward", rewards[1])
+    assert json.loads((run / "summary.json").read_text())["best"] == best
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    assert "evaluation of hard at step 2  solved " in done.stdout
+    assert "held-out tasks of easy before (" in done.stdout and "held-out tasks of hard before (" in done.stdout
+    assert "best:       checkpoint-1, step 1: eval_easy_reward " in done.stdout
+    assert "evaluate:   polar-trl eval --config run.yaml --tasks easy.jsonl --model_name_or_path run" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -79,6 +131,11 @@ def test_the_run_file_of_the_page_trains(tiny_model: Path, tmp_path: Path) -> No
         ),
         ({"dataset_name": "row.jsonl"}, "dataset_name 'row.jsonl' cannot be loaded"),
         ({"agent_timeout_s": -1}, "agent_timeout_s must be above 0 (it is -1)"),
+        ({"eval_tasks": {"a b": "rows.jsonl"}}, "eval_tasks has a set 'a b'; give a name of letters, digits, _ and -"),
+        ({"eval_tasks": {"easy": 3}}, "eval_tasks: the set 'easy' is 3; give a file, a folder or a data set"),
+        ({"eval_tasks": {"easy": "no.jsonl"}}, "no task file at no.jsonl"),
+        ({"eval_tasks": {}}, "eval_tasks names no set; leave it out"),
+        ({"eval_tasks": "{easy: a.jsonl}"}, "eval_tasks is not JSON"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

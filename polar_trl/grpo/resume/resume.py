@@ -10,7 +10,8 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,8 @@ class Resume:
         if self.args.should_save:
             checkpoint.begin_checkpoint(folder)
         self.accelerator.wait_for_everyone()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # the older ones are still needed
-        try:
+        with self.without_limit():  # the older ones are still needed
             save_model()
-        finally:
-            self.args.save_total_limit = limit
         rank, rounded = self.accelerator.process_index, self.policy_weights.rounded
         checkpoint.save_rank_state(folder, rank, self._get_rank_state())
         if rounded is not None and (rank == 0 or rounded.is_sharded):
@@ -145,7 +143,17 @@ class Resume:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoint.finish_checkpoint(folder, self._get_run_state(), is_resumable=not self.args.save_only_model)
-            checkpoint.rotate_checkpoints(output_dir, limit=limit, best=state.best_model_checkpoint)
+            limit, best = self.args.save_total_limit, state.best_model_checkpoint
+            checkpoint.rotate_checkpoints(output_dir, limit=limit, best=best)
+
+    @contextmanager
+    def without_limit(self) -> Iterator[None]:
+        """Keep transformers from removing checkpoints inside the block."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
 
     def take_best(self) -> None:
         """Take what belongs to the weights of the best checkpoint, which transformers has just loaded."""

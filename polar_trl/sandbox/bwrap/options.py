@@ -8,6 +8,7 @@ control group and no network of the sandbox's own making.
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from polar_trl.sandbox.base import HOME
@@ -19,6 +20,9 @@ ISOLATION = (
     *("--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"),
     *("--cap-drop", "ALL", "--clearenv", "--proc", "/proc", "--dev", "/dev"),
 )
+IMAGE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Of an image that sets none, as Docker has it."""
+RUN_BYTES = 16 << 20
 NO_USER_NAMESPACES = ("--unshare-user", "--disable-userns", "--assert-userns-disabled")
 SHM_BYTES = 64 << 20
 """Of /dev/shm, as Docker's default; only memory as root, where the limit of memory holds for it too."""
@@ -35,6 +39,19 @@ SYSTEM_FILES = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Root:
+    """An image in place of the system's own folders."""
+
+    merged: Path
+    """Host folder of the whole image, which can be written."""
+    env: Mapping[str, str]
+    is_writable: bool
+    """For the sandbox too."""
+    uploads: Mapping[str, Path]
+    """Path in the sandbox -> host folder that is shown there and can be written."""
+
+
 def build_options(
     base: Path,
     workdir: str,
@@ -43,6 +60,7 @@ def build_options(
     *,
     has_userns: bool,
     terminals: Path | None,
+    root: Root | None = None,
 ) -> list[str]:
     """Build the words of a command.
 
@@ -53,14 +71,40 @@ def build_options(
         env: Variables beside PATH, HOME, TMPDIR and LANG.
         has_userns: Whether the sandbox has a user namespace, the last one.
         terminals: Host folder of the session's own pseudo-terminals; None: bubblewrap's, whose number has no limit.
+        root: None shows the system's folders, read-only. In an image the user is root, who owns all of it.
     """
-    words = [*ISOLATION, *(NO_USER_NAMESPACES if has_userns else ())]
+    words = ["--bind", str(root.merged), "/"] if root else []
+    words += [*ISOLATION, *(NO_USER_NAMESPACES if has_userns else ())]
+    words += ["--uid", "0", "--gid", "0"] if root and has_userns else []
     words += ["--dev-bind", str(terminals), "/dev/pts"] if terminals else []
     words += ["--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for path in filter(os.path.exists, map(os.fsdecode, PROC_READ_ONLY)):
         words += ["--ro-bind", path, path]
     for path in filter(os.path.exists, PROC_HIDDEN):
         words += _build_empty(path) if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
+    words += ["--size", str(RUN_BYTES), "--tmpfs", "/run"] if root else _build_system()
+    work, home, tmp = (str(base / name) for name in SUBFOLDERS)
+    words += ["--bind", tmp, "/tmp"]  # before what may lie below it on this machine
+    for mount in mounts:
+        words += ["--ro-bind", str(mount), str(mount)]
+    for packages in list_package_folders():
+        if root is None or any(packages.is_relative_to(mount) for mount in mounts):
+            words += _build_empty(str(packages))
+    words += ["--bind", work, workdir, "--bind", home, HOME]
+    for target, source in root.uploads.items() if root else ():
+        words += ["--bind", str(source), target]
+    words += [] if root and root.is_writable else ["--remount-ro", "/"]
+    words += ["--chdir", workdir]
+    path = os.pathsep.join((str(Path(sys.base_prefix, "bin")), "/usr/local/bin", "/usr/bin", "/bin"))
+    own = {"PATH": IMAGE_PATH, **root.env} if root else {"PATH": path, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+    for name, value in {**own, "HOME": HOME, **env}.items():
+        words += ["--setenv", name, value]
+    return words
+
+
+def _build_system() -> list[str]:
+    """Build the words that show this machine's programs."""
+    words = ["--symlink", "/tmp", "/var/tmp"]
     for path in SYSTEM_FOLDERS:
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path]
@@ -68,17 +112,6 @@ def build_options(
             words += ["--ro-bind", path, path]
     for path in SYSTEM_FILES:
         words += ["--ro-bind-try", path, path]
-    work, home, tmp = (str(base / name) for name in SUBFOLDERS)
-    words += ["--bind", tmp, "/tmp"]  # before what may lie below it on this machine
-    for mount in mounts:
-        words += ["--ro-bind", str(mount), str(mount)]
-    for packages in list_package_folders():
-        words += _build_empty(str(packages))
-    words += ["--bind", work, workdir, "--bind", home, HOME, "--symlink", "/tmp", "/var/tmp"]
-    words += ["--remount-ro", "/", "--chdir", workdir]
-    path = os.pathsep.join((str(Path(sys.base_prefix, "bin")), "/usr/local/bin", "/usr/bin", "/bin"))
-    for name, value in {"PATH": path, "HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", **env}.items():
-        words += ["--setenv", name, value]
     return words
 
 

@@ -25,6 +25,7 @@ from docker.errors import ImageNotFound, NotFound
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import HOME, Capabilities, SandboxBackend
+from polar_trl.sandbox.bases import Base
 from polar_trl.sandbox.disk import make_disk, make_folders
 from polar_trl.sandbox.docker.client import (
     API_TIMEOUT_S,
@@ -35,7 +36,7 @@ from polar_trl.sandbox.docker.client import (
     retry,
 )
 from polar_trl.sandbox.docker.container import DockerSandbox, start_container
-from polar_trl.sandbox.docker.images import Base, Images
+from polar_trl.sandbox.docker.images import Images
 from polar_trl.sandbox.docker.relay_folder import PASSWD, PLACE, RelayFolder, build_command
 from polar_trl.sandbox.folder import SUBFOLDERS, SessionFolder, encode_text
 from polar_trl.sandbox.limits import Limits

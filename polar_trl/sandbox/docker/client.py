@@ -85,7 +85,7 @@ def connect(host: str | None, *, timeout_s: float = API_TIMEOUT_S) -> Any:
         host: None takes $DOCKER_HOST, or the first of `SOCKETS` that is there.
         timeout_s: After which the engine counts as silent.
     """
-    host = host or os.environ.get("DOCKER_HOST") or _find_host()
+    host = host or find_host() or DEFAULT_HOST
     if not host.startswith("unix://"):
         raise SandboxError(
             f"DOCKER_HOST is {host}, which is no unix socket of this machine. Sandboxes need the engine and the "
@@ -106,9 +106,11 @@ def connect(host: str | None, *, timeout_s: float = API_TIMEOUT_S) -> Any:
     return client
 
 
-def _find_host() -> str:
+def find_host() -> str | None:
+    """Return $DOCKER_HOST, or the address of the first of `SOCKETS` that this user may use; None where none is."""
     paths = [path.format(uid=os.getuid()) for path in SOCKETS]
-    return next((f"unix://{path}" for path in paths if os.access(path, os.R_OK | os.W_OK)), DEFAULT_HOST)
+    found = next((f"unix://{path}" for path in paths if os.access(path, os.R_OK | os.W_OK)), None)
+    return os.environ.get("DOCKER_HOST") or found
 
 
 def retry(

@@ -10,26 +10,24 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from docker.errors import DockerException
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.base import HOME, ExecResult
+from polar_trl.sandbox.base import HOME, SHELL, ExecResult
+from polar_trl.sandbox.bases import Base
 from polar_trl.sandbox.cgroup import count_oom_kills, limit_sockets
 from polar_trl.sandbox.disk import is_full
 from polar_trl.sandbox.docker.client import ENGINE_ERRORS, Removals
 from polar_trl.sandbox.docker.exec_stream import ExecStream
-from polar_trl.sandbox.docker.images import Base
 from polar_trl.sandbox.docker.relay_folder import RelayFolder
-from polar_trl.sandbox.folder import HostFolders, SessionFolder, encode_text
+from polar_trl.sandbox.folder import HostFolders, SessionFolder, check_upload, encode_text
 from polar_trl.sandbox.network import open_listener
 from polar_trl.sandbox.owner import remove_session_folder
 
 _PF_EXITING = 0x4
-# bash where the image has it: agents and graders write bash
-SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 
 
 class DockerSandbox(HostFolders):
@@ -106,13 +104,7 @@ class DockerSandbox(HostFolders):
 
         Raises `SandboxError`, also where the task has no writable root.
         """
-        path = PurePosixPath(target)
-        if not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts or "\0" in target:
-            raise SandboxError(f"cannot upload to {target!r}: it is no absolute path of a folder")
-        if not self._has_writable_root:
-            raise SandboxError(f"cannot upload to {target}: the task's root is read-only (writable_root is false)")
-        if not source.is_dir():
-            raise SandboxError(f"cannot upload {source}: it is no folder of this machine")
+        path = check_upload(source, target, has_writable_root=self._has_writable_root)
         try:
             with tempfile.TemporaryFile() as archive:
                 _write_archive(source, str(path)[1:], archive)

@@ -12,26 +12,21 @@ import os
 import secrets
 import tarfile
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from docker.errors import DockerException, ImageNotFound
-from tqdm import tqdm
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.base import WORKDIR
+from polar_trl.sandbox.bases import MAX_FETCHES, Base, Bases
 from polar_trl.sandbox.docker.client import ENGINE_ERRORS, Removals, allow_silence, retry
-from polar_trl.sandbox.work_tree import WorkTrees, make_once
-from polar_trl.sandbox.workdir import find_workdir_fault
+from polar_trl.sandbox.work_tree import make_once
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
 
-MAX_FETCHES = 4
 PULL_SILENCE_S = 120.0
 BUILD_SILENCE_S = 1800.0
 """A step of a Dockerfile may compile for long without a word."""
@@ -40,22 +35,8 @@ BUILD_LOG_LINES = 20
 TAG = "polar-trl-task"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """Image and work tree that a task's containers are made from."""
-
-    image: str
-    """Name of the image."""
-    image_id: str
-    """The engine's id: a name may come to mean another image while a run goes on."""
-    workdir: str
-    """Absolute path of the work folder in the container."""
-    tree: Path | None
-    """Host folder with the first content of the work folder; None: empty."""
-
-
-class Images:
-    """Finds the base of each task, and makes it where it is missing.
+class Images(Bases):
+    """Finds the base of each task, with images of an engine.
 
     Args:
         client: From `client.connect`.
@@ -76,78 +57,28 @@ class Images:
         silence_s: float = PULL_SILENCE_S,
         pauses_s: Sequence[float] = PULL_PAUSES_S,
     ) -> None:
+        super().__init__(default)
         self._client = client
         self._removals = removals
-        self._default = default
         self._labels = dict(labels or {})
         self._silence_s = silence_s
         self._pauses_s = tuple(pauses_s)
-        self._trees = WorkTrees()
-        self._bases: dict[Hashable, Base] = {}
         self._fetch_slots = threading.BoundedSemaphore(MAX_FETCHES)
-        self._lock = threading.Lock()
-        self._source_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._is_stopped = threading.Event()
-
-    def prepare(self, tasks: Iterable[Task]) -> None:
-        """Make missing bases, a few at a time. Raises the first `SandboxError`, which names its task."""
-        missing = {key: task for task in tasks if (key := self._build_key(task)) not in self._bases}
-        bar = tqdm(total=len(missing), desc="images", unit="image", leave=False, disable=len(missing) < 2 or None)
-        with bar, ThreadPoolExecutor(max_workers=MAX_FETCHES, thread_name_prefix="polar-images") as threads:
-            try:
-                for done in as_completed([threads.submit(self.find, task) for task in missing.values()]):
-                    done.result()
-                    bar.update(1)
-            except BaseException:
-                self._is_stopped.set()
-                threads.shutdown(wait=True, cancel_futures=True)
-                self._is_stopped.clear()
-                raise
-
-    def find(self, task: Task) -> Base:
-        """Return the base of a task, made now if it was not before. Raises `SandboxError`."""
-        key = self._build_key(task)
-        base = self._bases.get(key)
-        if base is None:
-            base = self._bases[key] = self._make(task)
-        return base
-
-    def knows(self, task: Task) -> bool:
-        """Return whether `find` has the task's base already."""
-        return self._build_key(task) in self._bases
-
-    def forget(self, task: Task) -> None:
-        """Forget a base whose image is gone from the engine: the next `find` makes it again."""
-        self._bases.pop(self._build_key(task), None)
-
-    def _build_key(self, task: Task) -> Hashable:
-        return (task.image, task.build_context, task.workspace, task.workdir)
 
     def _make(self, task: Task) -> Base:
         name = task.image or self._default
         if name is None and task.build_context is None:
             raise SandboxError(f"task {task.id} names no image, and the run has none; set sandbox_image")
-        with self._lock:
-            lock = self._source_locks[name or f"build {task.build_context}"]
-        with lock:  # sessions of a group want the same image at the same time
+        with self._lock_source(name or f"build {task.build_context}"):
             if name is None:
                 name, attrs = self._require_built(task)
             else:
                 attrs = self._require_pulled(task, name)
-        workdir = self._find_workdir(task, attrs)
+        workdir = self._find_workdir(task, attrs["Config"].get("WorkingDir"))
         tree = self._trees.find(task)
         if tree is None and workdir is not None:
             tree = self._take_tree(task, name, attrs["Id"], workdir)
         return Base(image=name, image_id=attrs["Id"], workdir=workdir or WORKDIR, tree=tree)
-
-    def _find_workdir(self, task: Task, attrs: Mapping[str, Any]) -> str | None:
-        """Return the work folder that the task names, or its own image for its containers to start in."""
-        if task.workdir is not None:
-            return _check_workdir(task, task.workdir)
-        if task.workspace is not None or (task.image is None and self._default is not None):
-            return None
-        named = attrs["Config"].get("WorkingDir")
-        return None if named in (None, "", "/") else _check_workdir(task, named)
 
     def _inspect(self, task: Task, name: str) -> dict[str, Any] | None:
         try:
@@ -294,10 +225,3 @@ def _keep_modes(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
     """
     checked = tarfile.tar_filter(member, target)
     return checked.replace(mode=member.mode & 0o7777, uid=os.geteuid(), gid=os.getegid(), deep=False)
-
-
-def _check_workdir(task: Task, path: str) -> str:
-    """Raise `SandboxError` for a path that no work folder can be mounted at."""
-    if fault := find_workdir_fault(path):
-        raise SandboxError(f"task {task.id}: {fault}")
-    return str(PurePosixPath(path))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polar_trl.grpo.logs.evaluations import list_evaluations
 from polar_trl.run_folder import LOG_FILE, read_log
 
 _GAP = "sampling/sampling_logp_difference"
@@ -139,6 +140,8 @@ class Curves:
         train = [line for line in lines if "reward" in line]
         evaluated = [line for line in lines if any(key.startswith("eval_") for key in line)]
         charts = [built for chart in CHARTS if (built := _build_chart(chart, train, evaluated))]
+        if passed := _build_pass_rates(evaluated):
+            charts.insert(1, passed)
         return {"version": self.version, "charts": charts}
 
 
@@ -168,6 +171,35 @@ def _build_chart(
         "steps": [line["step"] for line in train],
         "series": series,
         "evaluated": points,
+    }
+
+
+def _build_pass_rates(evaluated: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Build the chart of pass@1 by evaluation: with its interval, or a line for each of several sets."""
+    found = [item for item in list_evaluations(evaluated) if "pass_rate" in item]
+    by_set: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for item in found:
+        by_set.setdefault(item["set"], {})[item["step"]] = item
+    steps = sorted({item["step"] for item in found})
+    if len(steps) < 2:  # the header says it
+        return None
+    if len(by_set) == 1:
+        ((name, points),) = by_set.items()
+        keys = {name or "pass@1": "pass_rate", "95 % from": "pass_rate_low", "to": "pass_rate_high"}
+        lines = {title: (points, key) for title, key in keys.items()}
+    else:
+        lines = {name: (points, "pass_rate") for name, points in by_set.items()}
+    return {
+        "title": "Evaluations",
+        "hint": "Share of the evaluation tasks that were solved, after the step.",
+        "kind": "lines",
+        "unit": "pass@1",
+        "steps": steps,
+        "series": [
+            {"name": title, "values": [_read_number(points.get(step, {}).get(key)) for step in steps]}
+            for title, (points, key) in lines.items()
+        ],
+        "evaluated": [],
     }
 
 

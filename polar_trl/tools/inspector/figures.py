@@ -10,6 +10,7 @@ from typing import Any
 from polar_trl.eval.sample_tasks import read_results
 from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.grade.pass_at_k import TaskCount, estimate_pass_rate, wilson_interval
+from polar_trl.grpo.logs.evaluations import list_evaluations
 from polar_trl.grpo.logs.summary import average_quarters
 
 
@@ -21,7 +22,11 @@ def build_figures(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str
         rows: Of the sessions table.
     """
     rewards = {int(line["step"]): line["reward"] for line in lines if _is_number(line.get("reward"))}
-    evaluations = [line for line in lines if _is_number(line.get("eval_reward"))]
+    by_set: dict[str, list[dict[str, Any]]] = {}
+    for found in list_evaluations(lines):
+        by_set.setdefault(found["set"], []).append(
+            {name: value for name, value in found.items() if name == "set" or _is_number(value)}
+        )
     failures = Counter(row["ended"] for row in rows if row["ended"] not in (None, "completed"))
     reward = None
     if rewards:
@@ -30,15 +35,9 @@ def build_figures(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str
         reward = {"first": first, "last": last, "best": rewards[best], "best_step": best}
     return {
         "reward": reward,
-        "evaluations": [_read_evaluation(line) for line in (evaluations[:1] + evaluations[1:][-1:])],
+        "evaluations": [found[:1] + found[1:][-1:] for found in by_set.values()],
         "failure": [*failures.most_common(1)[0]] if failures else None,
     }
-
-
-def _read_evaluation(line: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("reward", "graded", "solved", "pass_rate", "pass_rate_low", "pass_rate_high")
-    values = {name: line.get(f"eval_{name}") for name in names}
-    return {"step": line["step"], **{name: value for name, value in values.items() if _is_number(value)}}
 
 
 def build_pass_rates(folder: Path) -> dict[str, Any]:

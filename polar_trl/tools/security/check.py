@@ -112,7 +112,7 @@ def build(kind: str, image: str | None) -> SandboxBackend:
     if kind == "bwrap":
         from polar_trl.sandbox.bwrap import BwrapSandboxBackend
 
-        return BwrapSandboxBackend(limits=LIMITS)
+        return BwrapSandboxBackend(limits=LIMITS, image=image)
     if kind == "docker":
         from polar_trl.sandbox.docker import DockerSandboxBackend
 
@@ -125,16 +125,19 @@ def build(kind: str, image: str | None) -> SandboxBackend:
     return LocalSandboxBackend()
 
 
-def check_security(kinds: Sequence[str], image: str | None = None) -> tuple[list[Row], dict[str, str]]:
+def check_security(
+    kinds: Sequence[str], image: str | None = None, *, default: str = "bwrap"
+) -> tuple[list[Row], dict[str, str]]:
     """Try kinds of sandboxes, all at once; return the rows, and why a kind does not work here.
 
     Args:
-        image: For containers; None takes one that is at hand.
+        image: For containers, where None takes one that is at hand; and for bubblewrap, where that is the default.
+        default: The kind that a run takes.
     """
 
     def check(kind: str) -> list[Row] | PolarError:
         try:
-            backend = build(kind, image)
+            backend = build(kind, image if kind in ("docker", default) else None)
         except PolarError as error:
             return error
         try:

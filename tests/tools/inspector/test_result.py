@@ -14,6 +14,7 @@ from polar_trl.eval.sample_tasks import SampleResult
 from polar_trl.grpo.logs.lessons import Batch, Lessons
 from polar_trl.rollout.reasons import MAX_COMPLETION
 from polar_trl.tools.inspector.app import build_app
+from polar_trl.tools.inspector.curves import Curves
 from polar_trl.tools.inspector.figures import build_figures
 from polar_trl.tools.inspector.run_folder import RunFolder
 from polar_trl.tools.inspector.task_map import MAX_COLUMNS, MAX_TASKS, build_task_maps
@@ -91,11 +92,36 @@ def test_many_steps_share_columns_and_many_tasks_are_counted() -> None:
     assert (len(found["tasks"]), found["num_tasks"]) == (MAX_TASKS, len(rows))
 
 
+def evaluate(step: int, prefix: str, solved: int) -> dict[str, Any]:
+    """A line of the log, of 48 sessions."""
+    values = {"runtime": 1.0, "reward": 0.5, "graded": 48, "solved": solved, "pass_rate": solved / 48}
+    return {"step": step, **{f"{prefix}{name}": value for name, value in values.items()}}
+
+
+def test_evaluations_are_a_chart_with_their_interval_or_a_line_for_each_set(tmp_path: Path) -> None:
+    def build(*lines: dict[str, Any]) -> list[dict[str, Any]]:
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return [chart for chart in Curves(tmp_path).build()["charts"] if chart["title"] == "Evaluations"]
+
+    bounds = {"eval_pass_rate_low": 0.25, "eval_pass_rate_high": 0.75}
+    assert build(evaluate(0, "eval_", 12)) == []
+    (chart,) = build(*(evaluate(step, "eval_", solved) | bounds for step, solved in ((0, 12), (8, 24))))
+    assert (chart["steps"], chart["unit"]) == ([0, 8], "pass@1")
+    assert [(line["name"], line["values"]) for line in chart["series"]] == [
+        ("pass@1", [0.25, 0.5]), ("95 % from", [0.25, 0.25]), ("to", [0.75, 0.75]),
+    ]  # fmt: skip
+    (chart,) = build(evaluate(0, "eval_easy_", 12), evaluate(8, "eval_easy_", 48), evaluate(8, "eval_hard_", 0))
+    assert [(line["name"], line["values"]) for line in chart["series"]] == [
+        ("easy", [0.25, 1.0]),
+        ("hard", [None, 0.0]),
+    ]
+
+
 def test_the_header_says_where_the_reward_began_and_ended() -> None:
     lines: list[dict[str, Any]] = [{"step": step, "reward": step / 10} for step in range(1, 9)]
     lines[3]["reward"] = 2.0
-    lines += [{"step": 0, "eval_reward": 0.1}, {"step": 4, "eval_reward": 0.2}]
-    lines += [{"step": 8, "eval_reward": 0.5, "eval_graded": 48, "eval_solved": 24, "eval_pass_rate": 0.5}]
+    lines += [evaluate(step, "eval_", solved) for step, solved in ((0, 4), (4, 10), (8, 24))]
+    lines += [evaluate(8, "eval_hard_", 2)]
     rows = [{"ended": ended} for ended in ("completed", "completed", "grader failed", None)]
     figures = build_figures(lines, rows)
     assert figures["reward"] == {
@@ -104,7 +130,9 @@ def test_the_header_says_where_the_reward_began_and_ended() -> None:
         "best": 2.0,
         "best_step": 4,
     }
-    assert [line["step"] for line in figures["evaluations"]] == [0, 8] and figures["evaluations"][1]["solved"] == 24
+    whole, hard = figures["evaluations"]
+    assert [(line["step"], line["solved"]) for line in whole] == [(0, 4), (8, 24)]
+    assert [(line["set"], line["solved"]) for line in hard] == [("hard", 2)]
     assert figures["failure"] == ["grader failed", 1]
     assert build_figures([{"step": 1, "reward": None}], []) == {"reward": None, "evaluations": [], "failure": None}
 

@@ -52,7 +52,7 @@ function drawFacts(root, run) {
     ["Step", run.step === null ? "–" : steps],
     reward ? ["Reward, first to last quarter", `${number(reward.first)} → ${number(reward.last)}`] : ["Mean reward", mean],
     reward && ["Best step", `${count(reward.best_step)} (reward ${number(reward.best)})`],
-    evaluations.length && [evaluations.length > 1 ? "Evaluation, first to last" : "Evaluation", evaluations.map(describeEvaluation).join(" → ")],
+    ...evaluations.map((found) => [nameEvaluation(found), found.map(describeEvaluation).join(" → ")]),
     ["Sessions", count(run.num_sessions)],
     ["Tasks", count(choices.num_tasks)],
     failure && ["Failed most often", `${failure[0]} (${count(failure[1])})`, { ended: failure[0] }],
@@ -63,6 +63,10 @@ function drawFacts(root, run) {
 
 function describeLessons({ steps_that_taught_nothing: steps, taught_nothing: why, try: advice }) {
   return `${plural(steps, "step")} taught nothing, the latest because: ${why}. Try: ${advice}.`;
+}
+
+function nameEvaluation([{ set }, last]) {
+  return `Evaluation${set ? ` of ${set}` : ""}${last ? ", first to last" : ""}`;
 }
 
 function describeEvaluation(evaluation) {
