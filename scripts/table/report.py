@@ -19,7 +19,7 @@ PAPER: Mapping[str, tuple[float, float]] = {
 arXiv 2605.24220."""
 PAPER_TASKS = "swe-bench-verified"
 TITLES = {"base": "base", "sft": "SFT", "grpo": "GRPO", "both": "SFT and GRPO"}
-OF_MODEL = ("model", "tokenizer", "served_name")
+OF_MODEL = ("model", "served_name")
 """Settings that cells of one model share; those of one agent share what begins with "agent", and all the rest."""
 Summary = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ _OF_RUN = (
     *("steps", "seconds", "reward_first_quarter", "reward_last_quarter", "sampled_tokens", "trained_tokens"),
     *("logprob_gap_mean", "overhead_share", "best", "evaluations", "rewards"),
 )
-_OF_EVALUATION = ("model", "task_set", "tasks", "tasks_graded", "num_samples", "sessions", "failures", "mean_reward")
+_OF_EVALUATION = ("task_set", "tasks", "tasks_graded", "num_samples", "sessions", "failures", "mean_reward")
 
 
 def find_models(out: Path) -> list[Model]:
@@ -107,7 +107,7 @@ def read_training(folder: Path) -> dict[str, Any] | None:
         start = settings["starts"][-1]
         return {
             **{name: summary.get(name) for name in _OF_RUN},
-            **{name: start.get(name) for name in ("hardware", "versions", "git_commit", "changed")},
+            **{name: start.get(name) for name in ("hardware", "versions", "git_commit")},
         }
     except UNREADABLE:
         return None
@@ -172,6 +172,7 @@ def count_tasks(folder: Path, num_samples: int) -> dict[str, tuple[int, int]]:
 def _read_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = dict(json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8")))
+        settings.pop("tokenizer", None)  # a path of this machine; it decides nothing
     except UNREADABLE as error:
         return {"settings": {}, "settings_problem": f"{SETTINGS_FILE}: {error!r}"}
     return {"settings": settings, "settings_problem": None if settings else f"{SETTINGS_FILE} has none"}
