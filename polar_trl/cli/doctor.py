@@ -171,8 +171,13 @@ def _take_run_file(args: argparse.Namespace) -> None:
     args.agent_folders = args.agent_folders or content.get("agent_folders", [])
     if args.model is None and args.sandbox_cluster is None and content.get("model_name_or_path"):
         args.model = find_packaged(str(content["model_name_or_path"]))
-    if args.model is not None and args.window is None:
-        args.window = content.get("vllm_max_model_length")
+    if args.model is not None and args.window is None and (window := content.get("vllm_max_model_length")) is not None:
+        try:
+            args.window = int(window)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--config {args.config}: vllm_max_model_length is {window!r}; give a whole number"
+            ) from error
 
 
 def _run_cluster(args: argparse.Namespace, harnesses: Mapping[str, Harness]) -> int:

@@ -5,9 +5,10 @@ were recorded before: somebody's own by `polar-trl serve`, or graded ones of a t
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,7 +17,7 @@ from polar_trl.errors import ConfigError
 from polar_trl.eval.evaluate import run_evaluation
 from polar_trl.eval.sample_tasks import RESULTS_FILE, SampleResult, read_results, read_settings
 from polar_trl.eval.serve import COMMAND
-from polar_trl.eval.setup import EvalSetup, parse_eval
+from polar_trl.eval.setup import EvalSetup, name_solutions, parse_eval
 from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.recording.log import read_record
 from polar_trl.run_folder import FolderLock, disk_errors
@@ -86,10 +87,18 @@ def collect_recorded(recorded: Path, folder: Path, selection: Selection, names: 
             target,
             selection,
             agent=settings.get("agent") or "own agent",
-            model=Path(str(settings.get("tokenizer") or settings.get("model") or "unknown")).name,
+            model=_name_recorded(settings),
             results=[result for result in results if not names or result.task in names],
             is_graded=not is_served,
         )
+
+
+def _name_recorded(settings: Mapping[str, Any]) -> str:
+    """Name what answered, from the settings of the sessions' folder."""
+    tokenizer = str(settings.get("tokenizer") or settings.get("model") or "unknown")
+    if settings.get("engine") == "solutions":
+        return name_solutions(tokenizer)
+    return Path(str(settings.get("served_name") or tokenizer)).name
 
 
 def _list_recorded(folder: Path, *, is_served: bool) -> tuple[list[SampleResult], int]:

@@ -28,8 +28,11 @@ def list_configs(kind: Kind) -> Mapping[str, Path]:
 
 
 def find_config(name: str, kind: Kind = "run") -> Path:
-    """Find a run file or an accelerate file by its path or its name. Raises `ConfigError` that lists the names."""
-    path, known = Path(name), list_configs(kind)
+    """Find a run file or an accelerate file by its path or its name, or as `polar_trl:PATH`.
+
+    Raises `ConfigError` that lists the names.
+    """
+    path, known = Path(find_packaged(name)), list_configs(kind)
     if path.exists() and not path.is_dir():
         return path
     if name in known:

@@ -152,10 +152,11 @@ def _say_what_is_left(
     found = (
         f"{graded} graded sessions and {len(before) - graded} without a reward are there already, " if before else ""
     )
-    where = setup.evaluation.base_url or ("the CPU" if setup.on_cpu else f"{setup.evaluation.num_engines} GPU(s)")
+    evaluation = setup.evaluation
+    is_on_cpu = setup.on_cpu or evaluation.solutions
+    where = evaluation.base_url or ("the CPU" if is_on_cpu else f"{evaluation.num_engines} GPU(s)")
     print(
-        f"{num_tasks} tasks x {setup.evaluation.num_samples}: {found}{len(samples)} sessions are left to run "
-        f"on {where}",
+        f"{num_tasks} tasks x {evaluation.num_samples}: {found}{len(samples)} sessions are left to run on {where}",
         file=sys.stderr,
         flush=True,
     )

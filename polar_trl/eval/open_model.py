@@ -11,8 +11,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from polar_trl.engine.base import Engine, GenerationParams
 from polar_trl.engine.standalone import build_standalone_engine
+from polar_trl.errors import ConfigError
 from polar_trl.eval.served_model import open_served_model
-from polar_trl.eval.setup import EvalSetup
+from polar_trl.eval.setup import EvalSetup, name_engine
 from polar_trl.eval.solutions import SolutionEngine
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.logs.library_log import LibraryLog
@@ -25,8 +26,8 @@ from polar_trl.types import Task
 
 
 def prepare_model(setup: EvalSetup, checkpoint: Checkpoint) -> str:
-    """Return what the engine loads: the checkpoint, or its merged copy; for a server, what has its tokenizer."""
-    if checkpoint.base is None or setup.evaluation.base_url is not None:
+    """Return what the engine loads: the checkpoint or its merged copy, or what has the tokenizer if that is all."""
+    if checkpoint.base is None or name_engine(setup.evaluation) != "vllm":
         return checkpoint.base or checkpoint.name
     folder = setup.folder / "merged"
     print(f"merging the adapter {checkpoint.name} onto {checkpoint.base}: {folder}", file=sys.stderr, flush=True)
@@ -110,12 +111,16 @@ def load_run_renderer(args: PolarGRPOConfig, model: str, tokenizer: Any) -> Rend
 
 @contextmanager
 def open_solutions(setup: EvalSetup, model: str, harness: Harness, tasks: Iterable[Task]) -> Iterator[Engine]:
-    """Open an engine that plays the tasks' solutions; of the model only the tokenizer is read."""
+    """Open an engine that plays the tasks' solutions; of the model only the tokenizer is read.
+
+    Raises `ConfigError` as `SolutionEngine` does, and where no setting says how long a context may be.
+    """
+    if setup.args.vllm_max_model_length is None:
+        raise ConfigError("solutions loads no model that says how long a context may be; give vllm_max_model_length")
     with LibraryLog(setup.folder).everything():
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=setup.args.trust_remote_code)
         renderer = load_run_renderer(setup.args, model, tokenizer)
-    window = setup.args.vllm_max_model_length or tokenizer.model_max_length
-    yield SolutionEngine(tasks, harness, renderer, max_model_len=window)
+    yield SolutionEngine(tasks, harness, renderer, max_model_len=setup.args.vllm_max_model_length)
 
 
 def find_end_tokens(model: str, tokenizer: Any) -> set[int]:

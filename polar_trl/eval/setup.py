@@ -231,10 +231,15 @@ def _find_served_name(evaluation: EvalArguments) -> str | None:
 def name_model(setup: EvalSetup) -> str:
     """Name the model that sampled the folder's sessions; a server's has the server's name, not a tokenizer's."""
     if setup.evaluation.solutions:
-        return "the tasks' solutions"
+        return name_solutions(setup.model or "")
     if setup.evaluation.base_url is None:
         return setup.model or ""
     return read_settings(setup.folder).get("served_name") or setup.evaluation.base_url
+
+
+def name_solutions(model: str) -> str:
+    """Name what the folder's sessions were played by, with the model whose tokens they are."""
+    return f"the tasks' solutions, spelled by {Path(model).name}"
 
 
 def name_group(task: Task, key: str) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.errors import ConfigError, EngineError
+from polar_trl.errors import ConfigError, WireError
 from polar_trl.harness.base import Harness
 from polar_trl.tokens.base import Renderer
 from polar_trl.types import ChatRequest, Completion, Message, Task, TokenIds, Tool, ToolCall
@@ -45,10 +45,10 @@ class SolutionEngine(Engine):
     async def answer(
         self, request: ChatRequest, prompt_ids: TokenIds, params: GenerationParams, so_far: list[int] | None = None
     ) -> Completion:
-        """Return the next reply of the session. Raises `EngineError` where there is none, or it is too long."""
+        """Return the next reply of the session. Raises `WireError` where there is none, or it is too long."""
         ids = self._spell(request, self._choose(request))
         if len(ids) > params.max_tokens or len(prompt_ids) + len(ids) > self.max_model_len:
-            raise EngineError(
+            raise _refuse(
                 f"a reply of {len(ids)} tokens after a prompt of {len(prompt_ids)} does not fit max_completion_length "
                 f"({params.max_tokens}) or vllm_max_model_length ({self.max_model_len})"
             )
@@ -70,7 +70,7 @@ class SolutionEngine(Engine):
                 break
         else:
             if request.tools:
-                raise EngineError("solutions: the agent's request holds no task's instruction")
+                raise _refuse("the agent's request holds no task's instruction")
         text, calls = self._harness.build_last_message(LAST_WORD)
         return Message(role="assistant", text=text, tool_calls=calls)
 
@@ -81,20 +81,25 @@ class SolutionEngine(Engine):
         ids = whole[len(prompt) :]
         end = next((place for place, token in enumerate(ids) if token in renderer.stop_token_ids), None)
         if whole[: len(prompt)] != prompt or not end:
-            raise EngineError("solutions: the chat template does not write a reply behind its own opening of one")
+            raise _refuse("the chat template does not write a reply behind its own opening of one")
         return ids[: end + 1]
 
 
 def _list_solutions(tasks: Iterable[Task]) -> Mapping[str, str]:
-    """Map instructions to their solving commands."""
+    """Map instructions, without the blanks around them that agents trim, to their solving commands."""
     solutions: dict[str, str] = {}
     for task in tasks:
         gold = task.metadata.get("gold")
         if not isinstance(gold, str) or not gold.strip():
             raise ConfigError(f"solutions: task {task.id!r} has none; give a shell command as `gold` of its metadata")
-        if solutions.setdefault(task.instruction, gold) != gold:
+        if solutions.setdefault(task.instruction.strip(), gold) != gold:
             raise ConfigError(f"solutions: task {task.id!r} has the instruction of another with another solution")
     return solutions
+
+
+def _refuse(reason: str) -> WireError:
+    # no failure of an engine, after which agents ask the same for minutes
+    return WireError(f"solutions: {reason}")
 
 
 def _shorten(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:

@@ -103,7 +103,7 @@ def check_system_prompt(agent: str, text: object) -> str:
         raise ConfigError(
             f"{agent}: system_prompt must be a text with words in it, not {text!r}; leave it out for the agent's own"
         )
-    return text
+    return _join_surrogates(agent, "system_prompt", text)
 
 
 def _check_tools(agent: str, names: object, offered: Sequence[str]) -> tuple[str, ...]:
@@ -121,9 +121,18 @@ def _check_demonstrations(agent: str, pairs: object) -> Iterable[Demonstration]:
     for position, pair in enumerate(pairs):
         match pair:
             case [str(request), str(command)] if request.strip() and command.strip():
+                request, command = (_join_surrogates(agent, "demonstrations", text) for text in (request, command))
                 yield Demonstration(request=request, command=command, call_id=f"demonstration{position}")
             case _:
                 raise ConfigError(
                     f"{agent}: demonstrations has {pair!r}; each must be a request and a command, both with words in "
                     "them"
                 )
+
+
+def _join_surrogates(agent: str, option: str, text: str) -> str:
+    """Return the text with each surrogate pair as its character: YAML reads JSON's escapes of an emoji as two."""
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{agent}: {option} has half a surrogate pair in {text!r}, which is no text") from error

@@ -105,7 +105,9 @@ def _credit(text: str | None, first: str | None, wanted: str) -> float:
     if text is None or text == first:
         return 0.0
     start = 0.0 if first is None else _compare(first, wanted)
-    return 0.1 + 0.3 * max(0.0, (_compare(text, wanted) - start) / (1.0 - start))
+    gained = max(0.0, _compare(text, wanted) - start)
+    # nothing can be gained where the input is right already
+    return 0.1 + 0.3 * (gained / (1.0 - start) if gained else 0.0)
 
 
 def _compare(text: str, wanted: str) -> float:

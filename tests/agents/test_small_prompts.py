@@ -29,7 +29,7 @@ FILES = dict.fromkeys(("AGENTS.md", "CLAUDE.md", "GEMINI.md", "QWEN.md", ".git/H
 SHELLS = {
     "codex": ("exec_command", 730, 1270),
     "claude_code": ("Bash", 550, 1100),
-    "pi": ("bash", 270, 800),
+    "pi": ("bash", 277, 800),
     "gemini_cli": ("run_shell_command", 860, 1550),
     "qwen_code": ("run_shell_command", 1920, 2460),
     "opencode": ("bash", 1590, 2110),

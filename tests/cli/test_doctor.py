@@ -107,6 +107,20 @@ def test_a_run_file_that_is_none_is_one_sentence(
     assert said in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("window", "status"), [("[8192]", 2), ("soon", 2), ("'900'", 1)])
+def test_a_window_of_a_run_file_is_read_as_a_run_reads_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm2: Path, window: str, status: int
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"agent: pi\nmodel_name_or_path: {smollm2}\nvllm_max_model_length: {window}\n")
+    assert main(["doctor", "--config", str(path), "--json"]) == status
+    said = capsys.readouterr()
+    if status == 1:
+        assert "the context window is 900" in said.out
+    else:
+        assert "vllm_max_model_length is" in said.err and "give a whole number" in said.err
+
+
 @pytest.mark.parametrize("arguments", [["--window", "9"], ["--window", "0", "--model", "x"], ["--model", "/nowhere"]])
 def test_a_window_needs_a_model_that_is_there(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(["doctor", "pi", *arguments]) == 2

@@ -73,6 +73,23 @@ def test_an_evaluation_gives_what_its_results_say(recorder: Recorder, tmp_path: 
     assert {row["repo"] for row in rows} == {"alpha", "beta"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "title"),
+    [
+        ({"engine": "solutions", "served_name": None}, "the tasks' solutions, spelled by tiny"),
+        ({"engine": "server", "served_name": "org/strong"}, "strong"),
+        ({"engine": "vllm", "served_name": None}, "tiny"),
+    ],
+)
+def test_the_card_says_what_answered(recorder: Recorder, tmp_path: Path, settings: dict[str, Any], title: str) -> None:
+    """Not whose tokens they are: a program that knows the solutions is not the model."""
+    folder = tmp_path / "eval"
+    shutil.copytree(recorder.folder, folder)
+    write_settings(folder, tokenizer="/home/me/models/tiny", model="tiny 0123", agent="pi", **settings)
+    collect_recorded(folder, tmp_path / "out", Selection(test_share=0.0), [])
+    assert f"# Sessions of pi with {title}\n" in (tmp_path / "out" / "dataset" / "README.md").read_text()
+
+
 def test_sessions_of_serve_are_accepted_by_name(
     recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from polar_trl.setup.run_setup import find_agent_files, load_run_tasks
 def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_config("quickstart") == list_configs("run")["quickstart"]
+    assert find_config("polar_trl:small/base.yaml").parent == find_config("small/pi").parent
     (tmp_path / "quickstart").mkdir()  # a folder is no run file
     assert find_config("quickstart") == list_configs("run")["quickstart"]
     (tmp_path / "fsdp2").write_text("mine")

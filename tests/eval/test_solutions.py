@@ -9,9 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from polar_trl.cli import main
+from polar_trl.configs import find_config
 from polar_trl.engine.base import GenerationParams
-from polar_trl.errors import ConfigError, EngineError
+from polar_trl.errors import ConfigError, WireError
+from polar_trl.eval.open_model import open_solutions, prepare_model
+from polar_trl.eval.setup import name_model, parse_eval
 from polar_trl.eval.solutions import SolutionEngine
+from polar_trl.grpo.resume.model_folder import Checkpoint
 from polar_trl.harness import build_agent
 from polar_trl.harness.pi import PiHarness
 from polar_trl.harness.shell import ShellHarness
@@ -71,11 +75,22 @@ def test_a_side_request_is_answered_without_a_call(renderer: Renderer) -> None:
     assert answer(renderer, PiHarness(), ask("Name this chat", tools=())).text == "Done."
 
 
+def test_an_instruction_is_known_without_the_blanks_that_agents_trim(renderer: Renderer) -> None:
+    task = replace(TASK, instruction=f"\n{TASK.instruction} \n")
+    engine = SolutionEngine([task], PiHarness(), renderer, max_model_len=8192)
+    request = ask("Create sun.txt", tools=(build_tool("bash", "command"),))
+    prompt = renderer.render(request.messages, request.tools)
+    completion = asyncio.run(engine.answer(request, prompt, GenerationParams(max_tokens=64)))
+    assert isinstance(completion, Completion)
+    assert renderer.parse(prompt, completion.token_ids, request.tools).tool_calls
+
+
 def test_what_cannot_be_played(renderer: Renderer) -> None:
     tools = (build_tool("bash", "command"),)
-    with pytest.raises(EngineError, match="holds no task's instruction"):
+    # no failure of an engine, after which an agent asks again for minutes
+    with pytest.raises(WireError, match="holds no task's instruction"):
         answer(renderer, PiHarness(), ask("Something else", tools=tools))
-    with pytest.raises(EngineError, match=r"a reply of \d+ tokens .* does not fit max_completion_length \(8\)"):
+    with pytest.raises(WireError, match=r"a reply of \d+ tokens .* does not fit max_completion_length \(8\)"):
         answer(renderer, PiHarness(), ask("Create sun.txt", tools=tools), max_tokens=8)
 
     def build(*tasks: Task, harness: Any = None) -> None:
@@ -93,3 +108,16 @@ def test_a_server_beside_solutions_is_refused(tmp_path: Path, capsys: pytest.Cap
     arguments = ["--solutions", "true", "--base_url", "http://127.0.0.1:9/v1", "--output_dir", str(tmp_path / "out")]
     assert main(["eval", "--config", "small/pi", *arguments]) == 2
     assert "solutions samples nothing; leave base_url out" in capsys.readouterr().err
+
+
+def test_of_the_model_only_the_tokenizer_is_read(tmp_path: Path, smollm2: Path) -> None:
+    setup = parse_eval(find_config("small/pi"), ["--solutions", "true"], tmp_path)
+    adapter = Checkpoint(name="runs/pi/checkpoint-7", identity="checkpoint-7 0", base=str(smollm2))
+    assert prepare_model(setup, adapter) == str(smollm2)  # nothing is merged
+    assert name_model(replace(setup, model="/home/me/tiny")) == "the tasks' solutions, spelled by tiny"
+    setup.args.vllm_max_model_length = None
+    with (
+        pytest.raises(ConfigError, match=r"solutions loads no model .*; give vllm_max_model_length"),
+        open_solutions(setup, str(smollm2), PiHarness(), [TASK]),
+    ):
+        pass

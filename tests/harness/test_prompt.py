@@ -70,6 +70,16 @@ def test_what_codex_and_claude_code_cannot_offer_is_refused() -> None:
         build_agent("claude_code", {"tools": ["Write"], "system_prompt": "Go."})
 
 
+@pytest.mark.parametrize("name", SHELLS)
+def test_an_emoji_as_json_writes_it_is_one_character(name: str) -> None:
+    """YAML reads the two escapes as two characters, neither of which is text."""
+    shown = yaml.safe_load('{"system_prompt": "Go \\ud83d\\ude00", "demonstrations": [["\\ud83d\\ude00", "ls"]]}')
+    assert launch(name, **shown) == launch(name, system_prompt="Go 😀", demonstrations=[["😀", "ls"]])
+    for options in ({"system_prompt": "Go \ud83d"}, {"demonstrations": [["\ud83d", "ls"]]}):
+        with pytest.raises(ConfigError, match=f"^{name}: {next(iter(options))} has half a surrogate pair in "):
+            build_agent(name, options)
+
+
 @pytest.mark.parametrize("option", ["tools", "demonstrations"])
 def test_mini_swe_agent_has_one_tool_and_no_session_to_resume(option: str) -> None:
     said = f"agent 'mini_swe_agent' has no option '{option}'; it has system_prompt, step_limit, command_timeout_s, "

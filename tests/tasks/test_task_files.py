@@ -153,6 +153,20 @@ def test_an_edit_earns_by_what_it_changed(tmp_path: Path) -> None:
     sandbox.destroy()
 
 
+def test_a_right_input_that_is_spoiled_is_graded(tmp_path: Path) -> None:
+    """Nothing could be gained there, and no reward is not 0."""
+    task = Task(
+        id="keep",
+        instruction="Leave sun.txt and write moon.txt",
+        files={"sun.txt": "red\n"},
+        metadata={"expected": {"sun.txt": "red", "moon.txt": "blue"}},
+    )
+    sandbox = LocalSandboxBackend(tmp_path).create(task, "s")
+    sandbox.put("sun.txt", b"green\n")
+    assert grade(task, sandbox) == pytest.approx(0.05)
+    sandbox.destroy()
+
+
 def test_splits_share_no_task_and_no_answer() -> None:
     """Whatever the seeds: a test set made later is held out from a model that was trained on any training set."""
     found: dict[str, set[str]] = {"train": set(), "test": set()}
