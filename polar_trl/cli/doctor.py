@@ -276,8 +276,8 @@ def _print_trial(name: str, trial: "Trial") -> None:
 def _run_security(args: argparse.Namespace) -> int:
     from polar_trl.tools.security import check_security
 
-    if args.agents or args.install:
-        raise ConfigError("--security tries sandboxes and no agents; leave out the agents and --install")
+    if args.agents or args.install or args.config:
+        raise ConfigError("--security tries sandboxes and no agents; leave out the agents, --config and --install")
     kinds = [kind for kind in KINDS if kind != "auto" and args.sandbox in ("auto", kind)]
     print(f"polar-trl: attacking {', '.join(kinds)} ...", file=sys.stderr)
     default = choose_kind(args.sandbox, image=args.sandbox_image)

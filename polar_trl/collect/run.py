@@ -21,7 +21,6 @@ from polar_trl.eval.setup import EvalSetup, name_solutions, parse_eval
 from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.recording.log import read_record
 from polar_trl.run_folder import FolderLock, disk_errors
-from polar_trl.setup.run_setup import require_tasks
 
 DATA_SET_FOLDER = "dataset"
 
@@ -44,11 +43,11 @@ def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path
 
     The tasks are those to train on, whether or not the run file has others to evaluate on.
     """
-    setup = parse_eval(config, overrides, folder)
-    tasks = require_tasks(setup.run)
+    setup = parse_eval(config, overrides, folder, of_training=True)
     # several engines are processes of `polar-trl eval`, which takes eval_tasks where there are any
+    command = (*setup.command, "--tasks", setup.tasks, "--eval_tasks", setup.tasks)
     return Collection(
-        setup=replace(setup, tasks=tasks, command=(*setup.command, "--tasks", tasks, "--eval_tasks", tasks)),
+        setup=replace(setup, command=command),
         selection=replace(selection, num_samples=setup.evaluation.num_samples),
     )
 

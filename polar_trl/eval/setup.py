@@ -95,12 +95,13 @@ class _EvalParser(RunParser):
         return found, rest
 
 
-def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> EvalSetup:
+def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path, *, of_training: bool = False) -> EvalSetup:
     """Parse settings from a run file, if there is one, and flags, which win. Raises `ConfigError`.
 
     Args:
         overrides: Keys of a run and of `EvalArguments` as flags.
         folder: Of the results.
+        of_training: Take the tasks to train on, whatever there is to evaluate on.
     """
     parser = _EvalParser()
     arguments = [*(["--config", str(config)] if config else []), *overrides]
@@ -112,7 +113,7 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path) -> E
         args=args,
         evaluation=evaluation,
         model=model.model_name_or_path,
-        tasks=require_tasks(run) if names_tasks else _choose_set(run) or require_tasks(run),
+        tasks=require_tasks(run) if names_tasks or of_training else _choose_set(run) or require_tasks(run),
         folder=folder,
         on_cpu=parser.on_cpu,
         command=("--output_dir", str(folder), *arguments),

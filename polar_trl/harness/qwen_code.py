@@ -216,7 +216,6 @@ class QwenCodeHarness(PackagedAgent):
         return "".join(f"{json.dumps(entry)}\n" for entry in entries)
 
 
-# what holds with --bare too, where the settings file is not read
 _SWITCHES = {
     "QWEN_USAGE_STATISTICS_ENABLED": "0",
     "QWEN_TELEMETRY_ENABLED": "0",

@@ -182,10 +182,11 @@ def test_help_has_examples_and_loads_nothing_heavy() -> None:
     assert not {"torch", "trl", "vllm", "transformers", "datasets"} & set(json.loads(modules.replace("'", '"')))
 
 
-def test_engines_take_the_tasks_that_are_collected(tmp_path: Path) -> None:
-    """They are processes of `polar-trl eval`, which prefers eval_tasks."""
-    tasks, evals = ROOT / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl", tmp_path / "evals.jsonl"
-    keys = ["--tasks", str(tasks), "--eval_tasks", str(evals), "--agent_command", "true"]
+@pytest.mark.parametrize("evals", ["evals.jsonl", '{"easy": "a.jsonl", "hard": "b.jsonl"}'])
+def test_engines_take_the_tasks_that_are_collected(tmp_path: Path, evals: str) -> None:
+    """They are processes of `polar-trl eval`, which prefers eval_tasks, and would have to be told which of several."""
+    tasks = ROOT / "polar_trl" / "configs" / "tasks" / "shell_ladder.jsonl"
+    keys = ["--tasks", str(tasks), "--eval_tasks", evals, "--agent_command", "true"]
     collection = parse_collection(ROOT / "polar_trl" / "configs" / "quickstart.yaml", keys, tmp_path, Selection())
     worker = parse_eval(None, collection.setup.command[2:], tmp_path)
     assert (collection.setup.tasks, worker.tasks) == (str(tasks), str(tasks))

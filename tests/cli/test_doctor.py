@@ -262,8 +262,9 @@ def test_security_without_a_sandbox_that_works(
     assert "bwrap: not tried: the bubblewrap sandbox needs `bwrap`" in capsys.readouterr().out
 
 
-def test_security_tries_no_agents(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "codex", "--security"]) == 2
+@pytest.mark.parametrize("words", [["codex"], ["--config", "small/pi"]])
+def test_security_tries_no_agents(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(["doctor", *words, "--security"]) == 2
     assert "leave out the agents" in capsys.readouterr().err
 
 
