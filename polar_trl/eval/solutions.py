@@ -47,7 +47,7 @@ class SolutionEngine(Engine):
     ) -> Completion:
         """Return the next reply of the session. Raises `WireError` where there is none, or it is too long."""
         ids = self._spell(request, self._choose(request))
-        if len(ids) > params.max_tokens or len(prompt_ids) + len(ids) > self.max_model_len:
+        if len(ids) > params.max_tokens:
             raise _refuse(
                 f"a reply of {len(ids)} tokens after a prompt of {len(prompt_ids)} does not fit max_completion_length "
                 f"({params.max_tokens}) or vllm_max_model_length ({self.max_model_len})"
@@ -81,7 +81,10 @@ class SolutionEngine(Engine):
         ids = whole[len(prompt) :]
         end = next((place for place, token in enumerate(ids) if token in renderer.stop_token_ids), None)
         if whole[: len(prompt)] != prompt or not end:
-            raise _refuse("the chat template does not write a reply behind its own opening of one")
+            raise _refuse(
+                "the chat template does not write a reply behind its own opening of one; if that opens reasoning, try "
+                "chat_template_kwargs with enable_thinking: false"
+            )
         return ids[: end + 1]
 
 

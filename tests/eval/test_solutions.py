@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tokenizers import TOOLED, build_tokenizer
 from transformers import AutoTokenizer
 
 from polar_trl.cli import main
@@ -102,6 +103,15 @@ def test_what_cannot_be_played(renderer: Renderer) -> None:
         build(TASK, replace(LONGER, id="d", instruction=TASK.instruction))
     with pytest.raises(ConfigError, match="how shell calls its shell tool is not known"):
         build(TASK, harness=ShellHarness("my-agent {instruction}"))
+
+
+def test_a_template_that_opens_reasoning_and_writes_none_is_refused() -> None:
+    """What it writes of a reply is then nothing that the model could sample there."""
+    opening = "<|im_start|>assistant\n"
+    template = TOOLED.replace(f"{opening}{{% endif %}}", f"{opening}<think>\n{{% endif %}}")
+    tokenizer = build_tokenizer(template)
+    with pytest.raises(WireError, match="behind its own opening of one; if that opens reasoning, try"):
+        answer(load_renderer(tokenizer, "x"), PiHarness(), ask("Create sun.txt", tools=()))
 
 
 def test_a_server_beside_solutions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
