@@ -137,10 +137,10 @@ def main() -> None:
     try:
         without = [] if args.without is None else load_tasks(args.without)
         tasks = build_tasks(args.kinds.split(","), args.num, args.seed, without, args.split)
-    except ConfigError as error:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        save_tasks(args.output, tasks)
+    except (ConfigError, OSError) as error:
         parser.error(str(error))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    save_tasks(args.output, tasks)
 
 
 if __name__ == "__main__":

@@ -229,6 +229,10 @@ def test_the_generator_as_a_program(
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "error: no task kind 'dance'; there are files, search, edit, fix, copy_command" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["shell_ladder", "--kinds", "edit", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"Is a directory: '{tmp_path}" in capsys.readouterr().err
 
 
 def test_the_committed_set_is_what_its_generator_makes() -> None:
