@@ -60,7 +60,7 @@ def find_packaged(name: str) -> str:
 
 
 def read_run_file(name: str, *, is_base: bool = False) -> tuple[dict[str, Any], str]:
-    """Read a run file (path or name) over its `base`: another one, by a path relative to it or as `polar_trl:PATH`.
+    """Read a run file (path or name) over its `base`: another one, by a path relative to it or a name.
 
     Its own keys win, and within mappings (`agent_options`, `env`) the keys there. Returns the keys, and the text of a
     file that holds them all. Raises `ConfigError`.
@@ -81,7 +81,9 @@ def read_run_file(name: str, *, is_base: bool = False) -> tuple[dict[str, Any], 
         return content, text
     if is_base:
         raise ConfigError(f"--config: {name} is the base of another run file, and cannot have a base itself")
-    below, _ = read_run_file(str(path.parent / find_packaged(str(base))), is_base=True)
+    beside = path.parent / find_packaged(str(base))
+    found = beside if beside.exists() else list_configs("run").get(str(base), beside)
+    below, _ = read_run_file(str(found), is_base=True)
     for key, value in content.items():
         both = isinstance(value, dict) and isinstance(below.get(key), dict)
         below[key] = below[key] | value if both else value

@@ -48,6 +48,8 @@ def test_a_run_file_over_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "kept.yaml").write_text(parser.run_file[1])
     again, args, _ = parse_run(RunParser(), ["--config", "kept.yaml"])
     assert (again, args.max_steps) == (run, 4)
+    above.write_text("base: ladder_pi\nmax_steps: 4\n")
+    assert parse_run(RunParser(), ["--config", str(above)])[0] == parse_run(RunParser(), ["--config", "ladder_pi"])[0]
     # a copy of a packaged one works anywhere
     (tmp_path / "mine.yaml").write_text(find_config("small/codex").read_text())
     run, args, _ = parse_run(RunParser(), ["--config", "mine.yaml"])
