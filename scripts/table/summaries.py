@@ -167,8 +167,7 @@ def read_evaluation(
         if summary["sessions"]["missing"]:
             return {"state": "begun", **found, **cost}
         counts = count_tasks(folder, summary["num_samples"])
-        found |= {"pass_at_1": summary["pass_at"]["1"], "counts": counts, **_read_settings(folder)}
-        return {"state": "done", **found, **cost}
+        return {"state": "done", **found, "counts": counts, **_read_settings(folder), **cost}
     except UNREADABLE as error:
         return {"state": "unreadable", "error": f"{path}: {error!r}", **cost}
 

@@ -49,7 +49,8 @@ def finish_run(
     if best is not None:
         say(f"best:       {best['checkpoint'] or 'not saved'}, step {best['step']}: {describe_best(best)}")
     say(f"model:      {folder if is_saved else 'not saved (save_strategy is no)'}")
-    say(f"picture:    {folder / 'rewards.png'}")
+    if (picture := folder / "rewards.png").exists():  # nothing was logged otherwise
+        say(f"picture:    {picture}")
     say(f"look at it: polar-trl inspect {folder}")
     say(f"check it:   polar-trl replay {folder}")
 

@@ -156,3 +156,22 @@ def test_a_run_that_evaluates_looks_for_the_best_reward(
 ) -> None:
     args = config(**keys)
     assert (args.metric_for_best_model, args.greater_is_better) == (metric, greater)
+
+
+@pytest.mark.parametrize(("loads_best", "evaluated"), [(True, False), (False, True)])
+def test_a_best_model_that_was_loaded_is_not_evaluated_as_the_last_steps(
+    tmp_path: Path, loads_best: bool, evaluated: bool
+) -> None:
+    from polar_trl.grpo.trainer import PolarGRPOTrainer
+
+    calls: list[str] = []
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(eval_on_start=True, load_best_model_at_end=loads_best, save_strategy="steps"),
+        state=SimpleNamespace(log_history=[], global_step=7, best_model_checkpoint=str(tmp_path / "checkpoint-6")),
+        eval_dataset=[{}],
+        evaluate=lambda: calls.append("evaluate"),
+        save_model=lambda: calls.append("save"),
+        accelerator=SimpleNamespace(is_main_process=False),
+    )
+    PolarGRPOTrainer._finish(trainer, tmp_path)  # type: ignore[arg-type]
+    assert calls == ["evaluate", "save"][not evaluated :]
