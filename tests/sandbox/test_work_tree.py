@@ -110,6 +110,32 @@ def test_a_repository_inside_is_no_repository_any_more(repo: Path) -> None:
     assert (tree / "vendor" / "lib" / "m.py").read_text() == "inner"
 
 
+@pytest.mark.parametrize("settings", ["its own", "of another file"])
+def test_a_repository_cannot_have_git_run_a_program(repo: Path, tmp_path: Path, settings: str) -> None:
+    """Of a clone that left an object out, which git would fetch in the way that the clone's settings name."""
+    blob, ran = git(repo, "rev-parse", "HEAD:m.py"), tmp_path / "ran"
+    for pack in (repo / ".git/objects/pack").glob("*.pack"):
+        pack.rename(tmp_path / "pack")
+        with (tmp_path / "pack").open("rb") as file:
+            subprocess.run(["git", "unpack-objects", "-q"], cwd=repo, stdin=file, check=True)
+    (repo / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    (repo / ".git/index").unlink()
+    more = repo / ".git/config" if settings == "its own" else repo / "more"
+    if settings != "its own":
+        git(repo, "config", "include.path", "../more")
+    for name, value in {
+        "extensions.partialclone": "lost",
+        "protocol.ext.allow": "always",
+        f"url.ext::sh -c touch% {ran} #.insteadOf": "lost",
+        "gc.recentObjectsHook": f"touch {ran}",
+    }.items():
+        git(repo, "config", "--file", str(more), name, value)
+    git(repo, "config", "core.repositoryformatversion", "1")
+    with pytest.raises(SandboxError, match="git repack failed"):
+        prepare_work_tree(repo)
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize("way", ["a link", "a folder of links", "a common folder"])
 def test_a_repository_that_lies_elsewhere_is_left_alone(repo: Path, tmp_path: Path, way: str) -> None:
     before, work = read_everything(repo), tmp_path / "work"
@@ -169,6 +195,16 @@ def test_the_agent_gets_such_a_tree(repo: Path, tmp_path: Path) -> None:
         assert log.stdout == "base\nfirst\n0\n", log.stderr
     finally:
         sandbox.destroy()
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path: Path) -> None:
+    source, left = tmp_path / "pla[i]n", tmp_path / "cache" / "trees"
+    source.mkdir()
+    (source / "a").write_text("1")
+    made = prepare_work_tree(source)
+    made.rename(left / f".{made.name}-abc")
+    assert prepare_work_tree(source) == made
+    assert sorted(path.name for path in left.iterdir()) == [f".{made.name}.lock", made.name]
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
