@@ -19,6 +19,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ from polar_trl.sandbox.owner import (
     make_session_folder,
     reap_session_folders,
     remove_session_folder,
+    remove_tree,
 )
 from polar_trl.sandbox.python import find_python
 from polar_trl.sandbox.seccomp import build_filter
@@ -323,11 +325,15 @@ class BwrapSandbox(HostFolders):
         if self._root is None:
             raise SandboxError("a bubblewrap sandbox without an image has no files of its own outside of its folders")
         place = str(check_upload(source, target, has_writable_root=self._has_writable_root))
-        copy = self._files.base / "uploads" / str(len(self._uploads))
+        uploads = self._files.base / "uploads"
         try:
-            shutil.copytree(source, copy, symlinks=True)
+            uploads.mkdir(exist_ok=True)
+            copy = Path(tempfile.mkdtemp(dir=uploads))
+            shutil.copytree(source, copy, symlinks=True, dirs_exist_ok=True)
         except (OSError, shutil.Error) as error:
             raise SandboxError(f"cannot upload {source} to {target}: {error}") from error
+        if (earlier := self._uploads.get(place)) is not None:
+            remove_tree(earlier)
         self._uploads[place] = copy
 
     def _start(self, command: str, env: Mapping[str, str]) -> tuple[BwrapCommand, int]:

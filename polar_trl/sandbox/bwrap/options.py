@@ -84,13 +84,13 @@ def build_options(
         words += _build_empty(path) if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
     words += ["--size", str(RUN_BYTES), "--tmpfs", "/run"] if root else _build_system()
     work, home, tmp = (str(base / name) for name in SUBFOLDERS)
-    words += ["--bind", tmp, "/tmp"]  # before what may lie below it on this machine
-    for mount in mounts:
-        words += ["--ro-bind", str(mount), str(mount)]
+    binds = [("--bind", tmp, "/tmp"), ("--bind", home, HOME), ("--bind", work, workdir)]
+    binds += [("--ro-bind", str(mount), str(mount)) for mount in mounts]
+    for bind in sorted(binds, key=lambda bind: len(Path(bind[2]).parts)):  # outer ones first: the others may lie below
+        words += bind
     for packages in list_package_folders():
         if root is None or any(packages.is_relative_to(mount) for mount in mounts):
             words += _build_empty(str(packages))
-    words += ["--bind", work, workdir, "--bind", home, HOME]
     for target, source in root.uploads.items() if root else ():
         words += ["--bind", str(source), target]
     words += [] if root and root.is_writable else ["--remount-ro", "/"]
