@@ -127,6 +127,7 @@ def read_image(folder: Path) -> Image:
 def _pull(name: str, is_stopped: Callable[[], bool], pause: Callable[[float], object] | None) -> Image:
     # only here: the clients of engines and registries take their time to load
     import requests
+    from docker.errors import DockerException
 
     from polar_trl.sandbox.bwrap.registry import RETRIED, DXFError, RemoteImage
     from polar_trl.sandbox.docker.client import retry
@@ -151,6 +152,8 @@ def _pull(name: str, is_stopped: Callable[[], bool], pause: Callable[[float], ob
             raise
         except RETRIED:
             raise
+        except DockerException as error:  # of the name, or of the logins
+            raise SandboxError(f"{failure}: {error}") from error
         except (DXFError, *_UNREADABLE) as error:
             detail = str(error) or type(error).__name__
             raise SandboxError(
