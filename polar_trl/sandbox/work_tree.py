@@ -86,9 +86,13 @@ def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 def drop_commits_after_head(tree: Path) -> None:
     """Remove refs and objects that HEAD does not reach; make a repository of one commit of a folder that is none."""
-    for nested in tree.glob("*/**/.git"):
-        _remove(nested)
     folder = tree / ".git"
+    for parent, names, files in os.walk(tree):  # and no glob, which follows links to folders of somebody else
+        if ".git" in names or ".git" in files:
+            if ".git" in names:
+                names.remove(".git")
+            if Path(parent) != tree:
+                _remove(Path(parent, ".git"))
     if _is_whole(folder):
         _drop_programs(folder)
     if not _is_whole(folder) or _git(tree, "rev-parse", "--quiet", "--verify", "HEAD^{commit}", check=False) is None:

@@ -1,5 +1,10 @@
 """What a node that is not set up as the trainer is says, without a cluster."""
 
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +14,14 @@ import pytest
 import ray.exceptions
 from small_package import make_task
 
-from polar_trl.cluster.nodes import Node
-from polar_trl.errors import ConfigError
+from polar_trl.cluster.backend import RemoteBackend
+from polar_trl.cluster.gate import Gate
+from polar_trl.cluster.nodes import Node, Place
+from polar_trl.errors import ConfigError, SandboxError, WorkerLostError
 from polar_trl.setup.cluster_parts import NodeRecipe
 from polar_trl.setup.run_setup import MachineRecipe, RunArguments, build_harness
 from polar_trl.tasks.build.suite import find_environment
+from polar_trl.types import Task
 
 
 class Failing:
@@ -38,6 +46,41 @@ def test_a_module_that_a_node_lacks_is_named() -> None:
     node = Node("n", Failing(ray.exceptions.RaySystemError(ModuleNotFoundError("No module named 'my_agents.one'"))))
     with pytest.raises(ConfigError, match=r"node n cannot import my_agents\.one: install it there"):
         node.ask("set_up")
+
+
+def test_a_trainer_without_a_token_is_told_in_one_sentence(tmp_path: Path) -> None:
+    """In a process of its own: Ray reads it once."""
+    code = "from polar_trl.cluster.nodes import Cluster; Cluster('auto', needs={}, kind='bwrap')"
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": str(tmp_path)}
+    env |= {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "token"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert re.search(r"ConfigError: sandbox_cluster: no cluster answers at 'auto' \(.*token", done.stderr), done.stderr
+
+
+def test_a_session_that_was_stopped_waits_for_no_further_place(tmp_path: Path) -> None:
+    """It is stopped while its node is lost, before it asks for another place."""
+    backend = object.__new__(RemoteBackend)
+    backend._num_given_up = 0
+    places = []
+
+    class Full:
+        gate = Gate("127.0.0.1", None)
+
+        def take_place(self, node_id: str | None, is_given_up: Callable[[], bool]) -> Place:
+            places.append(is_given_up())
+            if is_given_up():
+                raise SandboxError("stopped")
+            return Place(None, "n")
+
+    def find(node_id: str) -> Node:
+        backend.give_up()
+        raise WorkerLostError("n", "it left")
+
+    backend._cluster, backend._find, backend._release = Full(), find, lambda place, door: None  # type: ignore
+    with pytest.raises(SandboxError, match="stopped"):
+        backend.create(Task(id="t", instruction=""), "s")
+    assert places == [False, True]
+    Full.gate.stop()
 
 
 def test_a_node_installs_the_packages_of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,16 @@ def test_a_repository_cannot_have_git_run_a_program(repo: Path, tmp_path: Path) 
     assert not ran.exists()
 
 
+def test_a_repository_behind_a_link_in_the_folder_is_left_alone(repo: Path, tmp_path: Path) -> None:
+    before = read_everything(repo)
+    (tmp_path / "work" / "sub").mkdir(parents=True)
+    for link in ("work/link", "work/sub/link"):
+        (tmp_path / link).symlink_to(repo)
+    tree = prepare_work_tree(tmp_path / "work")
+    assert read_everything(repo) == before
+    assert (tree / "link").is_symlink() and (tree / "sub" / "link").is_symlink()
+
+
 @pytest.mark.parametrize("way", ["a link", "a folder of links", "a common folder"])
 def test_a_repository_that_lies_elsewhere_is_left_alone(repo: Path, tmp_path: Path, way: str) -> None:
     before, work = read_everything(repo), tmp_path / "work"
