@@ -7,9 +7,9 @@ repository in which an object is left that HEAD, its tags and the index do not r
 """
 
 import fcntl
-import glob
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -65,7 +65,8 @@ def make_once(name: str, fill: Callable[[Path], None]) -> Path:
         fill(target)
         drop_commits_after_head(target)
 
-    return make_folder_once(find_cache("trees") / name, fill_and_drop)
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # in the options of a mount, ":" and "," end a folder's name
+    return make_folder_once(find_cache("trees") / plain, fill_and_drop)
 
 
 def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
@@ -74,7 +75,7 @@ def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):  # of a process that was killed
+            for left in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed
                 _remove(left)
             with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
                 made = Path(scratch) / "made"

@@ -208,7 +208,7 @@ def test_the_agent_gets_such_a_tree(repo: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path: Path) -> None:
-    source, left = tmp_path / "pla[i]n", tmp_path / "cache" / "trees"
+    source, left = tmp_path / "plain", tmp_path / "cache" / "trees"
     source.mkdir()
     (source / "a").write_text("1")
     made = prepare_work_tree(source)

@@ -61,6 +61,18 @@ def test_folders_below_one_another_are_all_there(tmp_path: Path, workdir: str) -
         sandbox.destroy()
 
 
+def test_a_work_tree_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a:b, c").mkdir()
+    (tmp_path / "a:b, c" / "file").write_text("x")
+    task = Task(id="t", instruction="", workspace=str(tmp_path / "a:b, c"))
+    sandbox = BwrapSandboxBackend(limits=LIMITS, root=tmp_path / "state").create(task, "s")
+    try:
+        assert say(sandbox, "cat file") == "x"
+    finally:
+        sandbox.destroy()
+
+
 def test_a_variable_cannot_bring_options_of_bubblewrap(box: Sandbox) -> None:
     with pytest.raises(SandboxError, match="cannot start a command: a NUL character"):
         box.run("true", env={"A": "x\0--bind\0/\0/srv"}, timeout_s=60)
