@@ -54,12 +54,12 @@ class Gate:
     def __init__(self, host: str, tls: ssl.SSLContext | None) -> None:
         self._doors: dict[bytes, Door] = {}
         self._numbers = itertools.count()
-        self._folder = tempfile.TemporaryDirectory(prefix="polar-gate-")
-        self._loop = Loop("polar-gate")
         try:
             listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
             raise ConfigError(f"sandbox_cluster: cannot listen on {host} for the nodes ({error.strerror})") from error
+        self._folder = tempfile.TemporaryDirectory(prefix="polar-gate-")
+        self._loop = Loop("polar-gate")
         self.address: Address = (host, listener.getsockname()[1])
         self._server = self._loop.run(self._start(listener, tls))
 
