@@ -84,7 +84,7 @@ class NetworkHolder:
             if "overlay" in "".join(reason):
                 raise SandboxError(
                     f"an image's layers cannot be mounted here ({''.join(reason)}); that takes Linux 5.11, and a "
-                    "temporary folder (TMPDIR) that is on no overlay itself, but on ext4, xfs, btrfs or tmpfs (of Linux 6.6)"
+                    "temporary folder (TMPDIR) that is on no overlay itself, but on ext4, xfs, btrfs or tmpfs"
                 )
             raise SandboxError(
                 f"no network namespace can be made here ({''.join(reason)}); without root, the system has to allow "
