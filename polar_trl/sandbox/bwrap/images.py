@@ -135,6 +135,8 @@ def _pull(name: str, is_stopped: Callable[[], bool], pause: Callable[[float], ob
     failure = f"the image {name} could not be pulled"
 
     def pull() -> Image:
+        if is_stopped():
+            raise SandboxError(f"{failure}: given up, as another one failed")
         try:
             remote = RemoteImage(name, is_stopped)
 

@@ -1,4 +1,4 @@
-"""Build bubblewrap's options: namespaces, mounts and environment of a sandbox.
+"""Build bubblewrap's options: namespaces, mounts and environment of a sandbox, and the limits of its processes.
 
 Nothing in it can be written but the session's folders and /dev/shm. As far as the kernel allows, its users are those
 of a user namespace in which no other can be made: without one there is no capability to be had, and so no mount, no
@@ -6,6 +6,7 @@ control group and no network of the sandbox's own making.
 """
 
 import os
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,16 @@ def build_options(
     own = {"PATH": IMAGE_PATH, **root.env} if root else {"PATH": path, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
     for name, value in {**own, "HOME": HOME, **env}.items():
         words += ["--setenv", name, value]
+    return words
+
+
+def build_limits(sizes: Mapping[str, int]) -> list[str]:
+    """Build the words of prlimit(1), which cannot raise what is lower already."""
+    words = []
+    for name, size in sizes.items():
+        _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        least = size if hard == resource.RLIM_INFINITY else min(size, hard)
+        words.append(f"--{name}={least}:{least}")
     return words
 
 

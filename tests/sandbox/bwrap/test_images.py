@@ -8,6 +8,7 @@ import os
 import stat
 import tarfile
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,22 @@ def test_an_image_that_cannot_be_pulled() -> None:
         assert registry.asked["one"] == 3
     with pytest.raises(SandboxError, match="could not be pulled"):
         find_image(registry.name("one"))
+
+
+def test_an_image_that_cannot_be_pulled_says_nothing_about_the_kernel(tmp_path: Path) -> None:
+    """A sandbox without a user namespace would be made for it, if the registry was there again."""
+    with Registry(failures=3) as registry:
+        with pytest.raises(SandboxError, match=r"^task trial: the image \S+ could not be pulled: 500"):
+            BwrapSandboxBackend(limits=LIMITS, root=tmp_path / "state", image=registry.name("one"))
+        assert registry.asked["one"] == 3
+
+
+def test_what_was_given_up_is_not_tried_again() -> None:
+    stopped = threading.Event()
+    with Registry(failures=9) as registry:
+        with pytest.raises(SandboxError, match="given up"):
+            find_image(registry.name("one"), is_stopped=stopped.is_set, pause=lambda _: stopped.set())
+        assert registry.asked["one"] == 1
 
 
 @pytest.fixture
