@@ -19,6 +19,7 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox.owner import remove_tree
 from polar_trl.types import Task
 
 GIT_TIMEOUT_S = 600
@@ -76,7 +77,7 @@ def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             for left in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed
-                _remove(left)
+                remove_tree(left)
             with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
                 made = Path(scratch) / "made"
                 made.mkdir()

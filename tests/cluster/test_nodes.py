@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,11 @@ from small_package import make_task
 from polar_trl.cluster.backend import RemoteBackend
 from polar_trl.cluster.gate import Gate
 from polar_trl.cluster.nodes import Node, Place
-from polar_trl.errors import ConfigError, SandboxError, WorkerLostError
+from polar_trl.errors import ConfigError, PolarError, SandboxError, WorkerLostError
 from polar_trl.setup.cluster_parts import NodeRecipe
 from polar_trl.setup.run_setup import MachineRecipe, RunArguments, build_harness
 from polar_trl.tasks.build.suite import find_environment
+from polar_trl.tools import cluster_doctor
 from polar_trl.types import Task
 
 
@@ -55,6 +56,25 @@ def test_a_trainer_without_a_token_is_told_in_one_sentence(tmp_path: Path) -> No
     env |= {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "token"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert re.search(r"ConfigError: sandbox_cluster: no cluster answers at 'auto' \(.*token", done.stderr), done.stderr
+
+
+def test_no_node_hides_another_one_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(RemoteBackend):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def set_up_all(self, tasks: Sequence[Task]) -> dict[str, PolarError | None]:
+            return {"0123456789": SandboxError("no disk"), "abcdefghij": None}
+
+        def name_node(self, node_id: str) -> str:
+            return "host"
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(cluster_doctor, "RemoteBackend", Two)
+    found = cluster_doctor.check_cluster("auto", {}, kind="bwrap", image=None, install=False, delay_s=0.0)
+    assert {name: node.problem for name, node in found.items()} == {"host": "no disk", "host (abcdefgh)": ""}
 
 
 def test_a_session_that_was_stopped_waits_for_no_further_place(tmp_path: Path) -> None:
