@@ -29,7 +29,7 @@ from pathlib import Path
 
 from table.report import PAPER, build_report, order_agents, render_report
 from table.run import run_steps
-from table.steps import STAGES, Settings, list_models, list_steps, require_saved
+from table.steps import STAGES, Model, Settings, list_models, list_steps, require_saved
 from table.summaries import build_summaries, find_agents, find_models, load_summaries, order_models, write_summaries
 
 from polar_trl.cli.process import sigterm_interrupts
@@ -41,7 +41,10 @@ def main() -> None:
     own, extra = split_arguments(sys.argv[1:])
     parser = build_parser()
     args = parser.parse_args(own)
+    refuse_twice(parser, args)
     if args.render_only:
+        if extra:
+            parser.error("what follows -- is for evaluations, and --render-only runs none")
         render(parser, args)
     settings = read_settings(parser, args, extra)
     steps = list_steps(settings)
@@ -70,7 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--agents", action="extend", nargs="+", metavar="AGENT",
         help="default: the paper's four; with --render-only, those that are there",
     )  # fmt: skip
-    parser.add_argument("--seeds", action="extend", nargs="+", type=int, metavar="N", help="of training (default: 0)")
+    parser.add_argument(
+        "--seeds", action="extend", nargs="+", type=parse_seed, metavar="N", help="of training (default: 0)"
+    )
     parser.add_argument(
         "--stages", action="extend", nargs="+", choices=STAGES, metavar="STAGE", help="default: " + " ".join(STAGES)
     )
@@ -95,6 +100,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed, a whole number from 0")
+    return int(text)
+
+
 def parse_trained(text: str) -> tuple[str, str]:
     agent, equals, model = text.partition("=")
     if not (agent and equals and model):
@@ -106,7 +117,6 @@ def read_settings(parser: argparse.ArgumentParser, args: argparse.Namespace, ext
     """Read what is to be run; an error of the parser for what cannot be."""
     if args.out is None or args.source is not None:
         parser.error("give --out; --from goes with --render-only")
-    refuse_twice(parser, args)
     settings = Settings(
         out=args.out,
         agents=args.agents or list(PAPER),
@@ -145,7 +155,8 @@ def write_table(settings: Settings) -> None:
     """Write and print the table of a run of this script."""
     models = order_models([*list_models(settings.agents, settings.seeds, settings.stages), *find_models(settings.out)])
     agents = order_agents([*settings.agents, *find_agents(settings.out)])
-    summaries = build_summaries(settings.out, models, agents, settings.trained)
+    trained = {Model(stage="grpo", agent=agent, seed=settings.seeds[0]): at for agent, at in settings.trained.items()}
+    summaries = build_summaries(settings.out, models, agents, trained)
     write_summaries(settings.out, summaries)
     write_report(settings.out, build_report(summaries, settings.agents, settings.seeds, settings.stages))
 
@@ -159,7 +170,9 @@ def render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     else:
         if not (models := find_models(args.out)):
             parser.error(f"{args.out} is no folder of models and cells, such as base__pi or grpo-pi-0")
-        summaries = build_summaries(args.out, models, find_agents(args.out), dict(args.trained))
+        seeds = args.seeds or sorted({model.seed for model in models if model.stage == "grpo"}) or [0]
+        trained = {Model(stage="grpo", agent=agent, seed=seeds[0]): at for agent, at in args.trained}
+        summaries = build_summaries(args.out, models, find_agents(args.out), trained)
         write_summaries(args.out, summaries)
     report = build_report(summaries, args.agents, args.seeds, args.stages)
     if args.out is not None:

@@ -92,5 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / path) for path in config.getini("pythonpath"))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # of tests/helpers/ray_nodes.py: Ray reads them when it is imported, which vLLM does
+    os.environ.update(RAY_AUTH_MODE="token", RAY_memory_monitor_refresh_ms="0", RAY_health_check_period_ms="1000")
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # docs/cluster.md says why
     # A shell starts what it puts in the background with interrupts ignored, which our own children would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)

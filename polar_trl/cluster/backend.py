@@ -57,6 +57,7 @@ class RemoteBackend(SandboxBackend):
         self._tasks: Sequence[Task] = ()
         self._digests: dict[str, str] = {}
         """Of the files and folders that tasks name."""
+        self._num_given_up = 0
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._setting_up: dict[str, threading.Lock] = {}
@@ -108,8 +109,9 @@ class RemoteBackend(SandboxBackend):
         Args:
             node_id: Of the node where it has to be; None: wherever there is room.
         """
+        before = self._num_given_up
         for _ in range(MAX_PLACEMENTS):
-            place = self._cluster.take_place(node_id)
+            place = self._cluster.take_place(node_id, lambda: self._num_given_up != before)
             door = self._cluster.gate.open_door()
             try:
                 node = self._find(place.node_id)
@@ -125,7 +127,7 @@ class RemoteBackend(SandboxBackend):
 
     def give_up(self) -> None:
         """See `SandboxBackend.give_up`."""
-        self._cluster.give_up()
+        self._num_given_up += 1
 
     def close(self) -> None:
         """Remove what is left on the nodes, and leave the cluster."""
@@ -158,10 +160,10 @@ class RemoteBackend(SandboxBackend):
             for root in node.ask("list_missing", self._digests):
                 node.ask("receive", pack(root))
             node.ask("set_up", self._recipe, self._tasks, checked, self._cluster.gate.address, node.line.token)
-        except WorkerLostError:
-            raise
         except PolarError as error:
             self._cluster.end_host(node)
+            if isinstance(error, WorkerLostError):
+                raise
             raise type(error)(f"node {node.name}: {error}") from error
         self._nodes[node_id] = node
         logger.info("node %s is set up", node.name)

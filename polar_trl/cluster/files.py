@@ -43,7 +43,7 @@ def pack(path: str) -> Packed:
     buffer = io.BytesIO()
     try:
         with tarfile.open(fileobj=buffer, mode="w") as archive:
-            archive.add(path, arcname=os.path.basename(path))
+            archive.add(os.path.realpath(path), arcname=os.path.basename(path))  # a link would lead nowhere there
     except OSError as error:
         raise ConfigError(f"a task's {path} cannot be read: {error.strerror}") from error
     content = buffer.getvalue()

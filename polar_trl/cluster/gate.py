@@ -6,6 +6,7 @@ the loopback it speaks TLS.
 
 import asyncio
 import hmac
+import itertools
 import secrets
 import socket
 import ssl
@@ -52,19 +53,20 @@ class Gate:
 
     def __init__(self, host: str, tls: ssl.SSLContext | None) -> None:
         self._doors: dict[bytes, Door] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="polar-gate-")
-        self._loop = Loop("polar-gate")
+        self._numbers = itertools.count()
         try:
             listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
             raise ConfigError(f"sandbox_cluster: cannot listen on {host} for the nodes ({error.strerror})") from error
+        self._folder = tempfile.TemporaryDirectory(prefix="polar-gate-")
+        self._loop = Loop("polar-gate")
         self.address: Address = (host, listener.getsockname()[1])
         self._server = self._loop.run(self._start(listener, tls))
 
     def open_door(self) -> Door:
         """Make a door for a session."""
         door = Door(secrets.token_bytes(_NAME_BYTES + _SECRET_BYTES))
-        door.path = Path(self._folder.name) / door.token[:_NAME_BYTES].hex()
+        door.path = Path(self._folder.name, str(next(self._numbers)))  # short: a socket's path has 107 bytes
         self._doors[door.token[:_NAME_BYTES]] = door
         return door
 

@@ -6,10 +6,11 @@ see what is taken, and an autoscaler sees what is waited for.
 """
 
 import os
+import re
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from ssl import Purpose, SSLContext
@@ -69,9 +70,9 @@ class Node:
                 raise cause from None
             raise SandboxError(f"node {self.name}: {cause or error!r}") from error
         except ray.exceptions.RayError as error:
-            if "No module named" in str(error):
+            if missing := re.search(r"No module named '([\w.]+)'", str(error)):
                 raise ConfigError(
-                    f"node {self.name} cannot import polar_trl: install it there, for the Python that runs Ray"
+                    f"node {self.name} cannot import {missing[1]}: install it there, for the Python that runs Ray"
                 ) from error
             self.lose()
             raise WorkerLostError(self.name, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
@@ -110,7 +111,6 @@ class Cluster:
         self._needs = {**needs, kind: LABEL_SHARE}
         self._kind = kind
         self._is_ours = _connect(address)
-        self._num_given_up = 0
         try:
             self._require_node()
             host, tls = self._find_address()
@@ -137,25 +137,20 @@ class Cluster:
         names = (node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] == node_id)
         return str(next(names, node_id[:8]))
 
-    def take_place(self, node_id: str | None = None) -> Place:
-        """Wait for a place, on this node if one is given. Raises `SandboxError` once `give_up` is called."""
+    def take_place(self, node_id: str | None, is_given_up: Callable[[], bool]) -> Place:
+        """Wait for a place, on this node if one is given. Raises `SandboxError` once it is given up."""
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-        before = self._num_given_up
         where = None if node_id is None else [{"ray.io/node-id": node_id}]
         group = placement_group([self._needs], strategy="STRICT_PACK", bundle_label_selector=where)
         try:
             while not group.wait(POLL_S):
-                if self._num_given_up != before:
+                if is_given_up():
                     raise SandboxError("the session was stopped while it waited for a place on the cluster")
             return Place(group, placement_group_table(group)["bundles_to_node_id"][0])
         except BaseException:
             remove_placement_group(group)
             raise
-
-    def give_up(self) -> None:
-        """End all waiting for places."""
-        self._num_given_up += 1
 
     def start_host(self, node_id: str) -> Node:
         """Start a Host on a node. It answers once it runs. Raises `WorkerLostError` for a node that is gone."""
@@ -247,9 +242,9 @@ def _connect(address: str) -> bool:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         ray.shutdown()  # or a next try would find half a connection
-        why = str(error).strip().splitlines()[-1]
+        why = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise ConfigError(f"sandbox_cluster: no cluster answers at {address!r} ({why})") from error
     finally:
         if is_main:

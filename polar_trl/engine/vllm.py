@@ -102,7 +102,8 @@ class VllmEngine(TokenEngine):
         self._num_steps_since = 0
         """Steps since a request was admitted."""
         self._ids = itertools.count()
-        self._num_prompt_tokens, self._num_cached_tokens = 0, 0
+        # (all, cached) tokens of prompts, ever: one object, which the engine thread alone replaces
+        self._prompt_tokens = self._taken_prompt_tokens = (0, 0)
         self._failure: EngineError | None = None
         self._idle_interval_s = sys.getswitchinterval()
         self._thread = threading.Thread(target=self._run, name="polar-engine", daemon=True)
@@ -117,11 +118,12 @@ class VllmEngine(TokenEngine):
         """Count on from where a killed run stood. Only while nothing is sampled."""
         self._policy_version = version
 
-    def take_prompt_cached(self) -> float:
-        """Share of prompt tokens that the prefix cache had, of completions since the last call; 0 without any."""
-        share = self._num_cached_tokens / max(1, self._num_prompt_tokens)
-        self._num_prompt_tokens, self._num_cached_tokens = 0, 0
-        return share
+    def take_prompt_cached(self) -> float | None:
+        """Return the share of prompt tokens that the prefix cache had, of completions since the last call; None
+        without any. One thread calls it, while requests may run."""
+        (old, old_cached), (new, new_cached) = self._taken_prompt_tokens, self._prompt_tokens
+        self._taken_prompt_tokens = new, new_cached
+        return (new_cached - old_cached) / (new - old) if new > old else None
 
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion; see `Engine.generate`. Cancelling the await aborts the request."""
@@ -260,8 +262,8 @@ class VllmEngine(TokenEngine):
         _answer(answers)
 
     def _read_output(self, output: Any, request: _Request) -> _Outcome:
-        self._num_prompt_tokens += len(request.prompt_ids)
-        self._num_cached_tokens += output.num_cached_tokens or 0
+        num, num_cached = self._prompt_tokens
+        self._prompt_tokens = num + len(request.prompt_ids), num_cached + (output.num_cached_tokens or 0)
         choice = output.outputs[0]
         if choice.finish_reason not in ("stop", "length"):
             return EngineError(f"the engine ended the request with {choice.finish_reason!r}")

@@ -307,7 +307,8 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train, from the beginning or from a checkpoint; save the model unless `save_strategy` is "no".
 
-        With `eval_on_start` and evaluation tasks, an evaluation comes at the end, too, and the two are compared.
+        With `eval_on_start` and evaluation tasks, an evaluation comes at the end, too, unless the best model was
+        loaded, and the two are compared.
 
         Args:
             resume_from_checkpoint: "auto" or True goes on from the newest complete checkpoint of `output_dir`, or
@@ -335,7 +336,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
     def _finish(self, run: Path) -> None:
         """Evaluate, save and summarize a run that made all of its steps."""
         evaluated = [entry["step"] for entry in list_evaluations(self.state.log_history)]
-        if self.args.eval_on_start and self.eval_dataset and self.state.global_step not in evaluated:
+        # a model that was loaded at the end is not the last step's
+        has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
+        is_due = self.args.eval_on_start and not has_best and self.state.global_step not in evaluated
+        if is_due and self.eval_dataset:
             self.evaluate()
         is_saved = self.args.save_strategy != "no"
         if is_saved:

@@ -25,7 +25,7 @@ from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.harness.base import Harness
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
-from polar_trl.reconstruct.merge import Reconstruction, build_prefix_merged, count_as_policy, count_calls, digest
+from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, count_calls, digest
 from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.ending import Redaction, describe_exit, ended_before_first_call, name_exit, to_one_line
@@ -42,6 +42,8 @@ from polar_trl.user_code import describe_error, format_trace
 logger = logging.getLogger(__name__)
 
 STAGES = ("prepare", "agent", "grade")
+BUILDER = "prefix_merging"
+"""Key of `BUILDERS`: how a session becomes rows. scripts/gpu/per_request.py changes it."""
 CLOCK_POLL_INTERVAL_S = 0.25
 """The longest between two looks at an agent's clock: it may have stood still, or a straggler's time may be up."""
 MAX_AGENT_WALL_S = 7 * 86400.0
@@ -333,12 +335,12 @@ class SessionRun:
         """Rebuild the trajectories, check the laws, and close the record with a digest to check them by again."""
         context = self._context
         trained = count_as_policy(rollout) if context.train_auxiliary else rollout
-        reconstruction = build_prefix_merged(trained)
+        reconstruction = BUILDERS[BUILDER](trained)
         if not context.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
             check_laws(trained, reconstruction)
         extra = {
             "trajectory_digest": digest(reconstruction.trajectories),
-            "builder": "prefix_merging",
+            "builder": BUILDER,
             "train_auxiliary": context.train_auxiliary,
             "summary": count_calls(rollout, reconstruction),
         }

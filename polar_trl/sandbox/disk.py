@@ -99,7 +99,9 @@ def is_full(disk: Path) -> bool:
 
 
 def _run(*command: str, cwd: Path | None = None) -> None:
-    result = subprocess.run(command, cwd=cwd, capture_output=True, check=False)
+    # mount(2): by the calls that mount(8) prefers since 2.39, an overlay's layers would have to fit into 256 bytes
+    env = {**os.environ, "LIBMOUNT_FORCE_MOUNT2": "always"}
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, check=False)
     if result.returncode != 0:
         reason = result.stderr.decode(errors="replace").strip()[-300:]
         raise SandboxError(f"a session's disk could not be made: {command[0]}: {reason}")

@@ -9,6 +9,7 @@ repository in which an object is left that HEAD, its tags and the index do not r
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from polar_trl.cache import find_cache
 from polar_trl.errors import SandboxError
+from polar_trl.sandbox.owner import remove_tree
 from polar_trl.types import Task
 
 GIT_TIMEOUT_S = 600
@@ -64,7 +66,8 @@ def make_once(name: str, fill: Callable[[Path], None]) -> Path:
         fill(target)
         drop_commits_after_head(target)
 
-    return make_folder_once(find_cache("trees") / name, fill_and_drop)
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # in the options of a mount, ":" and "," end a folder's name
+    return make_folder_once(find_cache("trees") / plain, fill_and_drop)
 
 
 def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
@@ -73,6 +76,8 @@ def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
+            for left in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed
+                remove_tree(left)
             with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
                 made = Path(scratch) / "made"
                 made.mkdir()
@@ -83,9 +88,15 @@ def make_folder_once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 def drop_commits_after_head(tree: Path) -> None:
     """Remove refs and objects that HEAD does not reach; make a repository of one commit of a folder that is none."""
-    for nested in tree.glob("*/**/.git"):
-        _remove(nested)
     folder = tree / ".git"
+    for parent, names, files in os.walk(tree):  # and no glob, which follows links to folders of somebody else
+        if ".git" in names or ".git" in files:
+            if ".git" in names:
+                names.remove(".git")
+            if Path(parent) != tree:
+                _remove(Path(parent, ".git"))
+    if _is_whole(folder):
+        _drop_programs(folder)
     if not _is_whole(folder) or _git(tree, "rev-parse", "--quiet", "--verify", "HEAD^{commit}", check=False) is None:
         _start_over(tree)
         return
@@ -99,6 +110,18 @@ def drop_commits_after_head(tree: Path) -> None:
     _git(tree, "gc", "--quiet", "--prune=now")
     (folder / "gc.log").unlink(missing_ok=True)
     _require_only_head(tree)
+
+
+def _drop_programs(folder: Path) -> None:
+    """Drop settings by which git gc runs a program (gc.recentObjectsHook), and those that name further files of them.
+
+    The repository may be out of an image that nobody has looked into, and git runs here outside of any sandbox.
+    """
+    config = ("config", "--file", str(folder / "config"))
+    names = _git(folder.parent, *config, "--null", "--name-only", "--list", check=False) or ""
+    for name in set(names.split("\0")):
+        if name.startswith(("gc.", "include.", "includeif.")):
+            _git(folder.parent, *config, "--unset-all", name)
 
 
 def _drop_refs(tree: Path) -> None:
@@ -150,6 +173,8 @@ def _git(tree: Path, *words: str, check: bool = True) -> str | None:
     settings = ("safe.directory=*", "core.hooksPath=/dev/null", "core.fsmonitor=false", "core.autocrlf=false")
     command = ["git", *(word for setting in settings for word in ("-c", setting)), *words]
     env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "LC_ALL": "C", **_IDENTITY}
+    # a clone that left objects out would fetch them, by a program that its own settings may name
+    env |= {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
     env |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     try:
         done = subprocess.run(

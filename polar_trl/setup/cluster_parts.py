@@ -6,13 +6,17 @@ Refuses sandboxes from which an agent would reach the cluster's own ports (`Conf
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from polar_trl.cache import find_cache
 from polar_trl.cluster.backend import RemoteBackend, RemoteGrader
 from polar_trl.errors import ConfigError, TaskError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import NOBODY, GraderByTask, find_kind
 from polar_trl.sandbox.base import SandboxBackend
+from polar_trl.serving.connections import raise_open_file_limit
 from polar_trl.setup.run_setup import MachineRecipe, RunArguments, RunParts, build_limits, find_sandbox_kind
+from polar_trl.tasks.build.suite import install_environment
 from polar_trl.types import Task
 
 
@@ -24,10 +28,28 @@ class NodeRecipe:
 
     def build(self, tasks: Sequence[Task], checked: Sequence[Task]) -> tuple[SandboxBackend, Grader | None]:
         """Build what these tasks need, with a grader where anything says how to grade."""
+        raise_open_file_limit()  # of the process that has the connections of all agents of the node
+        _install_environments(tasks)
         parts = self.machine.build(tasks, checked)
         if parts.grader is None and any(map(find_kind, tasks)):
             return parts.backend, GraderByTask(parts.backend)
         return parts.backend, parts.grader
+
+
+def _install_environments(tasks: Sequence[Task]) -> None:
+    """Install the packages of tasks' tests where the trainer has them, see `tasks.environment.provide_python`."""
+    cache, done = find_cache("environments"), set()
+    for task in tasks:
+        tests = task.tests
+        if tests is None or not Path(tests.python).is_relative_to(cache) or tests.python in done:
+            continue
+        own = str(install_environment(Path(tests.requirements or "")))
+        if own != tests.python:
+            raise ConfigError(
+                f"task {task.id!r}: its tests run with {tests.python}, and here it would be {own}: the trainer has "
+                f"another build of Python than {sys.version}"
+            )
+        done.add(own)
 
 
 def build_cluster_parts(recipe: MachineRecipe, tasks: Sequence[Task]) -> RunParts:

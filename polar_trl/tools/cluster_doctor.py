@@ -88,9 +88,10 @@ def check_cluster(
     recipe = DoctorRecipe(kind=kind, image=image, mounts=mounts)
     backend = RemoteBackend(address, recipe, kind=kind, limits=Limits())
     try:
-        found = {}
+        found: dict[str, NodeCheckup] = {}
         for node_id, error in backend.set_up_all([build_task(delay_s)]).items():
             name = backend.name_node(node_id)
+            name = f"{name} ({node_id[:8]})" if name in found else name  # containers of one host have its name
             if error is not None:
                 found[name] = NodeCheckup(agents={}, problem=str(error))
                 continue

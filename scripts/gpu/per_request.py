@@ -9,13 +9,12 @@ The baseline of the paper's ablation. It trains the same sampled tokens, and for
 import runpy
 import sys
 
-from polar_trl.reconstruct import build_per_request
 from polar_trl.rollout import session_run
 
 
 def main() -> None:
     del sys.argv[0]
-    session_run.build_prefix_merged = build_per_request
+    session_run.BUILDER = "per_request"
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

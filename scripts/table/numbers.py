@@ -8,9 +8,9 @@ tasks, x is the rate of a task under a seed, p the mean of all, and the variance
 
 Their sum is the two-way clustered variance of Cameron, Gelbach and Miller (2011) without its third term, which is
 subtracted there: ours is never below it, and never negative. The interval is Wilson's at the effective sample size
-p (1 - p) / V, with Student's t in the place of the normal quantile, as Korn and Graubard (1998) do for surveys: their
-n_df = n_eff (z / t)^2. The degrees of freedom are Satterthwaite's (1946) for V_T + V_S. Three seeds that agree cost
-little; three that do not make it wide, as they should.
+p (1 - p) / V, times (z / t)^2 for Student's t in the place of the normal quantile z, as Korn and Graubard (1998) do
+for surveys (with the t of n - 1, which is nearly z, for z). The degrees of freedom are Satterthwaite's (1946) for
+V_T + V_S. Three seeds that agree cost little; three that do not make it wide, as they should.
 
 A gain is Newcombe's difference of two such rates; what tasks have in common falls out of it, seeds are taken as
 independent.
@@ -34,6 +34,8 @@ from polar_trl.grade.pass_at_k import (
 
 Counts = Mapping[str, TaskCount]
 """Graded and passed sessions by task id, of one trained model inside one agent."""
+_ROUNDING = 1e-20
+"""The mean of equal rates is rounded: a variance below this is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,7 @@ def _find_interval(
     of_tasks = sum((x - p) ** 2 for x in by_task) / num_tasks**2
     of_seeds = sum((x - p) ** 2 for x in by_seed) / (num_seeds * (num_seeds - 1))
     variance = of_tasks + of_seeds
-    if variance == 0.0:  # all tasks and seeds alike: as sure as one sample of each task would be
+    if variance < _ROUNDING:  # all tasks and seeds alike: as sure as one sample of each task would be
         return *wilson_interval(p, num_tasks), 1.0
     freedom = variance**2 / (of_tasks**2 / max(1, num_tasks - 1) + of_seeds**2 / (num_seeds - 1))
     ratio = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) / t_quantile((1 + CONFIDENCE) / 2, freedom)

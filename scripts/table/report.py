@@ -45,7 +45,7 @@ def build_report(
     tested = {agent for summary in summaries for agent in summary["evaluations"]}
     agents = list(agents or order_agents([*tested, *(model.agent for model in trained)]))
     seeds = sorted(seeds if seeds is not None else {model.seed for model in trained} or {0})
-    stages = list(stages or [stage for stage in STAGES if any(model.stage == stage for model in by_model)])
+    stages = [stage for stage in STAGES if stage in (stages or [model.stage for model in by_model])]
     cells = {stage: {agent: _build_cell(by_model, stage, agent, agent, seeds) for agent in agents} for stage in stages}
     final = next((stage for stage in ("both", "grpo", "sft") if stage in stages), None)
     done = [e for s in summaries for e in s["evaluations"].values() if e["state"] == "done"]
@@ -97,7 +97,6 @@ def _build_cell(
         "by_seed": {} if rate is None else {m.seed: x for m, x in zip(done, rate.by_seed, strict=True)},
         "gain": None if gain is None else {name: getattr(gain, name) for name in ("rate", "low", "high", "num_tasks")},
         "cost": cost,
-        "hours_per_point": _divide(cost, gain.rate if gain else None),
         "without_reward": sum(cell["sessions"]["failed"] for cell in done.values()) if done else None,
     }
 
@@ -116,13 +115,6 @@ def _average(costs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Average costs over seeds, in hours."""
     names = {"seconds": "hours", "cpu_seconds": "cpu_hours", "gpu_seconds": "gpu_hours"}
     return {ours: sum(cost[name] for cost in costs) / len(costs) / 3600 for name, ours in names.items()}
-
-
-def _divide(cost: Mapping[str, float] | None, gain: float | None) -> float | None:
-    """GPU-hours (CPU-hours where there was no GPU) per point of pass@1 gained; None where nothing was."""
-    if cost is None or gain is None or gain <= 0:
-        return None
-    return (cost["gpu_hours"] or cost["cpu_hours"]) / (100 * gain)
 
 
 def find_differences(by_model: Mapping[Model, Summary]) -> Iterator[str]:
@@ -198,7 +190,8 @@ def _render_table(report: Mapping[str, Any]) -> Iterator[str]:
 def _render_gains(report: Mapping[str, Any]) -> Iterator[str]:
     rows = [(agent, stage) for agent in report["agents"] for stage in report["stages"] if stage != BASE]
     costs = [report["cells"][stage][agent]["cost"] for agent, stage in rows]
-    unit = "GPU-hours" if any(cost and cost["gpu_hours"] for cost in costs) else "CPU-hours"
+    on_gpu = any(cost and cost["gpu_hours"] for cost in costs)
+    unit, key = ("GPU-hours", "gpu_hours") if on_gpu else ("CPU-hours", "cpu_hours")
     yield "## Gain over the base model, and its cost"
     yield ""
     yield f"Paired by task. Cost: training of one seed, its warm-start data included, in {unit}."
@@ -208,13 +201,13 @@ def _render_gains(report: Mapping[str, Any]) -> Iterator[str]:
     for agent, stage in rows:
         cell = report["cells"][stage][agent]
         by_seed = ", ".join(f"{100 * rate:.1f}" for rate in cell["by_seed"].values()) or "-"
-        cost, given_up = cell["cost"], cell["without_reward"]
-        hours = ["-", "-"]
+        cost, gain, given_up = cell["cost"], cell["gain"], cell["without_reward"]
+        hours = ["-"] * 3
         if cost is not None:
-            hours = [f"{cost['hours']:.2f}", f"{cost['gpu_hours'] or cost['cpu_hours']:.2f}"]
-        per_point = "-" if cell["hours_per_point"] is None else f"{cell['hours_per_point']:.3g}"
+            per_point = f"{cost[key] / (100 * gain['rate']):.3g}" if gain and gain["rate"] > 0 else "-"
+            hours = [f"{cost['hours']:.2f}", f"{cost[key]:.2f}", per_point]
         given_up = "-" if given_up is None else str(given_up)
-        yield _row([agent, TITLES[stage], render_gain(cell["gain"]), by_seed, *hours, per_point, given_up])
+        yield _row([agent, TITLES[stage], render_gain(gain), by_seed, *hours, given_up])
     yield ""
 
 

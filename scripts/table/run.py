@@ -1,8 +1,9 @@
 """Run the steps of a table one after the other, and keep what each took in `times.jsonl`.
 
-A step whose newest line says that the same command ended well is not run again. A step that was stopped or failed is:
-every command goes on with what its folder has (training from a checkpoint, evaluations with the sessions that are
-left), but for SFT, which begins again.
+A step whose folder is there, and whose newest line says that the same command ended well, is not run again. A step
+that was stopped or failed is: every command goes on with what its folder has (training from a checkpoint, evaluations
+with the sessions that are left), but for SFT, which begins again. Where what it needs was made anew since, it fails:
+its folder is of an earlier model.
 """
 
 import ctypes
@@ -40,8 +41,13 @@ def run_steps(steps: Sequence[Step], out: Path) -> list[str]:
             failed.append(step.name)
             say(f"{head}: left out, since {lacking[0]} failed")
             continue
-        last = read_times(out).get(step.name, [{}])[-1]
-        if last.get("status") == 0 and last.get("command") == list(step.command):
+        times, is_there = read_times(out), (out / step.name).exists()
+        last, newer = times.get(step.name, [{}])[-1], find_newer(times, step.name, step.needs)
+        if is_there and newer and step.goes_on:
+            failed.append(step.name)
+            say(f"{head}: {out / step.name} is of an earlier {newer[0]}; remove it, or give another --out")
+            continue
+        if is_there and not newer and last.get("status") == 0 and last.get("command") == list(step.command):
             say(f"{head} is there")
             continue
         say(f"{head}: {shlex.join(step.command)}")
@@ -89,16 +95,24 @@ def run_step(step: Step, out: Path) -> int:
 
 
 def read_times(out: Path) -> Mapping[str, list[dict[str, Any]]]:
-    """Read what the attempts of each step took, oldest first. A torn line is left out."""
+    """Read what the attempts of each step took, oldest first, and their place among all. A torn line is left out."""
     path = out / TIMES_FILE
     found: dict[str, list[dict[str, Any]]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for place, text in enumerate(lines):
         try:
-            line = json.loads(text)
-        except ValueError:
+            line = dict(json.loads(text)) | {"place": place}
+            found.setdefault(line["step"], []).append(line)
+        except (ValueError, TypeError, KeyError):
             continue
-        found.setdefault(line["step"], []).append(line)
     return found
+
+
+def find_newer(times: Mapping[str, Sequence[Mapping[str, Any]]], name: str, needs: Sequence[str]) -> list[str]:
+    """Find the steps of `needs` that ran after the newest attempt of a step: none where it has no attempt."""
+    if name not in times:
+        return []
+    return [other for other in needs if other in times and times[other][-1]["place"] > times[name][-1]["place"]]
 
 
 def count_gpus() -> int:

@@ -1,14 +1,13 @@
 """List the commands that make a table: warm-start data, SFT, GRPO, and evaluations, each as a user would type it."""
 
+import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
-
-from polar_trl.configs import find_config, find_packaged
+from polar_trl.configs import find_packaged, read_run_file
 from polar_trl.errors import ConfigError
 
 BASE = "base"
@@ -48,6 +47,8 @@ class Step:
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()
     """Steps that must have ended well before."""
+    goes_on: bool = True
+    """Run again, it goes on with what its folder has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,10 @@ class Settings:
         """Name the agent's run file."""
         return self.config.replace("{agent}", agent)
 
+    def read_config(self, agent: str) -> Mapping[str, object]:
+        """Read the agent's run file. Raises `ConfigError`."""
+        return read_run_file(self.name_config(agent))[0]
+
     @property
     def final(self) -> str | None:
         """The last stage, whose models the matrix has; None where nothing is trained."""
@@ -90,7 +95,7 @@ def parse_model(name: str) -> Model | None:
     agent, _, seed = rest.rpartition("-")
     if name == BASE:
         return Model(stage=BASE)
-    return Model(stage=stage, agent=agent, seed=int(seed)) if stage in STAGES and agent and seed.isdigit() else None
+    return Model(stage=stage, agent=agent, seed=int(seed)) if stage in STAGES and agent and seed.isdecimal() else None
 
 
 def name_cell(model: Model, agent: str) -> str:
@@ -136,7 +141,7 @@ def _list_training(model: Model, settings: Settings) -> Iterator[Step]:
             command = _build_sft(model, names[0], name, settings)
         else:
             command = _build_train(model, settings)
-        yield Step(name=name, command=tuple(command), needs=tuple(names[:place]))
+        yield Step(name=name, command=tuple(command), needs=tuple(names[:place]), goes_on=not name.startswith("sft-"))
 
 
 def _build_data(agent: str, name: str, settings: Settings) -> list[str]:
@@ -149,7 +154,7 @@ def _build_data(agent: str, name: str, settings: Settings) -> list[str]:
 def _build_sft(model: Model, data: str, name: str, settings: Settings) -> list[str]:
     flags = ["--model_name_or_path", find_packaged(find_base(settings, model.agent)), "--seed", str(model.seed)]
     flags += ["--dataset_name", str(settings.out / data / "dataset"), "--dataset_config", "tokens", *SFT_FLAGS]
-    of_run = read_config(settings.name_config(model.agent))
+    of_run = settings.read_config(model.agent)
     length = of_run.get("vllm_max_model_length")
     flags += ["--max_length", str(length)] if length else []
     flags += [word for key in OF_MACHINE if key in of_run for word in (f"--{key}", str(of_run[key]).lower())]
@@ -183,36 +188,25 @@ def _find_elsewhere(model: Model, settings: Settings) -> str | None:
 
 def find_base(settings: Settings, agent: str) -> str:
     """Find the model before training. Raises `ConfigError` where neither a flag nor the run file names one."""
-    name = settings.base or read_config(settings.name_config(agent)).get("model_name_or_path")
+    name = settings.base or settings.read_config(agent).get("model_name_or_path")
     if not name:
         raise ConfigError(f"{settings.name_config(agent)} names no model; give --base")
     return str(name)
 
 
-def read_config(name: str) -> Mapping[str, object]:
-    """Read a run file over its base, without TRL and torch, which the run's own reader loads. Raises `ConfigError`."""
-    path = find_config(name)
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name} is no run file, lines of `key: value`")
-    below = read_config(str(path.parent / find_packaged(str(content["base"])))) if "base" in content else {}
-    return {**below, **content}
-
-
 def require_saved(settings: Settings) -> None:
-    """Raise `ConfigError` for a run file whose run saves no model: there would be nothing to evaluate."""
-    if not {"grpo", "both"} & set(settings.stages) or "--save_strategy" in settings.train:
-        return
-    for agent in settings.agents:
-        if agent not in settings.trained and read_config(settings.name_config(agent)).get("save_strategy") in (
-            "no",
-            False,
-        ):
+    """Raise `ConfigError` where a run would save no model: there would be nothing to evaluate."""
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags.add_argument("--save_strategy")
+    given = flags.parse_known_args(settings.train)[0].save_strategy
+    for agent in settings.agents if {"grpo", "both"} & set(settings.stages) else ():
+        if agent in settings.trained:
+            continue
+        source, value = f"--train={shlex.join(settings.train)}", given
+        if given is None:
+            source, value = settings.name_config(agent), settings.read_config(agent).get("save_strategy")
+        if value in ("no", False):  # YAML's `no` is false
             flag = shlex.quote("--save_strategy steps")
             raise ConfigError(
-                f"{settings.name_config(agent)} has save_strategy: no, so that its runs leave no model to evaluate; "
-                f"give --train {flag}"
+                f"{source} has save_strategy: no, so that its runs leave no model to evaluate; give --train {flag}"
             )

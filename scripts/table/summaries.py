@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from table.run import read_times
+from table.report import build_report, render_report
+from table.run import find_newer, read_times
 from table.steps import STAGES, Model, list_training, name_cell, parse_model
 
 from polar_trl.errors import ConfigError, PolarError
@@ -15,7 +16,7 @@ from polar_trl.grade.base import PASSING_REWARD
 from polar_trl.run_folder import SETTINGS_FILE, SUMMARY_FILE, write_whole
 
 FOLDER = "summaries"
-UNREADABLE = (PolarError, OSError, ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (PolarError, OSError, ValueError, LookupError, TypeError, AttributeError)
 """What a broken file of one cell raises; the other cells are a table all the same."""
 _OF_RUN = (
     *("steps", "seconds", "reward_first_quarter", "reward_last_quarter", "sampled_tokens", "trained_tokens"),
@@ -42,20 +43,19 @@ def find_agents(out: Path) -> list[str]:
 
 
 def build_summaries(
-    out: Path, models: Sequence[Model], agents: Sequence[str], trained: Mapping[str, str] = {}
+    out: Path, models: Sequence[Model], agents: Sequence[str], trained: Mapping[Model, str] = {}
 ) -> list[dict[str, Any]]:
     """Build a summary of each model.
 
     Args:
         agents: Inside which models may have been evaluated.
-        trained: Folders of models of stage grpo that were trained elsewhere.
+        trained: Folders of models that were trained elsewhere.
     """
     times = read_times(out)
     summaries = []
     for model in models:
-        elsewhere = trained.get(model.agent) if model.stage == "grpo" else None
-        folder = out / model.name if elsewhere is None else Path(elsewhere)
-        steps = list_training(model)
+        folder = Path(trained.get(model, out / model.name))
+        steps = [] if model in trained else list_training(model)
         summaries.append(
             {
                 **asdict(model),
@@ -65,9 +65,7 @@ def build_summaries(
                 "evaluations": {
                     agent: found
                     for agent in agents
-                    if (
-                        found := read_evaluation(out / name_cell(model, agent), times.get(name_cell(model, agent), []))
-                    )
+                    if (found := read_evaluation(out / name_cell(model, agent), times, steps))
                 },
             }
         )
@@ -92,10 +90,14 @@ def load_summaries(folder: Path) -> list[dict[str, Any]]:
     summaries = []
     for path in paths:
         try:
-            summaries.append(dict(json.loads(path.read_text(encoding="utf-8"))))
-            Model(**{name: summaries[-1][name] for name in ("stage", "agent", "seed")})
+            summary = dict(json.loads(path.read_text(encoding="utf-8")))
+            name = Model(**{name: summary[name] for name in ("stage", "agent", "seed")}).name
+            list(render_report(build_report([summary])))
         except UNREADABLE as error:
             raise ConfigError(f"{path} is no summary of a model: {error!r}") from error
+        if name != path.stem:
+            raise ConfigError(f"{path} is the summary of {name}; give it that name")
+        summaries.append(summary)
     return summaries
 
 
@@ -136,16 +138,25 @@ def read_cost(folder: Path) -> dict[str, float] | None:
         return None
 
 
-def read_evaluation(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def read_evaluation(
+    folder: Path, times: Mapping[str, Sequence[Mapping[str, Any]]] = {}, training: Sequence[str] = ()
+) -> dict[str, Any] | None:
     """Read state, numbers and graded sessions of one cell; None for one that nothing is known of.
 
-    States: "begun" (sessions are there, a summary is not), "failed", "no pass@1", "unreadable" (`error` says why),
-    "done".
+    States: "begun" (a summary is not there, or has not all sessions), "failed", "of an earlier model", "no pass@1",
+    "unreadable" (`error` says why), "done".
+
+    Args:
+        times: Of `read_times`.
+        training: Steps that the model is made by.
     """
+    attempts = times.get(folder.name, [])
     cost = {"cost": sum_cost({folder.name: attempts}, [folder.name])}
     path = folder / SUMMARY_FILE
     if attempts and attempts[-1]["status"] not in (0, 130):
         return {"state": "failed", **cost}
+    if find_newer(times, folder.name, training):
+        return {"state": "of an earlier model", **cost}
     if not path.exists():
         return {"state": "begun", **cost} if (folder / SETTINGS_FILE).exists() else None
     try:
@@ -153,9 +164,10 @@ def read_evaluation(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> dict
         found = {name: summary[name] for name in _OF_EVALUATION}
         if summary["pass_at"].get("1") is None:
             return {"state": "no pass@1", **found, **cost}
+        if summary["sessions"]["missing"]:
+            return {"state": "begun", **found, **cost}
         counts = count_tasks(folder, summary["num_samples"])
-        found |= {"pass_at_1": summary["pass_at"]["1"], "counts": counts, **_read_settings(folder)}
-        return {"state": "done", **found, **cost}
+        return {"state": "done", **found, "counts": counts, **_read_settings(folder), **cost}
     except UNREADABLE as error:
         return {"state": "unreadable", "error": f"{path}: {error!r}", **cost}
 

@@ -40,6 +40,17 @@ def test_a_task_finds_its_files_where_they_were_laid(tmp_path: Path, monkeypatch
     assert move(Task(id="plain", instruction="x"), places) == Task(id="plain", instruction="x")
 
 
+def test_a_folder_that_is_named_by_a_link_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path / "node"))
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/file").write_text("1")
+    (tmp_path / "link").symlink_to("tree")
+    packed = pack(str(tmp_path / "link"))
+    unpack(packed)
+    assert (find_place(packed.path, packed.digest) / "file").read_text() == "1"
+    assert not find_place(packed.path, packed.digest).is_symlink()
+
+
 def test_what_changes_is_sent_anew(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     first = pack(str(tmp_path / "a"))

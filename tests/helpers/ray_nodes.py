@@ -39,17 +39,9 @@ class RayNodes:
         self.token = self.folder / "token"
         self.token.write_text(_TOKEN)
         self._environment = pytest.MonkeyPatch()
-        for name, value in {
-            "RAY_TMPDIR": str(self.folder),
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self.token),
-            # by default Ray takes half a minute to notice that a node is dead
-            "RAY_memory_monitor_refresh_ms": "0",
-            "GRPC_ENABLE_FORK_SUPPORT": "0",  # docs/cluster.md says why
-            "RAY_health_check_period_ms": "1000",
-        }.items():
+        for name, value in {"RAY_TMPDIR": str(self.folder), "RAY_AUTH_TOKEN_PATH": str(self.token)}.items():
             self._environment.setenv(name, value)
-        from ray.cluster_utils import Cluster  # reads them
+        from ray.cluster_utils import Cluster  # reads them; more are set in tests/conftest.py
 
         self._cluster = Cluster()
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -110,6 +110,42 @@ def test_a_repository_inside_is_no_repository_any_more(repo: Path) -> None:
     assert (tree / "vendor" / "lib" / "m.py").read_text() == "inner"
 
 
+def test_a_repository_cannot_have_git_run_a_program(repo: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    git(repo, "config", "gc.recentObjectsHook", f"touch {ran}")
+    git(repo, "config", "include.path", "../more")
+    assert "touch" not in (prepare_work_tree(repo) / ".git/config").read_text()
+    assert "../more" not in (prepare_work_tree(repo) / ".git/config").read_text()
+    # of a clone that left an object out, which git would fetch in the way that the clone's settings name
+    blob = git(repo, "rev-parse", "HEAD:m.py")
+    for pack in (repo / ".git/objects/pack").glob("*.pack"):
+        pack.rename(tmp_path / "pack")
+        with (tmp_path / "pack").open("rb") as file:
+            subprocess.run(["git", "unpack-objects", "-q"], cwd=repo, stdin=file, check=True)
+    (repo / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    (repo / ".git/index").unlink()
+    for name, value in {
+        "core.repositoryformatversion": "1",
+        "extensions.partialclone": "lost",
+        "protocol.ext.allow": "always",
+        f"url.ext::sh -c touch% {ran} #.insteadOf": "lost",
+    }.items():
+        git(repo, "config", name, value)
+    with pytest.raises(SandboxError, match="git repack failed"):
+        prepare_work_tree(repo)
+    assert not ran.exists()
+
+
+def test_a_repository_behind_a_link_in_the_folder_is_left_alone(repo: Path, tmp_path: Path) -> None:
+    before = read_everything(repo)
+    (tmp_path / "work" / "sub").mkdir(parents=True)
+    for link in ("work/link", "work/sub/link"):
+        (tmp_path / link).symlink_to(repo)
+    tree = prepare_work_tree(tmp_path / "work")
+    assert read_everything(repo) == before
+    assert (tree / "link").is_symlink() and (tree / "sub" / "link").is_symlink()
+
+
 @pytest.mark.parametrize("way", ["a link", "a folder of links", "a common folder"])
 def test_a_repository_that_lies_elsewhere_is_left_alone(repo: Path, tmp_path: Path, way: str) -> None:
     before, work = read_everything(repo), tmp_path / "work"
@@ -169,6 +205,16 @@ def test_the_agent_gets_such_a_tree(repo: Path, tmp_path: Path) -> None:
         assert log.stdout == "base\nfirst\n0\n", log.stderr
     finally:
         sandbox.destroy()
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path: Path) -> None:
+    source, left = tmp_path / "plain", tmp_path / "cache" / "trees"
+    source.mkdir()
+    (source / "a").write_text("1")
+    made = prepare_work_tree(source)
+    made.rename(left / f".{made.name}-abc")
+    assert prepare_work_tree(source) == made
+    assert sorted(path.name for path in left.iterdir()) == [f".{made.name}.lock", made.name]
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from launch import find_warm_python
 from table.numbers import estimate_gain_over_seeds, estimate_over_seeds, t_quantile
 from table.report import build_report, render_report
 from table.steps import Settings, list_steps
-from table.summaries import build_summaries, find_agents, find_models
+from table.summaries import build_summaries, find_agents, find_models, load_summaries, write_summaries
 
+from polar_trl.errors import ConfigError
 from polar_trl.eval.sample_tasks import SampleResult
 from polar_trl.eval.summary import build_summary
 from polar_trl.grade.pass_at_k import TaskCount, estimate_pass_rate, wilson_interval
@@ -158,6 +160,39 @@ def test_a_table_of_seeds_with_missing_cells_and_what_a_point_costs(tmp_path: Pa
     assert wanted["cells"]["sft"]["pi"]["states"] == ["missing"] and wanted["cells"]["sft"]["pi"]["num_wanted"] == 2
 
 
+def record_run(folder: Path, seconds: float, gpus: int, **keys: Any) -> None:
+    """A run as `polar-trl train` leaves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    start = {"processes": 8, "hardware": {"gpus": ["H100"] * gpus, "cpus": 2}, "git_commit": folder.name}
+    (folder / "summary.json").write_text(json.dumps({"seconds": seconds}))
+    (folder / "settings.json").write_text(json.dumps({"starts": [start]} | keys))
+
+
+def test_a_model_that_was_trained_elsewhere_is_that_of_one_seed(tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    record_cell(out, "base__pi", 2)
+    for seed in (0, 1):
+        record_cell(out, f"grpo-pi-{seed}__pi", 5)
+        record_run(out / f"grpo-pi-{seed}", 3600, gpus=0)
+    record_run(elsewhere, 7200, gpus=8)
+    done = call("--render-only", "--out", str(out), "--trained", f"pi={elsewhere}")
+    assert done.returncode == 0, done.stderr
+    summaries = [json.loads((out / "summaries" / f"grpo-pi-{seed}.json").read_text()) for seed in (0, 1)]
+    assert [s["training"]["git_commit"] for s in summaries] == ["elsewhere", "grpo-pi-1"]
+    assert [s["cost"]["gpu_seconds"] for s in summaries] == [8 * 7200, 0]
+    assert read_rows(done.stdout, "Gain over the base model, and its cost")["pi"][3:5] == ["1.50", "8.00"]
+
+
+def test_costs_of_a_column_have_one_unit(tmp_path: Path) -> None:
+    for agent, gpus in (("codex", 8), ("pi", 0)):
+        record_cell(tmp_path, f"base__{agent}", 2)
+        record_cell(tmp_path, f"grpo-{agent}-0__{agent}", 5)
+        record_run(tmp_path / f"grpo-{agent}-0", 3600, gpus=gpus)
+    gains = read_rows("\n".join(render_report(report_of(tmp_path))), "Gain over the base model, and its cost")
+    assert gains["agent"][4] == "GPU-hours"
+    assert (gains["codex"][4:6], gains["pi"][4:6]) == (["8.00", "0.24"], ["0.00", "0"])
+
+
 def counts(*passed: int, graded: int = 1) -> dict[str, TaskCount]:
     return {f"t{i}": TaskCount(num_graded=graded, num_passed=number) for i, number in enumerate(passed)}
 
@@ -189,6 +224,9 @@ def test_intervals_over_seeds_of_known_answer() -> None:
     # all alike: no surer than one sample of each task
     found = estimate_over_seeds([counts(4, 4, 4, graded=4)] * 3)
     assert found is not None and (found.rate.low, found.rate.high) == wilson_interval(1.0, 3)
+    # also where the mean of equal rates is rounded
+    found = estimate_over_seeds([counts(*[1] * 8, graded=3)] * 3)
+    assert found is not None and (found.rate.low, found.rate.high) == pytest.approx(wilson_interval(1 / 3, 8))
     # a task that one seed has no grade for is in none
     found = estimate_over_seeds([counts(1, 0), counts(1)])
     assert found is not None and (found.by_task, found.rate.num_tasks) == ({"t0": 1.0}, 1)
@@ -266,6 +304,17 @@ def test_one_broken_cell_leaves_the_others_alone(tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in report["differences"]] == ["base__claude_code"]
     assert text.count(f"\nbase__codex: {tmp_path}/base__codex/summary.json: JSONDecodeError(") == 1
     assert f"{tmp_path}/grpo-qwen_code-0__qwen_code/results.jsonl, line 1" in text
+
+
+def test_an_evaluation_that_lacks_sessions_and_a_run_without_a_start(tmp_path: Path) -> None:
+    record_cell(tmp_path, "grpo-pi-0__pi", 2)
+    record_run(tmp_path / "grpo-pi-0", 10, gpus=0, starts=[])
+    path = tmp_path / "grpo-pi-0__pi" / "summary.json"
+    summary = json.loads(path.read_text())
+    assert report_of(tmp_path)["cells"]["grpo"]["pi"]["num_done"] == 1
+    summary["sessions"]["missing"] = 1
+    path.write_text(json.dumps(summary))
+    assert report_of(tmp_path)["cells"]["grpo"]["pi"]["states"] == ["begun"]
 
 
 # The driver, with a program in the place of the project's commands.
@@ -366,6 +415,27 @@ def test_the_stages_of_an_agent_and_what_is_run_again(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
     parts = [line["seconds"] for line in lines if line["step"] in ("data-pi", "sft-pi-0", "both-pi-0")]
     assert len(parts) == 3 and costs["seconds"] == pytest.approx(sum(parts), abs=0.01)
+
+
+def test_what_is_of_an_earlier_model_is_not_taken_for_the_present_ones(tmp_path: Path) -> None:
+    keys = ("--agents", "pi", "--stages", "base", "sft", "both")
+    command, out = drive(tmp_path, *keys), tmp_path / "out"
+    assert run(command).returncode == 0
+    take_calls(out)
+    command += ["--sft=--max_steps 3"]
+    done = run(command)
+    assert done.returncode == 1 and take_calls(out) == ["sft-pi-0"]
+    assert (
+        f"sft-pi-0__pi: {out}/sft-pi-0__pi is of an earlier sft-pi-0; remove it, or give another --out" in done.stderr
+    )
+    assert "both-pi-0__pi: left out, since both-pi-0 failed" in done.stderr
+    row = read_rows(done.stdout)["pi"][-3:]
+    assert row[0].startswith("33.3 (") and row[1:] == ["of an earlier model"] * 2
+    for name in ("sft-pi-0__pi", "both-pi-0", "both-pi-0__pi"):
+        shutil.rmtree(out / name)
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert take_calls(out) == ["sft-pi-0__pi", "both-pi-0", "both-pi-0__pi"]
 
 
 @pytest.mark.parametrize(
@@ -469,6 +539,12 @@ def test_the_documented_commands() -> None:
         (["--out", "o", "--trained", "pi=a", "--trained", "pi=b"], "--trained names 'pi' twice"),
         (["--out", "o", "--base", "m", "--agents", "pi", "pi"], "--agents names 'pi' twice"),
         (["--out", "o", "--seeds", "1", "1"], "--seeds names 1 twice"),
+        (["--render-only", "--out", "o", "--agents", "pi", "pi"], "--agents names 'pi' twice"),
+        (["--out", "o", "--seeds=-1"], "'-1' is no seed, a whole number from 0"),
+        (
+            ["--render-only", "--out", "o", "--", "--limit", "3"],
+            "what follows -- is for evaluations, and --render-only",
+        ),
         (["--out", "o", "--stages", "rl"], "invalid choice: 'rl'"),
         (
             ["--out", "o", "--base", "m", "--config", "no/{agent}.yaml"],
@@ -491,9 +567,32 @@ def test_one_sentence(arguments: list[str], message: str) -> None:
             ["--out", "o", "--agents", "pi", "--config", "ladder_pi"],
             "ladder_pi has save_strategy: no, so that its runs leave no model to evaluate; give --train '--save_str",
         ),
+        (
+            ["--out", "o", "--agents", "pi", "--train=--save_strategy=no"],
+            "--train=--save_strategy=no has save_strategy: no, so that its runs leave no model",
+        ),
         (["--render-only", "--from", "docs"], "docs has no summaries of models, such as base.json"),
     ],
 )
 def test_what_a_file_says_wrong_is_one_sentence(arguments: list[str], message: str) -> None:
     done = call(*arguments)
     assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(f"reproduce_table: {message}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"evaluations": None}, "base.json is no summary of a model: TypeError("),
+        ({"evaluations": {"pi": {"state": "done"}}}, "base.json is no summary of a model: KeyError("),
+        ({"stage": "grpo", "agent": "pi"}, "base.json is the summary of grpo-pi-0; give it that name"),
+    ],
+)
+def test_a_summary_that_cannot_be_used_is_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    record_cell(tmp_path, "base__pi", 2)
+    (summary,) = build_summaries(tmp_path, find_models(tmp_path), find_agents(tmp_path))
+    write_summaries(tmp_path, [summary])
+    path = tmp_path / "summaries" / "base.json"
+    assert load_summaries(path.parent) == [json.loads(path.read_text())]
+    path.write_text(json.dumps(summary | changed))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_summaries(path.parent)

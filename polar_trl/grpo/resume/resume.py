@@ -25,6 +25,7 @@ from polar_trl.grpo.logs.trained_log import rewind_trained
 from polar_trl.grpo.resume import checkpoint
 from polar_trl.grpo.resume.checkpoint import RankState, RunState
 from polar_trl.grpo.rollouts.source import RolloutSource
+from polar_trl.grpo.run.best import find_best
 from polar_trl.grpo.run.machines import failing_together, require_alike
 from polar_trl.grpo.step import TrainingStep
 from polar_trl.grpo.trl_bridge import TrlBridge
@@ -134,6 +135,10 @@ class Resume:
         if self.args.should_save:
             checkpoint.begin_checkpoint(folder)
         self.accelerator.wait_for_everyone()
+        # transformers knows no other than the best evaluation of all, whose step may have no checkpoint
+        best = find_best(state.log_history, output_dir, self.args)
+        if best is not None and best["checkpoint"] is not None:
+            state.best_model_checkpoint = str(output_dir / best["checkpoint"])
         with self.without_limit():  # the older ones are still needed
             save_model()
         rank, rounded = self.accelerator.process_index, self.policy_weights.rounded
@@ -143,8 +148,8 @@ class Resume:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoint.finish_checkpoint(folder, self._get_run_state(), is_resumable=not self.args.save_only_model)
-            limit, best = self.args.save_total_limit, state.best_model_checkpoint
-            checkpoint.rotate_checkpoints(output_dir, limit=limit, best=best)
+            limit = self.args.save_total_limit
+            checkpoint.rotate_checkpoints(output_dir, limit=limit, best=state.best_model_checkpoint)
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
-from polar_trl.grpo.logs.evaluations import list_evaluations
+from polar_trl.errors import ConfigError
+from polar_trl.grpo.logs.evaluations import FIGURES, find_evaluations, list_evaluations
 from polar_trl.run_folder import BEST_FILE, write_whole
 
 
@@ -19,16 +20,21 @@ def name_best_metric(metric: str, sets: Sequence[str]) -> str:
 
 
 def find_best(
-    log_history: Sequence[Mapping[str, Any]], folder: Path, *, metric: str | None, greater_is_better: bool | None
+    log_history: Sequence[Mapping[str, Any]], folder: Path, args: TrainingArguments
 ) -> dict[str, Any] | None:
-    """Find the best evaluation during training, as transformers does: the first of equal ones.
+    """Find the best evaluation among those whose step has a checkpoint, or among all where none has; the first of
+    equal ones, as in transformers.
+
+    Args:
+        folder: The run's.
+        args: The metric, and whether a greater one is better.
 
     Returns:
         `step`, `metric`, `value`, `set` and the figures of that evaluation, and `checkpoint`, the name of its folder
-        (None where none was saved at that step). None where nothing was evaluated, or there is no metric.
+        or None. None where nothing was evaluated, or there is no metric.
     """
-    key = f"eval_{(metric or '').removeprefix('eval_')}"
-    sign = -1 if greater_is_better is False else 1
+    key = _name_key(args)
+    sign = -1 if args.greater_is_better is False else 1
     points = [
         (entry["step"], entry[key])
         for entry in log_history
@@ -37,12 +43,23 @@ def find_best(
     ]
     if not points:
         return None
-    step, value = max(points, key=lambda point: sign * point[1])
+    saved = [point for point in points if (folder / f"checkpoint-{point[0]}").is_dir()]
+    step, value = max(saved or points, key=lambda point: sign * point[1])
     figures = [found for found in list_evaluations(log_history) if found["step"] == step]
-    of_set = next((f for f in figures if not f["set"] or key.startswith(f"eval_{f['set']}_")), {})
-    name = f"checkpoint-{step}"
-    is_there = (folder / name).is_dir()
-    return {**of_set, "step": step, "metric": key, "value": value, "checkpoint": name if is_there else None}
+    sets = [found for found in figures if key.startswith(_name_prefix(found["set"]))]
+    of_set = max(sets, key=lambda found: len(found["set"]), default={})
+    name = f"checkpoint-{step}" if saved else None
+    return {**of_set, "step": step, "metric": key, "value": value, "checkpoint": name}
+
+
+def write_best(
+    log_history: Sequence[Mapping[str, Any]], folder: Path, args: TrainingArguments
+) -> dict[str, Any] | None:
+    """Find the best evaluation, and write it to `best.json` if it has a checkpoint."""
+    best = find_best(log_history, folder, args)
+    if best is not None and best["checkpoint"] is not None:
+        write_whole(folder / BEST_FILE, (json.dumps(best, indent=2) + "\n").encode())
+    return best
 
 
 class BestCheckpoint(TrainerCallback):
@@ -62,13 +79,32 @@ class BestCheckpoint(TrainerCallback):
         if self._names and args.metric_for_best_model is not None:
             args.metric_for_best_model = name_best_metric(args.metric_for_best_model, self._names)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
+        """Make an evaluation without a graded session comparable for transformers: NaN is never the best.
+
+        Raises `ConfigError` for a metric that evaluations do not have.
+        """
+        key = _name_key(args)
+        prefixes = [prefix for name in ("", *self._names) if key.startswith(prefix := _name_prefix(name))]
+        if args.metric_for_best_model is None or max(prefixes, key=len) not in find_evaluations(metrics):
+            return  # of another set
+        if metrics.get(key) is None:
+            if key not in metrics and not key.endswith(tuple(f"_{name}" for name in FIGURES)):
+                known = ", ".join(sorted(name.removeprefix("eval_") for name in metrics if name.startswith("eval_")))
+                name = args.metric_for_best_model
+                raise ConfigError(f"metric_for_best_model is {name!r}, which no evaluation has; they have {known}")
+            metrics[key] = math.nan
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the best one so far, on rank 0."""
-        best = find_best(
-            state.log_history,
-            self._folder,
-            metric=args.metric_for_best_model,
-            greater_is_better=args.greater_is_better,
-        )
-        if best is not None and state.is_world_process_zero:
-            write_whole(self._folder / BEST_FILE, (json.dumps(best, indent=2) + "\n").encode())
+        if state.is_world_process_zero:
+            write_best(state.log_history, self._folder, args)
+
+
+def _name_key(args: TrainingArguments) -> str:
+    return f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
+
+
+def _name_prefix(name: str) -> str:
+    """Return how the metrics of an evaluation set begin; "" is the only set."""
+    return f"eval_{name}_" if name else "eval_"

@@ -11,7 +11,7 @@ from polar_trl.grpo.logs.evaluations import compare_evaluations, format_solved
 from polar_trl.grpo.logs.summary import build_summary, write_summary
 from polar_trl.grpo.logs.terminal import format_duration, say
 from polar_trl.grpo.resume.checkpoint import GO_ON, explain_dead_end, find_checkpoint
-from polar_trl.grpo.run.best import find_best
+from polar_trl.grpo.run.best import write_best
 
 
 def finish_run(
@@ -23,7 +23,7 @@ def finish_run(
     is_saved: bool,
     is_held_out: bool,
 ) -> None:
-    """Write `summary.json` and `rewards.png`, and say what the run came to. One rank calls it.
+    """Write `summary.json`, `best.json` and `rewards.png`, and say what the run came to. One rank calls it.
 
     Args:
         log_history: `trainer.state.log_history`.
@@ -32,7 +32,7 @@ def finish_run(
         is_saved: Whether the model is in the folder.
         is_held_out: Whether no task of an evaluation was trained.
     """
-    best = find_best(log_history, folder, metric=args.metric_for_best_model, greater_is_better=args.greater_is_better)
+    best = write_best(log_history, folder, args)
     try:
         summary = build_summary(log_history, seconds=seconds) | {"best": best}
     except ConfigError as error:  # nothing was logged, and the model is trained all the same
@@ -49,7 +49,8 @@ def finish_run(
     if best is not None:
         say(f"best:       {best['checkpoint'] or 'not saved'}, step {best['step']}: {describe_best(best)}")
     say(f"model:      {folder if is_saved else 'not saved (save_strategy is no)'}")
-    say(f"picture:    {folder / 'rewards.png'}")
+    if (picture := folder / "rewards.png").exists():  # nothing was logged otherwise
+        say(f"picture:    {picture}")
     say(f"look at it: polar-trl inspect {folder}")
     say(f"check it:   polar-trl replay {folder}")
 

@@ -57,7 +57,8 @@ class EngineSync:
         with self.phases.measure(mode, "sleep"):
             self.proxy.hold()
             self.generation.sleep()
-        self.trl.log(mode, {"polar/prompt_cached": self.generation.engine.take_prompt_cached()})
+        if (share := self.generation.engine.take_prompt_cached()) is not None:
+            self.trl.log(mode, {"polar/prompt_cached": share})
 
     def push(self, mode: str) -> None:
         """Give the engine the trainer's weights if they have changed since the last push (a collective)."""

@@ -15,10 +15,10 @@ Refuses tasks that ask for a network, or without an image for files of the syste
 import logging
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from polar_trl.sandbox.base import HOME, SHELL, Capabilities, ExecResult, Sandbo
 from polar_trl.sandbox.bases import Base
 from polar_trl.sandbox.bwrap.command import BwrapCommand
 from polar_trl.sandbox.bwrap.images import Image, Images, find_layers
-from polar_trl.sandbox.bwrap.options import Root, build_options
+from polar_trl.sandbox.bwrap.options import Root, build_limits, build_options
 from polar_trl.sandbox.cgroup import Cgroup, can_limit, reap_cgroups
 from polar_trl.sandbox.disk import (
     TERMINALS,
@@ -58,6 +58,7 @@ from polar_trl.sandbox.owner import (
     make_session_folder,
     reap_session_folders,
     remove_session_folder,
+    remove_tree,
 )
 from polar_trl.sandbox.python import find_python
 from polar_trl.sandbox.seccomp import build_filter
@@ -130,15 +131,14 @@ class BwrapSandboxBackend(SandboxBackend):
         self._default = image
         self._images = Images(image, self._take_tree)
         reap_cgroups(reap_session_folders(self._root))
-        try:
-            self._try_out()
-        except SandboxError as error:
-            if os.geteuid() != 0:
-                raise
+        fault = self._try_out()
+        if fault and os.geteuid() == 0:
             # a kernel without user namespaces has none to deny; the filter and the lack of capabilities are left
+            logger.warning("trying sandboxes without a user namespace of their own: %s", fault)
             self._setup = replace(self._setup, has_userns=False)
-            self._try_out()
-            logger.warning("sandboxes have no user namespace of their own: %s", error)
+            fault = self._try_out()
+        if fault:
+            raise SandboxError(f"bubblewrap cannot run a command here: {fault}")
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Unpack missing images and prepare the work trees. Raises `SandboxError`."""
@@ -210,15 +210,21 @@ class BwrapSandboxBackend(SandboxBackend):
             return
         raise SandboxError(f"task {task.id}: {reason}; use the docker sandbox")
 
-    def _try_out(self) -> None:
-        """Raise `SandboxError` where the system lets this user make no such sandbox."""
+    def _try_out(self) -> str:
+        """Return why the system lets bubblewrap run no command; "" where it does.
+
+        Raises `SandboxError` for every other reason, such as an image that is not there.
+        """
         sandbox = self.create(Task(id="trial", instruction=""), "trial")
         try:
             result = sandbox.run("true", env={}, timeout_s=TRIAL_TIMEOUT_S)
+        except SandboxError as error:
+            return str(error)
         finally:
             sandbox.destroy()
-        if result.exit_code != 0:
-            raise SandboxError(f"bubblewrap cannot run a command here: {result.stderr.strip()[-300:]}")
+        if result.timed_out:
+            raise SandboxError(f"a first command in bubblewrap did not end within {TRIAL_TIMEOUT_S:g} s")
+        return "" if result.exit_code == 0 else result.stderr.strip()[-300:] or f"exit code {result.exit_code}"
 
 
 class BwrapSandbox(HostFolders):
@@ -323,11 +329,15 @@ class BwrapSandbox(HostFolders):
         if self._root is None:
             raise SandboxError("a bubblewrap sandbox without an image has no files of its own outside of its folders")
         place = str(check_upload(source, target, has_writable_root=self._has_writable_root))
-        copy = self._files.base / "uploads" / str(len(self._uploads))
+        uploads = self._files.base / "uploads"
         try:
-            shutil.copytree(source, copy, symlinks=True)
+            uploads.mkdir(exist_ok=True)
+            copy = Path(tempfile.mkdtemp(dir=uploads))
+            shutil.copytree(source, copy, symlinks=True, dirs_exist_ok=True)
         except (OSError, shutil.Error) as error:
             raise SandboxError(f"cannot upload {source} to {target}: {error}") from error
+        if (earlier := self._uploads.get(place)) is not None:
+            remove_tree(earlier)
         self._uploads[place] = copy
 
     def _start(self, command: str, env: Mapping[str, str]) -> tuple[BwrapCommand, int]:
@@ -368,7 +378,7 @@ class BwrapSandbox(HostFolders):
         else:
             joins = "; ".join(f"echo $$ > '{path}'" for path in self._cgroup.join_files)
             join = ["sh", "-c", f'set -e; {joins}; exec "$@"', "sh"]
-        return [*join, *self._network.build_prefix(), "prlimit", *_build_limits(sizes)]
+        return [*join, *self._network.build_prefix(), "prlimit", *build_limits(sizes)]
 
     def _find_root(self) -> Path | None:
         """Return the path by which this process reaches the image's files, links in which lead anywhere."""
@@ -407,16 +417,6 @@ class BwrapSandbox(HostFolders):
             terminals=terminals,
             root=self._root,
         )
-
-
-def _build_limits(sizes: Mapping[str, int]) -> list[str]:
-    """Build the words of prlimit(1), which cannot raise what is lower already."""
-    words = []
-    for name, size in sizes.items():
-        _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
-        least = size if hard == resource.RLIM_INFINITY else min(size, hard)
-        words.append(f"--{name}={least}:{least}")
-    return words
 
 
 def _require_version() -> None:

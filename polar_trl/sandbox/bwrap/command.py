@@ -38,6 +38,8 @@ class BwrapCommand:
     def __init__(
         self, prefix: Sequence[str], options: Sequence[str], command: Sequence[str], *, seccomp: bytes, path: str
     ) -> None:
+        if any("\0" in word for word in options):
+            raise ValueError("a NUL character in one of its variables or paths")  # where the next option would begin
         status, status_end = os.pipe()
         given = [status_end]
         try:

@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 PAUSES_S = (2.0, 5.0, 15.0, 45.0)
 RECORD = "image.json"
-_UNREADABLE = (OSError, EOFError, tarfile.TarError, zlib.error, ZstdError, ValueError, LookupError, TypeError)
+_UNREADABLE = (
+    *(OSError, EOFError, tarfile.TarError, zlib.error, ZstdError),
+    *(ValueError, LookupError, TypeError, AttributeError, OverflowError),
+)
 """Errors of an archive, or of a reply, that is no image."""
 
 
@@ -124,6 +127,7 @@ def read_image(folder: Path) -> Image:
 def _pull(name: str, is_stopped: Callable[[], bool], pause: Callable[[float], object] | None) -> Image:
     # only here: the clients of engines and registries take their time to load
     import requests
+    from docker.errors import DockerException
 
     from polar_trl.sandbox.bwrap.registry import RETRIED, DXFError, RemoteImage
     from polar_trl.sandbox.docker.client import retry
@@ -131,6 +135,8 @@ def _pull(name: str, is_stopped: Callable[[], bool], pause: Callable[[float], ob
     failure = f"the image {name} could not be pulled"
 
     def pull() -> Image:
+        if is_stopped():
+            raise SandboxError(f"{failure}: given up, as another one failed")
         try:
             remote = RemoteImage(name, is_stopped)
 
@@ -148,6 +154,8 @@ def _pull(name: str, is_stopped: Callable[[], bool], pause: Callable[[float], ob
             raise
         except RETRIED:
             raise
+        except DockerException as error:  # of the name, or of the logins
+            raise SandboxError(f"{failure}: {error}") from error
         except (DXFError, *_UNREADABLE) as error:
             detail = str(error) or type(error).__name__
             raise SandboxError(
@@ -187,11 +195,17 @@ def _unpack(config: Mapping[str, Any], layers: list[str], unpack: Callable[[str,
         layers: Their names in this source, as many as the configuration has digests.
         unpack: Given such a name, the digest and an empty folder.
     """
+    own = config.get("config") or {}
+    variables, workdir = [entry.partition("=") for entry in own.get("Env") or ()], own.get("WorkingDir")
+    if any(not name or "\0" in name + value for name, _, value in variables):
+        raise ValueError("a variable of its environment has no name, or a NUL character")
+    if not isinstance(workdir, str | None):
+        raise ValueError(f"its work folder is {workdir!r}")
     names = []
     for layer, digest in zip(layers, config["rootfs"]["diff_ids"], strict=True):
         names.append(hashlib.sha256(digest.encode()).hexdigest()[:24])  # short: an overlay's words fit into a page
         make_folder_once(find_layers() / names[-1], partial(unpack, layer, digest))
-    own = config.get("config") or {}
+    # an overlay takes a folder once; of a layer that comes again (the empty one often does) the upper place decides
+    layers = list(dict.fromkeys(reversed(names)))[::-1]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    env = dict(entry.partition("=")[::2] for entry in own.get("Env") or ())
-    return Image(id=digest, layers=names, env=env, workdir=own.get("WorkingDir"))
+    return Image(id=digest, layers=layers, env={name: value for name, _, value in variables}, workdir=workdir)

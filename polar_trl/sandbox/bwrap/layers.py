@@ -45,7 +45,7 @@ def unpack_layer(file: BinaryIO, digest: str, target: Path) -> None:
     if magic.startswith(GZIP_MAGIC):
         plain = gzip.GzipFile(fileobj=file)
     elif magic == ZSTD_MAGIC:
-        plain = zstandard.ZstdDecompressor().stream_reader(file)
+        plain = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
     hashed = _Hashed(plain)
     _unpack(hashed, target.resolve())
     while hashed.read(1 << 20):  # the end of an archive may be padded
@@ -64,10 +64,11 @@ def _unpack(stream: Any, target: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.name.startswith(WHITEOUT):
                 deleted.append(member.name)
-            elif member.islnk():
-                source = _require_inside(target, member.linkname)
-                path.unlink(missing_ok=True)
-                os.link(source, path, follow_symlinks=False)
+                continue
+            if path.is_symlink() or path.is_file():
+                path.unlink()  # and not written through, or given another mode
+            if member.islnk():
+                os.link(_require_inside(target, member.linkname), path, follow_symlinks=False)
             elif member.isreg() or member.isdir() or member.issym():
                 writable = 0o700 if member.isdir() else 0o600
                 own = member.replace(
@@ -88,6 +89,8 @@ def _delete(mark: Path) -> None:
         os.setxattr(mark.parent, "user.overlay.opaque", b"y")
         return
     path = mark.parent / mark.name.removeprefix(WHITEOUT)
+    if path.parent != mark.parent or path.name == "..":
+        raise tarfile.OutsideDestinationError(tarfile.TarInfo(mark.name), str(path))
     if path.is_dir() and not path.is_symlink():
         os.setxattr(path, "user.overlay.opaque", b"y")
     elif not os.path.lexists(path):
@@ -98,7 +101,6 @@ def _require_inside(target: Path, name: str) -> Path:
     """Return the place of a member, whose folders are no links out. Raises `tarfile.FilterError`."""
     pure = PurePosixPath(name.lstrip("/"))
     path = target / pure
-    # what is written to is the file behind a link
-    if ".." in pure.parts or not path.resolve().is_relative_to(target):
+    if ".." in pure.parts or not (path == target or path.parent.resolve().is_relative_to(target)):
         raise tarfile.OutsideDestinationError(tarfile.TarInfo(name), str(path.resolve()))
     return path

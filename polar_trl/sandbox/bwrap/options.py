@@ -1,4 +1,4 @@
-"""Build bubblewrap's options: namespaces, mounts and environment of a sandbox.
+"""Build bubblewrap's options: namespaces, mounts and environment of a sandbox, and the limits of its processes.
 
 Nothing in it can be written but the session's folders and /dev/shm. As far as the kernel allows, its users are those
 of a user namespace in which no other can be made: without one there is no capability to be had, and so no mount, no
@@ -6,6 +6,7 @@ control group and no network of the sandbox's own making.
 """
 
 import os
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,13 +85,13 @@ def build_options(
         words += _build_empty(path) if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
     words += ["--size", str(RUN_BYTES), "--tmpfs", "/run"] if root else _build_system()
     work, home, tmp = (str(base / name) for name in SUBFOLDERS)
-    words += ["--bind", tmp, "/tmp"]  # before what may lie below it on this machine
-    for mount in mounts:
-        words += ["--ro-bind", str(mount), str(mount)]
+    binds = [("--bind", tmp, "/tmp"), ("--bind", home, HOME), ("--bind", work, workdir)]
+    binds += [("--ro-bind", str(mount), str(mount)) for mount in mounts]
+    for bind in sorted(binds, key=lambda bind: len(Path(bind[2]).parts)):  # outer ones first: the others may lie below
+        words += bind
     for packages in list_package_folders():
         if root is None or any(packages.is_relative_to(mount) for mount in mounts):
             words += _build_empty(str(packages))
-    words += ["--bind", work, workdir, "--bind", home, HOME]
     for target, source in root.uploads.items() if root else ():
         words += ["--bind", str(source), target]
     words += [] if root and root.is_writable else ["--remount-ro", "/"]
@@ -99,6 +100,16 @@ def build_options(
     own = {"PATH": IMAGE_PATH, **root.env} if root else {"PATH": path, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
     for name, value in {**own, "HOME": HOME, **env}.items():
         words += ["--setenv", name, value]
+    return words
+
+
+def build_limits(sizes: Mapping[str, int]) -> list[str]:
+    """Build the words of prlimit(1), which cannot raise what is lower already."""
+    words = []
+    for name, size in sizes.items():
+        _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        least = size if hard == resource.RLIM_INFINITY else min(size, hard)
+        words.append(f"--{name}={least}:{least}")
     return words
 
 

@@ -3,6 +3,7 @@
 Names are read as Docker reads them, and so are the logins in ~/.docker/config.json.
 """
 
+import hashlib
 import json
 import platform
 import re
@@ -41,6 +42,8 @@ class RemoteImage:
 
     def __init__(self, name: str, is_stopped: Callable[[], bool]) -> None:
         repository, tag = docker.utils.parse_repository_tag(name)
+        if "@" in name:  # a digest decides, and a tag beside it says what it was
+            repository, _ = docker.utils.parse_repository_tag(repository)
         index, path = docker.auth.resolve_repository_name(repository)
         login = docker.auth.load_config().resolve_authconfig(index) or {}
         self._is_stopped = is_stopped
@@ -75,4 +78,8 @@ class RemoteImage:
             file.write(chunk)
 
     def _read_manifest(self, reference: str) -> Any:
-        return json.loads(self._registry.get_manifest_and_response(reference)[0])
+        text = self._registry.get_manifest_and_response(reference)[0]
+        found = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+        if reference.startswith("sha256:") and found != reference:
+            raise SandboxError(f"the registry gave a manifest {found} in place of {reference}")
+        return json.loads(text)

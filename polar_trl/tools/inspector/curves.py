@@ -188,7 +188,7 @@ def _build_pass_rates(evaluated: Sequence[Mapping[str, Any]]) -> dict[str, Any] 
         keys = {name or "pass@1": "pass_rate", "95 % from": "pass_rate_low", "to": "pass_rate_high"}
         lines = {title: (points, key) for title, key in keys.items()}
     else:
-        lines = {name: (points, "pass_rate") for name, points in by_set.items()}
+        lines = {name or "pass@1": (points, "pass_rate") for name, points in by_set.items()}
     return {
         "title": "Evaluations",
         "hint": "Share of the evaluation tasks that were solved, after the step.",

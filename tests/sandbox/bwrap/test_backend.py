@@ -12,12 +12,13 @@ from polar_trl.sandbox.bwrap.backend import BwrapSandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.types import Task
 
+LIMITS = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
+
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    limits = Limits(memory_mb=200, cpus=1.0, pids=64, disk_mb=64)
     root = tmp_path_factory.mktemp("state")
-    sandbox = BwrapSandboxBackend(limits=limits, root=root).create(Task(id="t", instruction=""), "s")
+    sandbox = BwrapSandboxBackend(limits=LIMITS, root=root).create(Task(id="t", instruction=""), "s")
     yield sandbox
     sandbox.destroy()
     assert list(root.iterdir()) == []
@@ -40,6 +41,41 @@ def test_what_can_be_written_is_the_sessions_and_bounded(box: Sandbox) -> None:
     assert {writable[place][0] for place in ("/workspace", "/home/agent", "/tmp")} == {"ext4"}
     assert "/var/tmp -> /tmp" in say(box, "ls -l /var/tmp")
     assert say(box, "touch /tmp/x /dev/shm/x ~/x x && echo written") == "written\n"
+
+
+@pytest.mark.parametrize("workdir", ["/home/agent/repo", "{folder}", "{folder}/shown/work"])
+def test_folders_below_one_another_are_all_there(tmp_path: Path, workdir: str) -> None:
+    """The work folder below HOME, a shown folder below the work folder, and the work folder below a shown one."""
+    folder = tmp_path / "outer"
+    (folder / "shown" / "work").mkdir(parents=True)
+    (folder / "shown" / "file").touch()
+    place = workdir.format(folder=folder)
+    backend = BwrapSandboxBackend(limits=LIMITS, root=tmp_path / "state", mounts=[folder / "shown"])
+    sandbox = backend.create(Task(id="t", instruction="", workdir=place, files={"given": "x"}), "s")
+    try:
+        command = f"pwd; ls given {folder}/shown/file; touch made ~/made"
+        result = sandbox.run(command, env={}, timeout_s=60)
+        assert result.stdout.split() == [place, f"{folder}/shown/file", "given"], result.stderr
+        assert (sandbox.host_workdir / "made").is_file() and (sandbox.host_home / "made").is_file()
+    finally:
+        sandbox.destroy()
+
+
+def test_a_work_tree_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLAR_TRL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a:b, c").mkdir()
+    (tmp_path / "a:b, c" / "file").write_text("x")
+    task = Task(id="t", instruction="", workspace=str(tmp_path / "a:b, c"))
+    sandbox = BwrapSandboxBackend(limits=LIMITS, root=tmp_path / "state").create(task, "s")
+    try:
+        assert say(sandbox, "cat file") == "x"
+    finally:
+        sandbox.destroy()
+
+
+def test_a_variable_cannot_bring_options_of_bubblewrap(box: Sandbox) -> None:
+    with pytest.raises(SandboxError, match="cannot start a command: a NUL character"):
+        box.run("true", env={"A": "x\0--bind\0/\0/srv"}, timeout_s=60)
 
 
 def test_keys_of_the_machine_are_not_shown(box: Sandbox) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import tarfile
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import docker
 import pytest
 import zstandard
 from environments import IMAGE, save_image
-from registry import Registry
+from registry import Registry, build_image
 
 from polar_trl.errors import SandboxError
 from polar_trl.sandbox.bwrap import images
@@ -62,7 +63,13 @@ def write_archive(path: Path, *layers: bytes, pack: Callable[[bytes], bytes] = b
     return str(path)
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
+def compress_halves(content: bytes) -> bytes:
+    """Compress in two frames, as Podman does for images of which parts can be fetched."""
+    middle = len(content) // 2
+    return zstandard.compress(content[:middle]) + zstandard.compress(content[middle:])
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress, compress_halves])
 def test_layers(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     lower = build_tar(
         ("etc/a", {"content": b"a"}), ("gone/b", {"content": b"b"}), ("./srv", {"type": tarfile.DIRTYPE})
@@ -74,6 +81,8 @@ def test_layers(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
         ("/etc/.wh.a", {}),
         ("etc/link", {"type": tarfile.LNKTYPE, "linkname": "gone/sub/new"}),
         ("lib", {"type": tarfile.SYMTYPE, "linkname": "/usr/lib"}),
+        ("lib", {"type": tarfile.SYMTYPE, "linkname": "/usr/lib"}),
+        ("lib64", {"type": tarfile.LNKTYPE, "linkname": "lib"}),
         ("dev/null", {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 3}),
     )
     image = read_image(find_image(write_archive(tmp_path / "a.tar", lower, upper, pack=pack)))
@@ -85,7 +94,9 @@ def test_layers(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     file = (above / "etc/link").stat()
     assert (stat.S_IMODE(file.st_mode), file.st_nlink, file.st_uid) == (0o644, 2, os.geteuid())
     assert stat.S_IMODE((above / "gone").stat().st_mode) == 0o755
-    assert os.readlink(above / "lib") == "/usr/lib" and not (above / "dev/null").exists()
+    assert [os.readlink(above / name) for name in ("lib", "lib64")] == ["/usr/lib"] * 2 and not (
+        above / "dev/null"
+    ).exists()
     # a second image with the same layer below takes it from there
     (below / "mark").touch()
     again = read_image(find_image(write_archive(tmp_path / "b.tar", lower)))
@@ -95,6 +106,7 @@ def test_layers(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
 HOSTILE = {
     "a name": (("../x", {"content": b"x"}),),
     "a mark of deletion": (("a/../../.wh.x", {}),),
+    "a mark of the folder above": ((".wh...", {}),),
     "a link": (("l", {"type": tarfile.SYMTYPE, "linkname": "../../.."}), ("l/x", {"content": b"x"})),
     "an absolute link": (("l", {"type": tarfile.SYMTYPE, "linkname": "/etc"}), ("l/.wh.x", {})),
     "a hard link": (("h", {"type": tarfile.LNKTYPE, "linkname": "../../../victim"}), ("h", {"content": b"x"})),
@@ -126,9 +138,42 @@ def test_archives_that_are_none(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(SandboxError, match=r"a\.tar is no archive of `docker save` that can be unpacked: ."):
             find_image(str(path))
+    for config in ("x", {"Env": [1]}, {"Env": ["=x"]}, {"Env": ["A=x\0--bind\0/\0/srv"]}, {"WorkingDir": []}):
+        with pytest.raises(SandboxError, match=r"a\.tar is no archive of `docker save` that can be unpacked: ."):
+            find_image(write_archive(path, build_tar(("a", {})), config=config))
+    late = build_tar(("a", {"pax_headers": {"mtime": "1e30"}}))
+    with pytest.raises(SandboxError, match=r"a\.tar is no archive of `docker save` that can be unpacked: ."):
+        find_image(write_archive(path, late))
     wrong = write_archive(path, build_tar(("a", {})), rootfs={"diff_ids": ["sha256:00"]})
     with pytest.raises(SandboxError, match=r"a layer is sha256:\w{64} and should be sha256:00"):
         find_image(wrong)
+
+
+def test_a_layer_that_comes_twice_is_mounted_once(tmp_path: Path) -> None:
+    empty, first, second = build_tar(), build_tar(("a", {"content": b"1"})), build_tar(("a", {"content": b"2"}))
+    image = read_image(find_image(write_archive(tmp_path / "a.tar", first, empty, second, empty, first)))
+    layers = [find_layers() / name for name in image.layers]
+    assert [[path.read_text() for path in layer.iterdir()] for layer in layers] == [["2"], [], ["1"]]
+
+
+def test_a_folder_that_is_uploaded_again_replaces_the_one_before(tmp_path: Path) -> None:
+    image = write_archive(tmp_path / "a.tar", build_tar(), build_tar(("a", {})), build_tar(), config={})
+    backend = BwrapSandboxBackend(limits=LIMITS, root=tmp_path / "state")
+    box = backend.create(Task(id="t", instruction="", image=image, writable_root=True), "s")
+    try:
+        for text in "123":
+            (tmp_path / "up").mkdir(exist_ok=True)
+            (tmp_path / "up" / "file").write_text(text)
+            box.upload(tmp_path / "up", "/tests")
+        assert [path.read_text() for path in (box.host_workdir.parent / "uploads").rglob("file")] == ["3"]
+    finally:
+        box.destroy()
+
+
+def test_a_name_that_is_none_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SandboxError, match=r"^the image http://x/y could not be pulled: .* cannot contain a scheme"):
+        find_image("http://x/y")
+    assert "trying again" not in caplog.text
 
 
 def test_an_image_is_pulled_once() -> None:
@@ -137,6 +182,10 @@ def test_an_image_is_pulled_once() -> None:
         assert (find_layers() / image.layers[0] / "srv/one/file").read_text() == "one"
         assert registry.asked["one"] == 3
         assert read_image(find_image(registry.name("one"))) == image and registry.asked["one"] == 3
+        digest = f"sha256:{hashlib.sha256(build_image('one')['manifest']).hexdigest()}"
+        assert read_image(find_image(f"{registry.name('one')}@{digest}")) == image and registry.asked["one"] == 3
+        with pytest.raises(SandboxError, match=f"gave a manifest {digest} in place of sha256:0"):
+            find_image(f"{registry.name('one')}@sha256:{64 * '0'}")
 
 
 def test_an_image_that_cannot_be_pulled() -> None:
@@ -150,6 +199,22 @@ def test_an_image_that_cannot_be_pulled() -> None:
         assert registry.asked["one"] == 3
     with pytest.raises(SandboxError, match="could not be pulled"):
         find_image(registry.name("one"))
+
+
+def test_an_image_that_cannot_be_pulled_says_nothing_about_the_kernel(tmp_path: Path) -> None:
+    """A sandbox without a user namespace would be made for it, if the registry was there again."""
+    with Registry(failures=3) as registry:
+        with pytest.raises(SandboxError, match=r"^task trial: the image \S+ could not be pulled: 500"):
+            BwrapSandboxBackend(limits=LIMITS, root=tmp_path / "state", image=registry.name("one"))
+        assert registry.asked["one"] == 3
+
+
+def test_what_was_given_up_is_not_tried_again() -> None:
+    stopped = threading.Event()
+    with Registry(failures=9) as registry:
+        with pytest.raises(SandboxError, match="given up"):
+            find_image(registry.name("one"), is_stopped=stopped.is_set, pause=lambda _: stopped.set())
+        assert registry.asked["one"] == 1
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from launch import find_warm_python
 
 from polar_trl.grpo.arguments import RunParser, parse_groups
 from polar_trl.run_folder import read_log
+from polar_trl.tools.replay import replay
 
 ROOT = Path(__file__).resolve().parents[3]
 COUNTING = ROOT / "tests" / "grpo" / "workers" / "counting_agent.py"
@@ -72,3 +73,5 @@ def test_rows_per_request_train_the_same_tokens_in_more_rows(
     (line,) = [line for line in read_log(tmp_path / "run") if "reward" in line]
     assert line["polar/calls_per_rollout"] == 3 and line["polar/trajectories_per_rollout"] == rows
     assert line["polar/trained_tokens"] == line["polar/sampled_tokens"] > 0
+    report = replay(tmp_path / "run", "prefix_merging", print)
+    assert (report.digests_compared, report.digest_mismatches) == (4, 0)

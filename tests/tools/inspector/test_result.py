@@ -115,6 +115,8 @@ def test_evaluations_are_a_chart_with_their_interval_or_a_line_for_each_set(tmp_
         ("easy", [0.25, 1.0]),
         ("hard", [None, 0.0]),
     ]
+    (chart,) = build(evaluate(0, "eval_", 12), evaluate(8, "eval_", 48), evaluate(8, "eval_by_hand_", 0))
+    assert [line["name"] for line in chart["series"]] == ["pass@1", "by_hand"]
 
 
 def test_the_header_says_where_the_reward_began_and_ended() -> None:
