@@ -279,6 +279,7 @@ def test_in_an_unpacked_image(
     # without an engine, the image is bubblewrap's
     monkeypatch.setenv("DOCKER_HOST", "")
     monkeypatch.setattr(client, "SOCKETS", ())
-    assert main(["doctor", "--security", "--image", archive, "--json"]) == 0
+    code = main(["doctor", "--security", "--image", archive, "--json"])
     report = json.loads(capsys.readouterr().out)
+    assert code == 0, report
     assert report["default"] == "bwrap" and "no container engine" in report["not_tried"]["docker"]
