@@ -64,16 +64,23 @@ def run_steps(steps: Sequence[Step], out: Path) -> list[str]:
 
 def run_step(step: Step, out: Path) -> int:
     """Run one step; return its exit status. Raises `KeyboardInterrupt`, the step ended, if either is interrupted."""
-    libc = ctypes.CDLL(None)
+    libc, interrupts = ctypes.CDLL(None), (signal.SIGINT, signal.SIGTERM)
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # SIGINT may be ignored, by a shell's "&"
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts)
+
     began, before, status = time.monotonic(), _read_cpu_s(), 130
+    signal.pthread_sigmask(signal.SIG_BLOCK, interrupts)  # until there is something to wait for
     process = subprocess.Popen(
         step.command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,  # a terminal would interrupt it, too; the second time ends it before it has tidied up
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # SIGINT may be ignored, by a shell's "&"
+        preexec_fn=prepare,
     )
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts)
         status = process.wait()
         if status in INTERRUPTED:
             raise KeyboardInterrupt
