@@ -47,7 +47,7 @@ class SteppedCore:
         self._gone.acquire()
         ending, self.ending = self.ending, {}
         return [
-            SimpleNamespace(finished=True, request_id=self._ids[first], outputs=[output])
+            SimpleNamespace(finished=True, request_id=self._ids[first], outputs=[output], num_cached_tokens=0)
             for first, output in ending.items()
         ]
 
