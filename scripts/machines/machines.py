@@ -33,7 +33,7 @@ mount --make-rprivate /
 mount --bind hosts /etc/hosts
 mount --bind boot_id /proc/sys/kernel/random/boot_id
 mount --bind ../share /mnt
-case $PWD_OUTSIDE in /tmp/*) mkdir -p ".$PWD_OUTSIDE"; mount --bind "$PWD_OUTSIDE" ".$PWD_OUTSIDE" ;; esac
+case $CHECKOUT in /tmp/*) mkdir -p ".$CHECKOUT"; mount --bind "$CHECKOUT" ".$CHECKOUT" ;; esac
 mount --rbind tmp /tmp
 mount -t tmpfs -o size=1g tmpfs /dev/shm
 hostname "$NAME"
@@ -185,7 +185,7 @@ class Machines:
         (folder / "ready").unlink(missing_ok=True)
         kill_child = ["--kill-child"] if "--fork" in namespaces else []
         command = [*_DIE_WITH_US, "unshare", *namespaces, *kill_child, "bash", "-c", script]
-        env = {**os.environ, "FOLDER": str(folder), "NAME": self.name(machine), "PWD_OUTSIDE": os.getcwd()}
+        env = {**os.environ, "FOLDER": str(folder), "NAME": self.name(machine), "CHECKOUT": os.getcwd()}
         launcher = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         self._launchers[machine], self._firsts[machine] = launcher, launcher.pid
         deadline = time.monotonic() + BOOT_S
