@@ -258,6 +258,11 @@ def test_a_container_that_was_given_up_and_is_made_all_the_same(
     # it is made a moment later, or the engine saw that nobody waits and took it back: then it is forgotten in the end
     wait_until(lambda: removals.sweep() == 0)
     assert engine.api.containers(all=True, filters={"name": "polar-late"}) == []
+    # one that is not there yet is not forgotten
+    with pytest.raises(requests.ReadTimeout), removals.expect("polar-never"):
+        raise requests.ReadTimeout
+    assert removals.sweep() == 1
+    removals = Removals(engine)
     # what the engine refuses it will not make later
     with pytest.raises(docker.errors.ImageNotFound), removals.expect("polar-refused"):
         engine.api.create_container("polar-no-such-image", ["true"], name="polar-refused")
