@@ -1,6 +1,6 @@
 """Sandboxes on the nodes of a Ray cluster. Sessions stay the trainer's: their clocks, records and model calls.
 
-A session's agent reaches the proxy through the node's relay and the trainer's gate. Its sandbox, its grading and the
+A session's agent reaches the proxy through the node's relay and the trainer's gateway. Its sandbox, grading and the
 fresh sandboxes of that are on one node; sandboxes for grading are made ahead there. Where no node has room, a session
 waits. A node that joins is set up by the first session that is placed on it.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from polar_trl.cache import find_cache
 from polar_trl.cluster.files import list_roots, pack
-from polar_trl.cluster.gate import Door
+from polar_trl.cluster.gateway import Route
 from polar_trl.cluster.host import Recipe, identify_code
 from polar_trl.cluster.nodes import Cluster, Node, Place
 from polar_trl.errors import PolarError, SandboxError, WorkerLostError
@@ -112,16 +112,16 @@ class RemoteBackend(SandboxBackend):
         before = self._num_given_up
         for _ in range(MAX_PLACEMENTS):
             place = self._cluster.take_place(node_id, lambda: self._num_given_up != before)
-            door = self._cluster.gate.open_door()
+            route = self._cluster.gateway.open_route()
             try:
                 node = self._find(place.node_id)
-                workdir = node.ask("open", task, session_id, door.token)
-                return RemoteSandbox(node, session_id, workdir, door, partial(self._release, place, door))
+                workdir = node.ask("open", task, session_id, route.token)
+                return RemoteSandbox(node, session_id, workdir, route, partial(self._release, place, route))
             except WorkerLostError as error:  # nothing has begun yet: another node will do
-                self._release(place, door)
+                self._release(place, route)
                 lost = error
             except BaseException:
-                self._release(place, door)
+                self._release(place, route)
                 raise
         raise lost
 
@@ -136,8 +136,8 @@ class RemoteBackend(SandboxBackend):
         self._nodes.clear()
         self._cluster.close()
 
-    def _release(self, place: Place, door: Door) -> None:
-        self._cluster.gate.shut(door)
+    def _release(self, place: Place, route: Route) -> None:
+        self._cluster.gateway.shut(route)
         place.free()
 
     def _find(self, node_id: str) -> Node:
@@ -155,11 +155,11 @@ class RemoteBackend(SandboxBackend):
     def _set_up(self, node_id: str, checked: Sequence[Task]) -> None:
         node = self._cluster.start_host(node_id)
         try:
-            node.line = self._cluster.gate.open_line(node.lose)
+            node.line = self._cluster.gateway.open_line(node.lose)
             node.ask("greet", identify_code(), str(find_cache("agents").parent.absolute()))
             for root in node.ask("list_missing", self._digests):
                 node.ask("receive", pack(root))
-            node.ask("set_up", self._recipe, self._tasks, checked, self._cluster.gate.address, node.line.token)
+            node.ask("set_up", self._recipe, self._tasks, checked, self._cluster.gateway.address, node.line.token)
         except PolarError as error:
             self._cluster.end_host(node)
             if isinstance(error, WorkerLostError):
@@ -172,11 +172,11 @@ class RemoteBackend(SandboxBackend):
 class RemoteSandbox(Sandbox):
     """A session's sandbox on a node. Every method raises `WorkerLostError` once the node is lost."""
 
-    def __init__(self, node: Node, session_id: str, workdir: str, door: Door, release: Callable[[], None]) -> None:
+    def __init__(self, node: Node, session_id: str, workdir: str, route: Route, release: Callable[[], None]) -> None:
         self.workdir = workdir
         self._node = node
         self._id = session_id
-        self._door = door
+        self._route = route
         self._release = release
         self._is_destroyed = False
 
@@ -213,7 +213,7 @@ class RemoteSandbox(Sandbox):
 
     def open_listener(self) -> socket.socket:
         """Listen where the node's relay comes out."""
-        return self._door.listen()
+        return self._route.listen()
 
     def is_alive(self) -> bool:
         """See `Sandbox.is_alive`."""

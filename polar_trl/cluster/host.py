@@ -77,7 +77,7 @@ class Host:
         unpack(packed)
 
     def set_up(
-        self, recipe: Recipe, tasks: Sequence[Task], checked: Sequence[Task], gate: Address, token: bytes
+        self, recipe: Recipe, tasks: Sequence[Task], checked: Sequence[Task], gateway: Address, token: bytes
     ) -> None:
         """Get ready for these tasks: install the agent, prepare images and work trees. Raises `PolarError`.
 
@@ -87,24 +87,24 @@ class Host:
         """
         with suppress(OSError):  # Ray gives its workers less of the processor than other programs have
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
-        self._gate, self._tls, self._loop = gate, build_tls(Purpose.SERVER_AUTH), Loop("polar-relay")
+        self._gateway, self._tls, self._loop = gateway, build_tls(Purpose.SERVER_AUTH), Loop("polar-relay")
         try:
-            hold_line(gate, token, self._tls, self._end)
+            hold_line(gateway, token, self._tls, self._end)
         except OSError as error:
-            raise SandboxError(f"the trainer cannot be reached at {gate[0]}:{gate[1]} ({error})") from error
+            raise SandboxError(f"the trainer cannot be reached at {gateway[0]}:{gateway[1]} ({error})") from error
         self._reaper = _start_reaper()
         moved = ([move(task, self._places) for task in some] for some in (tasks, checked))
         self._backend, self._grader = recipe.build(*moved)
 
     def open(self, task: Task, session_id: str, token: bytes) -> str:
-        """Make a sandbox that reaches the proxy behind the gate; return the path of its work folder inside."""
+        """Make a sandbox that reaches the proxy behind the gateway; return the path of its work folder inside."""
         task = move(task, self._places)
         sandbox = self._backend.create(task, session_id)
         try:
             listener = sandbox.open_listener()
             if listener is None:
                 raise SandboxError("the sandbox shares the node's network, which reaches the cluster")
-            relay = Relay(self._loop, listener, self._gate, token, self._tls)
+            relay = Relay(self._loop, listener, self._gateway, token, self._tls)
             if self._grader is not None:
                 self._grader.order(task)
         except BaseException:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from ssl import Purpose, SSLContext
 from typing import Any
 
-from polar_trl.cluster.gate import Door, Gate
+from polar_trl.cluster.gateway import Gateway, Route
 from polar_trl.cluster.host import Host
 from polar_trl.cluster.relay import build_tls
 from polar_trl.errors import ConfigError, PolarError, SandboxError, WorkerLostError
@@ -37,7 +37,7 @@ class Node:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self.actor = actor
-        self.line: Door | None = None
+        self.line: Route | None = None
         """By which each side notices the end of the other."""
         self._lost: Future[None] = Future()
 
@@ -114,7 +114,7 @@ class Cluster:
         try:
             self._require_node()
             host, tls = self._find_address()
-            self.gate = Gate(host, tls)
+            self.gateway = Gateway(host, tls)
         except BaseException:
             self.close()
             raise
@@ -176,15 +176,15 @@ class Cluster:
             node.ask("close")
         node.lose()
         if node.line is not None:
-            self.gate.shut(node.line)
+            self.gateway.shut(node.line)
         ray.kill(node.actor)
 
     def close(self) -> None:
         """Leave the cluster, which ends what this process started there."""
         import ray
 
-        if hasattr(self, "gate"):
-            self.gate.stop()
+        if hasattr(self, "gateway"):
+            self.gateway.stop()
         if self._is_ours:
             ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""Carry the connections of a node's sandboxes to the trainer's gate, each behind its session's token.
+"""Carry the connections of a node's sandboxes to the trainer's gateway, each behind its session's token.
 
 Both ends probe their connections (TCP keepalive): the kernel answers for a process that is busy or stopped, and a
 network that was cut in silence ends them within `SILENCE_S`. Over TLS both sides show a certificate, those that Ray
@@ -90,22 +90,22 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Relay:
-    """Accepts connections on a sandbox's listener, and carries each to the gate. Made on the node.
+    """Accepts connections on a sandbox's listener, and carries each to the gateway. Made on the node.
 
     Args:
         loop: Shared by the relays of a process.
         listener: Of the sandbox; owned by the relay.
-        gate: The trainer's.
+        gateway: The trainer's.
         token: Of the session, which every connection begins with.
     """
 
     def __init__(
-        self, loop: Loop, listener: socket.socket, gate: Address, token: bytes, tls: ssl.SSLContext | None
+        self, loop: Loop, listener: socket.socket, gateway: Address, token: bytes, tls: ssl.SSLContext | None
     ) -> None:
         self.failure = ""
         """What kept a connection of the agent from the trainer, the last time; "" where nothing has."""
         self._loop = loop
-        self._gate = gate
+        self._gateway = gateway
         self._token = token
         self._tls = tls
         self._writers: set[asyncio.StreamWriter] = set()
@@ -123,7 +123,7 @@ class Relay:
         self._writers.add(writer)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                up = await asyncio.open_connection(*self._gate, ssl=self._tls)
+                up = await asyncio.open_connection(*self._gateway, ssl=self._tls)
             set_probes(up[1].get_extra_info("socket"))
             up[1].write(self._token)
             self._writers.add(up[1])
@@ -141,15 +141,15 @@ class Relay:
             writer.close()
 
 
-def hold_line(gate: Address, token: bytes, tls: ssl.SSLContext | None, on_end: Callable[[], None]) -> None:
-    """Connect to the gate; `on_end` is called once the connection ends: there is no trainer any more.
+def hold_line(gateway: Address, token: bytes, tls: ssl.SSLContext | None, on_end: Callable[[], None]) -> None:
+    """Connect to the gateway; `on_end` is called once the connection ends: there is no trainer any more.
 
     Raises `OSError` where it cannot be reached.
     """
-    connection = socket.create_connection(gate, timeout=CONNECT_TIMEOUT_S)
+    connection = socket.create_connection(gateway, timeout=CONNECT_TIMEOUT_S)
     set_probes(connection)
     if tls is not None:
-        connection = tls.wrap_socket(connection, server_hostname=gate[0])
+        connection = tls.wrap_socket(connection, server_hostname=gateway[0])
     connection.sendall(token)
     connection.settimeout(None)
 

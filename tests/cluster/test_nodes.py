@@ -15,7 +15,7 @@ import ray.exceptions
 from small_package import make_task
 
 from polar_trl.cluster.backend import RemoteBackend
-from polar_trl.cluster.gate import Gate
+from polar_trl.cluster.gateway import Gateway
 from polar_trl.cluster.nodes import Node, Place
 from polar_trl.errors import ConfigError, PolarError, SandboxError, WorkerLostError
 from polar_trl.setup.cluster_parts import NodeRecipe
@@ -84,7 +84,7 @@ def test_a_session_that_was_stopped_waits_for_no_further_place(tmp_path: Path) -
     places = []
 
     class Full:
-        gate = Gate("127.0.0.1", None)
+        gateway = Gateway("127.0.0.1", None)
 
         def take_place(self, node_id: str | None, is_given_up: Callable[[], bool]) -> Place:
             places.append(is_given_up())
@@ -96,11 +96,11 @@ def test_a_session_that_was_stopped_waits_for_no_further_place(tmp_path: Path) -
         backend.give_up()
         raise WorkerLostError("n", "it left")
 
-    backend._cluster, backend._find, backend._release = Full(), find, lambda place, door: None  # type: ignore
+    backend._cluster, backend._find, backend._release = Full(), find, lambda place, route: None  # type: ignore
     with pytest.raises(SandboxError, match="stopped"):
         backend.create(Task(id="t", instruction=""), "s")
     assert places == [False, True]
-    Full.gate.stop()
+    Full.gateway.stop()
 
 
 def test_a_node_installs_the_packages_of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,18 +78,18 @@ def test_sessions_on_a_node_are_graded_and_on_record(
 
 
 def test_an_agent_reaches_the_proxy_and_nothing_of_the_cluster(nodes: RayNodes) -> None:
-    """It looks for Ray's ports and token, for the trainer's gate, and for what another session's relay listens at."""
+    """It looks for Ray's ports and token, for the trainer's gateway, and another session's relay."""
     import ray
 
     engine = GatedEngine()
     with cluster_runner([TASK], agent=f"python3 -I -S look.py; {CALL}", engine=engine) as runner:
         assert isinstance(runner.backend, RemoteBackend)
-        gate = runner.backend._cluster.gate
-        ports = {nodes.client_port, int(nodes.address.rpartition(":")[2]), gate.address[1]}
+        gateway = runner.backend._cluster.gateway
+        ports = {nodes.client_port, int(nodes.address.rpartition(":")[2]), gateway.address[1]}
         ports |= {node[name] for node in ray.nodes() for name in ("NodeManagerPort", "ObjectManagerPort")}
         hosts = ("127.0.0.1", nodes.address.rpartition(":")[0])
         assert ports == {port for _, port in find_open(product(hosts, ports))}  # for who is not in a sandbox
-        paths = [str(nodes.token), gate._folder.name]
+        paths = [str(nodes.token), gateway._folder.name]
         assert all(map(os.path.exists, paths))
         look = f"""
 import glob, json, socket

@@ -12,8 +12,8 @@ from ssl import Purpose
 
 import pytest
 
-from polar_trl.cluster import gate as gate_module
-from polar_trl.cluster.gate import Door, Gate
+from polar_trl.cluster import gateway as gateway_module
+from polar_trl.cluster.gateway import Gateway, Route
 from polar_trl.cluster.relay import Loop, Relay, build_tls, hold_line
 from polar_trl.errors import ConfigError
 
@@ -21,8 +21,8 @@ LOOP = Loop("test-relay")
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    opened = Gate("127.0.0.1", None)
+def gateway() -> Iterator[Gateway]:
+    opened = Gateway("127.0.0.1", None)
     yield opened
     opened.stop()
 
@@ -43,10 +43,10 @@ def echo(listener: socket.socket) -> None:
     threading.Thread(target=serve, daemon=True).start()
 
 
-def relay_to(gate: Gate, token: bytes, tls: ssl.SSLContext | None = None) -> tuple[Relay, tuple[str, int]]:
+def relay_to(gateway: Gateway, token: bytes, tls: ssl.SSLContext | None = None) -> tuple[Relay, tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    return Relay(LOOP, listener, gate.address, token, tls), address
+    return Relay(LOOP, listener, gateway.address, token, tls), address
 
 
 def ask(address: tuple[str, int], message: bytes) -> bytes:
@@ -59,22 +59,22 @@ def ask(address: tuple[str, int], message: bytes) -> bytes:
         return answer
 
 
-def test_a_session_gets_to_its_own_door(gate: Gate) -> None:
-    doors = [gate.open_door() for _ in range(2)]
-    for door in doors:
-        echo(door.listen())
+def test_a_session_gets_to_its_own_route(gateway: Gateway) -> None:
+    routes = [gateway.open_route() for _ in range(2)]
+    for route in routes:
+        echo(route.listen())
     message = os.urandom(1 << 20)
-    relays = [relay_to(gate, door.token) for door in doors]
+    relays = [relay_to(gateway, route.token) for route in routes]
     assert [ask(address, message) == message for _, address in relays] == [True, True]
-    gate.shut(doors[0])
+    gateway.shut(routes[0])
     assert ask(relays[0][1], b"x") == b""
     assert ask(relays[1][1], b"x") == b"x"
     for relay, _ in relays:
         relay.close()
 
 
-def read_end(gate: Gate, sent: bytes) -> bytes:
-    with socket.create_connection(gate.address, timeout=60) as connection:
+def read_end(gateway: Gateway, sent: bytes) -> bytes:
+    with socket.create_connection(gateway.address, timeout=60) as connection:
         connection.sendall(sent)
         try:
             return connection.recv(1)
@@ -85,19 +85,19 @@ def read_end(gate: Gate, sent: bytes) -> bytes:
 @pytest.mark.parametrize(
     "change", [lambda token: b"GET / HTTP/1.1\r\n" + bytes(40), lambda token: token[:-1] + bytes([token[-1] ^ 1])]
 )
-def test_a_wrong_token_ends_the_connection(gate: Gate, change: Callable[[bytes], bytes]) -> None:
-    door = gate.open_door()
-    door.listen()  # accepts nobody: a connection that got there would hang
-    assert read_end(gate, change(door.token)) == b""
+def test_a_wrong_token_ends_the_connection(gateway: Gateway, change: Callable[[bytes], bytes]) -> None:
+    route = gateway.open_route()
+    route.listen()  # accepts nobody: a connection that got there would hang
+    assert read_end(gateway, change(route.token)) == b""
 
 
-def test_who_says_nothing_is_sent_away(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "TOKEN_TIMEOUT_S", 0.2)
-    assert read_end(gate, b"abc") == b""
+def test_who_says_nothing_is_sent_away(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "TOKEN_TIMEOUT_S", 0.2)
+    assert read_end(gateway, b"abc") == b""
 
 
 def test_a_connection_that_cannot_be_made_is_remembered() -> None:
-    closed = Gate("127.0.0.1", None)
+    closed = Gateway("127.0.0.1", None)
     closed.stop()
     relay, address = relay_to(closed, b"x" * 48)
     assert ask(address, b"x") == b""
@@ -105,15 +105,15 @@ def test_a_connection_that_cannot_be_made_is_remembered() -> None:
     relay.close()
 
 
-def test_both_ends_of_a_line_hear_of_its_end(gate: Gate) -> None:
+def test_both_ends_of_a_line_hear_of_its_end(gateway: Gateway) -> None:
     lost, ended = threading.Event(), threading.Event()
-    line = gate.open_line(lost.set)
-    hold_line(gate.address, line.token, None, ended.set)
-    gate.shut(line)
+    line = gateway.open_line(lost.set)
+    hold_line(gateway.address, line.token, None, ended.set)
+    gateway.shut(line)
     assert ended.wait(60)
     assert not lost.is_set()  # by our own will
-    other = gate.open_line(lost.set)
-    with socket.create_connection(gate.address) as connection:
+    other = gateway.open_line(lost.set)
+    with socket.create_connection(gateway.address) as connection:
         connection.sendall(other.token)
     assert lost.wait(60)
 
@@ -147,9 +147,9 @@ def test_certificates_are_asked_of_both_sides(
     monkeypatch: pytest.MonkeyPatch, keys: Path, name: str | None, authority: str, reaches: bool
 ) -> None:
     use_keys(monkeypatch, keys, "own", "ca")
-    gate = Gate("127.0.0.1", build_tls(Purpose.CLIENT_AUTH))
-    door: Door = gate.open_door()
-    echo(door.listen())
+    gateway = Gateway("127.0.0.1", build_tls(Purpose.CLIENT_AUTH))
+    route: Route = gateway.open_route()
+    echo(route.listen())
     if name is None:
         tls = ssl.create_default_context(cafile=f"{keys}/{authority}.pem")
     else:
@@ -157,21 +157,23 @@ def test_certificates_are_asked_of_both_sides(
         found = build_tls(Purpose.SERVER_AUTH)
         assert found is not None
         tls = found
-    relay, address = relay_to(gate, door.token, tls)
+    relay, address = relay_to(gateway, route.token, tls)
     assert ask(address, b"hello") == (b"hello" if reaches else b"")
     relay.close()
-    gate.stop()
+    gateway.stop()
 
 
-def test_plain_text_does_not_get_through_a_gate_with_certificates(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+def test_plain_text_does_not_get_through_a_gateway_with_certificates(
+    monkeypatch: pytest.MonkeyPatch, keys: Path
+) -> None:
     use_keys(monkeypatch, keys, "own", "ca")
-    gate = Gate("127.0.0.1", build_tls(Purpose.CLIENT_AUTH))
-    door = gate.open_door()
-    echo(door.listen())
-    relay, address = relay_to(gate, door.token, None)
+    gateway = Gateway("127.0.0.1", build_tls(Purpose.CLIENT_AUTH))
+    route = gateway.open_route()
+    echo(route.listen())
+    relay, address = relay_to(gateway, route.token, None)
     assert b"hello" not in ask(address, b"hello")
     relay.close()
-    gate.stop()
+    gateway.stop()
 
 
 def test_certificates_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
@@ -184,11 +186,11 @@ def test_certificates_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch
         build_tls(Purpose.CLIENT_AUTH)
 
 
-def test_the_gate_is_bound_to_one_address_and_refuses_others(gate: Gate) -> None:
+def test_the_gateway_is_bound_to_one_address_and_refuses_others(gateway: Gateway) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
-        Gate("203.0.113.1", None)
+        Gateway("203.0.113.1", None)
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.2", gate.address[1]), timeout=5)
+        socket.create_connection(("127.0.0.2", gateway.address[1]), timeout=5)
 
 
 def test_silence_ends_a_connection_in_bounded_time() -> None:

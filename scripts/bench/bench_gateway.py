@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure what the gate of sandbox_cluster adds to a model call: latency, and processor time of the trainer's process.
+"""Measure what the gateway of sandbox_cluster adds to a model call: latency, and processor time of the trainer.
 
 A call sends --body-kb and gets 2 KB back, on a connection of its own; so many agents as --concurrency says are at it.
-"direct" goes to the proxy's socket without a gate. What answers is no proxy: it reads the body, and that is all.
+"direct" goes to the proxy's socket without a gateway. What answers is no proxy: it reads the body, and that is all.
 Agents and their relays are in a process of their own, on this machine, so that no network is measured.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ssl import Purpose
 
-from polar_trl.cluster.gate import Gate
+from polar_trl.cluster.gateway import Gateway
 from polar_trl.cluster.relay import TLS_VARIABLES, Loop, Relay, build_tls
 
 REPLY = bytes(2048)
@@ -110,15 +110,15 @@ def main() -> None:
     )
     print("\n| way | CPU of the trainer's process per call | p50 / p95 of a call |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("direct", "gate", "gate with TLS"):
+        for name in ("direct", "gateway", "gateway with TLS"):
             if name.endswith("TLS"):
                 use_certificates(folder)
-            gate = Gate("127.0.0.1", build_tls(Purpose.CLIENT_AUTH))
-            door = gate.open_door()
-            threading.Thread(target=serve, args=(door.listen(), args.body_kb * 1024), daemon=True).start()
-            way = (f"127.0.0.1:{gate.address[1]}", door.token.hex()) if name != "direct" else (str(door.path), "")
+            gateway = Gateway("127.0.0.1", build_tls(Purpose.CLIENT_AUTH))
+            route = gateway.open_route()
+            threading.Thread(target=serve, args=(route.listen(), args.body_kb * 1024), daemon=True).start()
+            way = (f"127.0.0.1:{gateway.address[1]}", route.token.hex()) if name != "direct" else (str(route.path), "")
             print(f"| {name} | {measure(way, sizes, args.calls)} |", flush=True)
-            gate.stop()
+            gateway.stop()
     return None
 
 

@@ -1,4 +1,4 @@
-"""The trainer's gate: one TCP port, at which the nodes' relays show a session's token and get to its socket.
+"""The trainer's gateway: one TCP port, at which the nodes' relays show a session's token and get to its socket.
 
 A connection that shows no known token within `TOKEN_TIMEOUT_S` is closed. The port is bound to one address; beyond
 the loopback it speaks TLS.
@@ -21,11 +21,11 @@ from polar_trl.errors import ConfigError
 
 TOKEN_TIMEOUT_S = 5.0
 _NAME_BYTES, _SECRET_BYTES = 16, 32
-"""A token is a name, by which its door is found, and a secret, which is compared in constant time."""
+"""A token is a name, by which its route is found, and a secret, which is compared in constant time."""
 
 
 @dataclass(eq=False, slots=True)
-class Door:
+class Route:
     """What a token leads to: a unix socket that the proxy serves, or a line that says when a node is lost."""
 
     token: bytes
@@ -41,7 +41,7 @@ class Door:
         return listener
 
 
-class Gate:
+class Gateway:
     """Listens at one address for the nodes' connections.
 
     Args:
@@ -52,42 +52,42 @@ class Gate:
     """
 
     def __init__(self, host: str, tls: ssl.SSLContext | None) -> None:
-        self._doors: dict[bytes, Door] = {}
+        self._routes: dict[bytes, Route] = {}
         self._numbers = itertools.count()
         try:
             listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
             raise ConfigError(f"sandbox_cluster: cannot listen on {host} for the nodes ({error.strerror})") from error
-        self._folder = tempfile.TemporaryDirectory(prefix="polar-gate-")
-        self._loop = Loop("polar-gate")
+        self._folder = tempfile.TemporaryDirectory(prefix="polar-gateway-")
+        self._loop = Loop("polar-gateway")
         self.address: Address = (host, listener.getsockname()[1])
         self._server = self._loop.run(self._start(listener, tls))
 
-    def open_door(self) -> Door:
-        """Make a door for a session."""
-        door = Door(secrets.token_bytes(_NAME_BYTES + _SECRET_BYTES))
-        door.path = Path(self._folder.name, str(next(self._numbers)))  # short: a socket's path has 107 bytes
-        self._doors[door.token[:_NAME_BYTES]] = door
-        return door
+    def open_route(self) -> Route:
+        """Make a route for a session."""
+        route = Route(secrets.token_bytes(_NAME_BYTES + _SECRET_BYTES))
+        route.path = Path(self._folder.name, str(next(self._numbers)))  # short: a socket's path has 107 bytes
+        self._routes[route.token[:_NAME_BYTES]] = route
+        return route
 
-    def open_line(self, on_end: Callable[[], None]) -> Door:
-        """Make a door for a node's line; `on_end` is called on the gate's thread once that ends by itself."""
-        door = Door(secrets.token_bytes(_NAME_BYTES + _SECRET_BYTES), on_end=on_end)
-        self._doors[door.token[:_NAME_BYTES]] = door
-        return door
+    def open_line(self, on_end: Callable[[], None]) -> Route:
+        """Make a route for a node's line; `on_end` is called on the gateway's thread once that ends by itself."""
+        route = Route(secrets.token_bytes(_NAME_BYTES + _SECRET_BYTES), on_end=on_end)
+        self._routes[route.token[:_NAME_BYTES]] = route
+        return route
 
-    def shut(self, door: Door) -> None:
-        """Close a door and the connections through it. Twice does no harm."""
-        self._doors.pop(door.token[:_NAME_BYTES], None)
-        door.on_end = None
-        self._loop.run(self._close(door))
-        if door.path is not None:
-            door.path.unlink(missing_ok=True)
+    def shut(self, route: Route) -> None:
+        """Close a route and the connections through it. Twice does no harm."""
+        self._routes.pop(route.token[:_NAME_BYTES], None)
+        route.on_end = None
+        self._loop.run(self._close(route))
+        if route.path is not None:
+            route.path.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Close the port and every door."""
-        for door in list(self._doors.values()):
-            self.shut(door)
+        """Close the port and every route."""
+        for route in list(self._routes.values()):
+            self.shut(route)
         self._loop.run(self._end())
         self._folder.cleanup()
 
@@ -98,39 +98,39 @@ class Gate:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             set_probes(writer.get_extra_info("socket"))
-            door = await self._find_door(reader)
-            if door is None:
+            route = await self._find_route(reader)
+            if route is None:
                 return
-            door.writers.add(writer)
+            route.writers.add(writer)
             try:
-                await self._pass(door, reader, writer)
+                await self._pass(route, reader, writer)
             finally:
-                door.writers.discard(writer)
+                route.writers.discard(writer)
         except OSError:
             pass  # the session's socket is closed: it has ended
         finally:
             writer.close()
 
-    async def _find_door(self, reader: asyncio.StreamReader) -> Door | None:
+    async def _find_route(self, reader: asyncio.StreamReader) -> Route | None:
         try:
             async with asyncio.timeout(TOKEN_TIMEOUT_S):
                 token = await reader.readexactly(_NAME_BYTES + _SECRET_BYTES)
         except (TimeoutError, asyncio.IncompleteReadError):
             return None
-        door = self._doors.get(token[:_NAME_BYTES])
-        return door if door is not None and hmac.compare_digest(door.token, token) else None
+        route = self._routes.get(token[:_NAME_BYTES])
+        return route if route is not None and hmac.compare_digest(route.token, token) else None
 
-    async def _pass(self, door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if door.path is not None:
-            await join((reader, writer), await asyncio.open_unix_connection(door.path))
+    async def _pass(self, route: Route, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if route.path is not None:
+            await join((reader, writer), await asyncio.open_unix_connection(route.path))
             return
         with suppress(OSError):
             await reader.read(1)
-        if door.on_end is not None:
-            door.on_end()
+        if route.on_end is not None:
+            route.on_end()
 
-    async def _close(self, door: Door) -> None:
-        for writer in list(door.writers):
+    async def _close(self, route: Route) -> None:
+        for writer in list(route.writers):
             writer.close()
 
     async def _end(self) -> None:
