@@ -53,7 +53,7 @@ def main() -> None:
             print(shlex.join(step.command))
         return
     with sigterm_interrupts():
-        failed = run_steps(steps, settings.out)
+        failed = run_steps(steps, settings.out, args.jobs)
     write_table(settings)
     sys.exit(1 if failed else 0)
 
@@ -94,6 +94,10 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}", default="", metavar="FLAGS", help=f"more flags of {what}: --{name}='--flag 1'"
         )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N",
+        help="steps at a time, each on one GPU, which may be shared; what they print is in OUT/STEP.txt (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
     parser.add_argument("--render-only", action="store_true", help="the table of what is there; runs nothing")
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help="folder of summaries to render")

@@ -4,6 +4,7 @@ The same engine as the trainer's (`VllmEngine`), made ready in the same way (`co
 is sampled in an evaluation as in training. The GPU is the engine's alone: there is no sleep and no weight sync.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def build_standalone_engine(
     max_num_seqs: int,
     gpu_memory_utilization: float = 0.9,
     graphs: CudaGraphs = "default",
+    engine_kwargs: Mapping[str, Any] = {},
     trust_remote_code: bool = False,
     seed: int = 0,
 ) -> VllmEngine:
@@ -37,6 +39,7 @@ def build_standalone_engine(
         model: A full model's folder or hub name.
         max_model_len: Tokens of a prompt and its answer together; None: as many as the model has positions for.
         max_num_seqs: Requests that are sampled at once.
+        engine_kwargs: Others for `vllm.LLM`.
         seed: Of sampling. The same requests in the same order give the same tokens.
 
     Raises `ConfigError` where vLLM cannot load it, with vLLM's reason.
@@ -55,7 +58,7 @@ def build_standalone_engine(
             logprobs_mode="processed_logprobs",
             trust_remote_code=trust_remote_code,
             seed=seed,
-            **{**kwargs, **cuda_graphs.LLM_KWARGS[graphs]},
+            **{**kwargs, **cuda_graphs.LLM_KWARGS[graphs], **engine_kwargs},
         )
     except (ValueError, RuntimeError, OSError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

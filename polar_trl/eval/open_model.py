@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -71,6 +71,7 @@ def _open_engine(setup: EvalSetup, model: str, libraries: LibraryLog) -> Iterato
             max_num_seqs=args.engine_slots,
             gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
             graphs=args.engine_cuda_graphs,
+            engine_kwargs=cast(dict[str, Any], args.engine_kwargs or {}),
             trust_remote_code=args.trust_remote_code,
             # another one in each process: samples that are added later must not repeat the earlier ones
             seed=int.from_bytes(os.urandom(4), "big"),

@@ -1,4 +1,4 @@
-"""Run the steps of a table one after the other, and keep what each took in `times.jsonl`.
+"""Run the steps of a table, some at a time, and keep what each took in `times.jsonl`.
 
 A step whose folder is there, and whose newest line says that the same command ended well, is not run again. A step
 that was stopped or failed is: every command goes on with what its folder has (training from a checkpoint, evaluations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,80 +26,163 @@ from polar_trl.run_folder import append_lines
 
 TIMES_FILE = "times.jsonl"
 PR_SET_PDEATHSIG = 1  # prctl(2)
+POLL_INTERVAL_S = 0.1
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = (130, -signal.SIGINT, -signal.SIGTERM)
 
 
-def run_steps(steps: Sequence[Step], out: Path) -> list[str]:
-    """Run what is missing; return the names of the steps that failed. An interrupt ends the running one, and this.
+@dataclass(eq=False)
+class Running:
+    """The process of a step.
+
+    Args:
+        gpus: Those that it sees, as CUDA_VISIBLE_DEVICES names them.
+    """
+
+    step: Step
+    process: "subprocess.Popen[bytes]"
+    gpus: Sequence[str]
+    began: float = field(default_factory=time.monotonic)
+    gpu_seconds: float = 0.0
+    """A GPU's time is shared evenly among the steps on it."""
+
+    def poll(self, out: Path) -> int | None:
+        """Return its exit status, and write its line, if it has ended."""
+        pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
+        return self._end(os.waitstatus_to_exitcode(status), used, out) if pid else None
+
+    def wait(self, out: Path) -> None:
+        """Wait for its end, and write its line."""
+        _, status, used = os.wait4(self.process.pid, 0)
+        self._end(os.waitstatus_to_exitcode(status), used, out)
+
+    def _end(self, status: int, used: resource.struct_rusage, out: Path) -> int:
+        self.process.returncode = status
+        line = {
+            "step": self.step.name,
+            "status": 130 if status in INTERRUPTED else status,
+            "seconds": round(time.monotonic() - self.began, 3),
+            "cpu_seconds": round(used.ru_utime + used.ru_stime, 3),
+            "gpu_seconds": round(self.gpu_seconds, 3),
+            "command": self.step.command,
+        }
+        append_lines(out / TIMES_FILE, json.dumps(line).encode() + b"\n")
+        return status
+
+
+def run_steps(steps: Sequence[Step], out: Path, jobs: int = 1) -> list[str]:
+    """Run what is missing; return the names of the steps that failed. An interrupt ends those that run, and this.
 
     A step that needs a failed one is left out, and counts as failed.
+
+    Args:
+        jobs: How many at a time. If above 1, each sees one GPU, in turns, and what it prints goes to OUT/NAME.txt.
     """
-    failed: list[str] = []
     out.mkdir(parents=True, exist_ok=True)
-    for number, step in enumerate(steps, start=1):
-        head = f"[{number}/{len(steps)}] {step.name}"
-        if lacking := [name for name in step.needs if name in failed]:
-            failed.append(step.name)
-            say(f"{head}: left out, since {lacking[0]} failed")
-            continue
-        times, is_there = read_times(out), (out / step.name).exists()
-        last, newer = times.get(step.name, [{}])[-1], find_newer(times, step.name, step.needs)
-        if is_there and newer and step.goes_on:
-            failed.append(step.name)
-            say(f"{head}: {out / step.name} is of an earlier {newer[0]}; remove it, or give another --out")
-            continue
-        if is_there and not newer and last.get("status") == 0 and last.get("command") == list(step.command):
-            say(f"{head} is there")
-            continue
-        say(f"{head}: {shlex.join(step.command)}")
-        try:
-            status = run_step(step, out)
-        except KeyboardInterrupt:
-            say(f"stopped in {step.name}; the same command goes on")
-            sys.exit(130)
-        if status != 0:
-            failed.append(step.name)
-            say(f"{step.name} failed with exit status {status}; going on with the next")
+    waiting, running, failed = list(steps), list[Running](), list[str]()
+    try:
+        while waiting or running:
+            unfinished = {step.name for step in (*waiting, *(task.step for task in running))}
+            ready = next((step for step in waiting if not unfinished.intersection(step.needs)), None)
+            if ready is not None and len(running) < jobs:
+                waiting.remove(ready)
+                head = f"[{len(steps) - len(waiting)}/{len(steps)}] {ready.name}"
+                if problem := find_problem(ready, out, failed):
+                    failed.append(ready.name)
+                    say(f"{head}: {problem}")
+                elif is_done(ready, out):
+                    say(f"{head} is there")
+                else:
+                    say(f"{head}: {shlex.join(ready.command)}")
+                    start_step(ready, out, running, is_alone=jobs == 1)
+                continue
+            began = time.monotonic()
+            time.sleep(POLL_INTERVAL_S)
+            share_gpus(running, time.monotonic() - began)
+            for task in list(running):
+                if (status := task.poll(out)) is None:
+                    continue
+                running.remove(task)
+                if status in INTERRUPTED:
+                    say(f"{task.step.name} was interrupted")
+                    raise KeyboardInterrupt
+                if status != 0:
+                    failed.append(task.step.name)
+                    say(f"{task.step.name} failed with exit status {status}; going on with the next")
+                elif jobs > 1:
+                    say(f"{task.step.name} is done")
+    except KeyboardInterrupt:
+        for task in running:
+            task.process.terminate()  # all at once
+        for task in running:
+            task.wait(out)
+        names = ", ".join(task.step.name for task in running)
+        say(f"stopped{' in ' if names else ''}{names}; the same command goes on")
+        sys.exit(130)
     return failed
 
 
-def run_step(step: Step, out: Path) -> int:
-    """Run one step; return its exit status. Raises `KeyboardInterrupt`, the step ended, if either is interrupted."""
-    libc, interrupts = ctypes.CDLL(None), (signal.SIGINT, signal.SIGTERM)
+def find_problem(step: Step, out: Path, failed: Sequence[str]) -> str | None:
+    """Tell why a step cannot run; None if it can."""
+    if lacking := [name for name in step.needs if name in failed]:
+        return f"left out, since {lacking[0]} failed"
+    newer = find_newer(read_times(out), step.name, step.needs)
+    if (out / step.name).exists() and newer and step.goes_on:
+        return f"{out / step.name} is of an earlier {newer[0]}; remove it, or give another --out"
+    return None
+
+
+def is_done(step: Step, out: Path) -> bool:
+    """Tell whether a step ended well, with the same command and after what it needs."""
+    times = read_times(out)
+    last = times.get(step.name, [{}])[-1]
+    is_same = last.get("status") == 0 and last.get("command") == list(step.command)
+    return is_same and (out / step.name).exists() and not find_newer(times, step.name, step.needs)
+
+
+def start_step(step: Step, out: Path, running: list[Running], *, is_alone: bool) -> None:
+    """Start a step, and add it to those that run."""
+    libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # SIGINT may be ignored, by a shell's "&"
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    began, before, status = time.monotonic(), _read_cpu_s(), 130
-    signal.pthread_sigmask(signal.SIG_BLOCK, interrupts)  # until there is something to wait for
-    process = subprocess.Popen(
-        step.command,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-        start_new_session=True,  # a terminal would interrupt it, too; the second time ends it before it has tidied up
-        preexec_fn=prepare,
-    )
+    gpus, env, output = find_gpus(), dict(os.environ), None
+    if not is_alone:
+        gpus = sorted(gpus, key=lambda gpu: sum(gpu in task.gpus for task in running))[:1]
+        output = (out / f"{step.name}.txt").open("ab")
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[0]
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it is among those that an interrupt ends
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts)
-        status = process.wait()
-        if status in INTERRUPTED:
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        raise
+        process = subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output or sys.stderr,
+            stderr=output,
+            env=env,
+            start_new_session=True,  # a terminal would interrupt it, too; the second time ends it before it has tidied up
+            preexec_fn=prepare,
+        )
+        running.append(Running(step, process, gpus))
     finally:
-        line = {
-            "step": step.name,
-            "status": 130 if status in INTERRUPTED else status,
-            "seconds": round(time.monotonic() - began, 3),
-            "cpu_seconds": round(_read_cpu_s() - before, 3),
-            "gpus": count_gpus(),
-            "command": step.command,
-        }
-        append_lines(out / TIMES_FILE, json.dumps(line).encode() + b"\n")
-    return status
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if output is not None:
+            output.close()
+
+
+def share_gpus(running: Sequence[Running], seconds: float) -> None:
+    """Add to each step its share of the GPUs that it was on for so long."""
+    for task in running:
+        task.gpu_seconds += sum(seconds / sum(gpu in other.gpus for other in running) for gpu in task.gpus)
+
+
+def find_gpus() -> list[str]:
+    """Find the GPUs that a command sees, as CUDA_VISIBLE_DEVICES names them."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in map(str.strip, visible.split(",")) if name not in ("", "-1")]
+    return [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
 
 
 def read_times(out: Path) -> Mapping[str, list[dict[str, Any]]]:
@@ -122,19 +206,6 @@ def find_newer(times: Mapping[str, Sequence[Mapping[str, Any]]], name: str, need
     return [other for other in needs if other in times and times[other][-1]["place"] > times[name][-1]["place"]]
 
 
-def count_gpus() -> int:
-    """Count the GPUs that a command sees."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
 def say(line: str) -> None:
     """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
-
-
-def _read_cpu_s() -> float:
-    """Processor time of all processes that ended under this one and were waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime

@@ -10,14 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from launch import find_warm_python
 from table.numbers import estimate_gain_over_seeds, estimate_over_seeds, t_quantile
 from table.report import build_report, render_report
-from table.steps import Settings, list_steps
+from table.run import Running, share_gpus
+from table.steps import Settings, Step, list_steps
 from table.summaries import build_summaries, find_agents, find_models, load_summaries, write_summaries
 
 from polar_trl.errors import ConfigError
@@ -130,7 +132,7 @@ def test_the_papers_table_and_the_matrix_from_recorded_results(tmp_path: Path) -
 
 
 def record_training(out: Path, name: str, seconds: float, cpu_seconds: float) -> None:
-    line = {"step": name, "status": 0, "seconds": seconds, "cpu_seconds": cpu_seconds, "gpus": 0, "command": []}
+    line = {"step": name, "status": 0, "seconds": seconds, "cpu_seconds": cpu_seconds, "gpu_seconds": 0, "command": []}
     with (out / "times.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -320,7 +322,7 @@ def test_an_evaluation_that_lacks_sessions_and_a_run_without_a_start(tmp_path: P
 # The driver, with a program in the place of the project's commands.
 
 FAKE = """
-import shutil, signal, sys, time
+import os, shutil, signal, sys, time
 from pathlib import Path
 words = sys.argv[1:]
 out = Path(words[words.index("--output_dir") + 1])
@@ -334,6 +336,7 @@ if (out.parent / ("wait " + out.name)).exists():
         print("tidied up", flush=True)
         sys.exit(130)
     signal.signal(signal.SIGTERM, end)
+    print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
     print("begun", flush=True)
     time.sleep(60)
 if words[0] == "eval":
@@ -436,6 +439,47 @@ def test_what_is_of_an_earlier_model_is_not_taken_for_the_present_ones(tmp_path:
     done = run(command)
     assert done.returncode == 0, done.stderr
     assert take_calls(out) == ["sft-pi-0__pi", "both-pi-0", "both-pi-0__pi"]
+
+
+def test_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    keys = ("--agents", "pi", "shell", "--stages", "base", "grpo", "--jobs", "2")
+    command, out = drive(tmp_path, *keys), tmp_path / "out"
+    for name in ("grpo-pi-0", "grpo-shell-0"):
+        (out / f"wait {name}").touch()
+    with subprocess.Popen(command, cwd=ROOT / "scripts", stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while not all("begun" in read_text(out / f"{name}.txt") for name in ("grpo-pi-0", "grpo-shell-0")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert process.returncode == 130 and rest.endswith("stopped in grpo-pi-0, grpo-shell-0; the same command goes on\n")
+    for name in ("grpo-pi-0", "grpo-shell-0"):
+        assert "tidied up" in read_text(out / f"{name}.txt")
+        (out / f"wait {name}").unlink()
+    gpus = [read_text(out / f"{name}.txt").split("GPU ")[1][0] for name in ("grpo-pi-0", "grpo-shell-0")]
+    assert sorted(gpus) == ["4", "6"]
+    (out / "fail grpo-pi-0").touch()
+    done = run(drive(tmp_path, *keys))
+    assert done.returncode == 1 and "grpo-pi-0__pi: left out, since grpo-pi-0 failed" in done.stderr
+    calls = take_calls(out)
+    assert calls[-1] == "grpo-shell-0__shell" and "grpo-pi-0__pi" not in calls
+    (out / "fail grpo-pi-0").unlink()
+    assert run(drive(tmp_path, *keys)).returncode == 0 and take_calls(out) == ["grpo-pi-0", "grpo-pi-0__pi"]
+
+
+def test_a_gpu_of_two_steps_counts_once() -> None:
+    process = cast("subprocess.Popen[bytes]", None)
+    alone, first, second = (Running(Step(name="", command=()), process, [gpu]) for gpu in ("0", "1", "1"))
+    both = Running(Step(name="", command=()), process, ["0", "1"])
+    share_gpus([alone, first, second], 6.0)
+    share_gpus([alone, first, second, both], 6.0)
+    assert [task.gpu_seconds for task in (alone, first, second, both)] == [9.0, 5.0, 5.0, 5.0]
+
+
+def read_text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.parametrize(
