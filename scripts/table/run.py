@@ -162,7 +162,7 @@ def start_step(step: Step, out: Path, running: list[Running], *, is_alone: bool)
             stdout=output or sys.stderr,
             stderr=output,
             env=env,
-            start_new_session=True,  # a terminal would interrupt it, too; the second time ends it before it has tidied up
+            start_new_session=True,  # a terminal would interrupt it, too, and a second time before it has tidied up
             preexec_fn=prepare,
         )
         running.append(Running(step, process, gpus))

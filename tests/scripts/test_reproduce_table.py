@@ -454,7 +454,9 @@ def test_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-    assert process.returncode == 130 and rest.endswith("stopped in grpo-pi-0, grpo-shell-0; the same command goes on\n")
+    assert process.returncode == 130 and rest.endswith(
+        "stopped in grpo-pi-0, grpo-shell-0; the same command goes on\n"
+    )
     for name in ("grpo-pi-0", "grpo-shell-0"):
         assert "tidied up" in read_text(out / f"{name}.txt")
         (out / f"wait {name}").unlink()
