@@ -26,7 +26,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from table.picture import draw_report
 from table.report import PAPER, build_report, order_agents, render_report
 from table.run import run_steps
 from table.steps import STAGES, Model, Settings, list_models, list_steps, require_saved
@@ -54,7 +56,9 @@ def main() -> None:
         return
     with sigterm_interrupts():
         failed = run_steps(steps, settings.out, args.jobs)
-    write_table(settings)
+    report = write_table(settings)
+    if args.picture is not None:
+        draw_report(report, args.picture)
     sys.exit(1 if failed else 0)
 
 
@@ -100,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
     parser.add_argument("--render-only", action="store_true", help="the table of what is there; runs nothing")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the table, too")
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help="folder of summaries to render")
     return parser
 
@@ -155,14 +160,16 @@ def refuse_twice(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"{option} names {twice[0]!r} twice")
 
 
-def write_table(settings: Settings) -> None:
-    """Write and print the table of a run of this script."""
+def write_table(settings: Settings) -> dict[str, Any]:
+    """Write, print and return the table of a run of this script."""
     models = order_models([*list_models(settings.agents, settings.seeds, settings.stages), *find_models(settings.out)])
     agents = order_agents([*settings.agents, *find_agents(settings.out)])
     trained = {Model(stage="grpo", agent=agent, seed=settings.seeds[0]): at for agent, at in settings.trained.items()}
     summaries = build_summaries(settings.out, models, agents, trained)
     write_summaries(settings.out, summaries)
-    write_report(settings.out, build_report(summaries, settings.agents, settings.seeds, settings.stages))
+    report = build_report(summaries, settings.agents, settings.seeds, settings.stages)
+    write_report(settings.out, report)
+    return report
 
 
 def render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -183,6 +190,8 @@ def render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         write_report(args.out, report)
     else:
         print("\n".join(render_report(report)))
+    if args.picture is not None:
+        draw_report(report, args.picture)
     sys.exit(0 if report["complete"] else 1)
 
 

@@ -193,6 +193,8 @@ def build_model_kwargs(config: Any) -> dict[str, Any]:
         # agents send text: without this, vLLM builds the vision tower and reserves memory for the largest images
         kwargs["limit_mm_per_prompt"] = {"image": 0, "video": 0}
     is_hybrid = "linear_attention" in (getattr(text, "layer_types", None) or ())
+    if is_hybrid:
+        kwargs["enable_prefix_caching"] = True  # vLLM 0.26 reads every prompt of such a model anew, unless it is told
     if is_hybrid and importlib.util.find_spec("flashinfer") is None:
         # on Hopper, vLLM 0.26 takes FlashInfer's delta rule whether or not that is installed
         kwargs["additional_config"] = {"gdn_prefill_backend": "triton"}

@@ -190,7 +190,7 @@ def build_settings(
     )
     of_sessions = (
         *("max_completion_length", "max_session_calls", "max_session_tokens", "vllm_max_model_length"),
-        *("renderer", "thinking", "chat_template_kwargs"),
+        *("renderer", "thinking", "chat_template_kwargs", "engine_dtype", "weight_rounding"),
     )
     return {
         "model": checkpoint.identity,

@@ -133,8 +133,11 @@ class Run:
         command = [*build_launch(self.processes), *([WRAPPERS[self.arm]] if self.arm in WRAPPERS else ())]
         command.append("scripts/train.py")
         if args.per_gpu > 1 and torch.cuda.is_available():
-            flags["vllm_gpu_memory_utilization"] = "0.05"  # has to be free at the start; the cache does not follow it
-            command.insert(-1, "scripts/gpu/fixed_cache.py")
+            # what has to be free at the start; vLLM would size its cache by what neighbors left free at that moment
+            flags |= {
+                "vllm_gpu_memory_utilization": "0.05",
+                "engine_kwargs": f'{{"kv_cache_memory_bytes": {4 << 30}}}',
+            }
         command += ["--config", args.config, "--output_dir", str(self.folder), "--model_name_or_path", args.model]
         return [*command, *(text for key, value in flags.items() for text in (f"--{key}", str(value))), *args.rest]
 

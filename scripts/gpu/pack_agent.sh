@@ -1,43 +1,43 @@
 #!/usr/bin/env bash
-# Pack an installed Pi and its Node into one small archive, for a machine without npm and without a network.
+# Pack installed agents and their Node into one archive, for a machine without npm and without a network.
 #
-#   bash scripts/gpu/pack_agent.sh OUT.tar.xz          here, after `polar-trl doctor pi --install`
-#   mkdir -p CACHE && tar -xJf OUT.tar.xz -C CACHE     there; then POLAR_TRL_CACHE=CACHE
+#   bash scripts/gpu/pack_agent.sh OUT.tar.xz pi codex   here, after `polar-trl doctor pi codex --install`
+#   mkdir -p CACHE && tar -xJf OUT.tar.xz -C CACHE       there; then POLAR_TRL_CACHE=CACHE
 #
-# Packed is what `pi -p` opens: Node's program without debug symbols, Pi's bundle, its themes. Left out are Pi's
-# unbundled modules, documentation, types and maps. Refuses to pack what does not start from an empty cache.
+# Left out are maps, types, documentation, and what the agents do not start (Pi's unbundled modules, Codex's voice
+# host, Qwen Code's web shell). Sizes: Pi 17 MB with Node's 11, Qwen Code 17 MB, Codex 84 MB, Claude Code 135 MB.
+# Refuses to write an archive from which an agent does not start.
 set -euo pipefail
 out=$(realpath "${1:?which archive to write}")
+shift
+[ $# -gt 0 ] || { echo "pack_agent.sh: which agents?" >&2; exit 2; }
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
-read -r node pi < <("$PYTHON" -c 'from polar_trl.harness.pi import PiHarness; print(*PiHarness().folders)')
-for folder in "$node" "$pi"; do
-  [ -e "$folder/.installed" ] || { echo "pack_agent.sh: $folder is not installed; polar-trl doctor pi --install" >&2; exit 1; }
-done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cache=$work/cache
-package=node_modules/@earendil-works/pi-coding-agent
+cache=$work/agents
+mkdir -p "$cache"
 
-to=$cache/agents/$(basename "$node")
-mkdir -p "$to/node_modules/node/bin" "$to/node_modules/.bin"
-cp "$node/node_modules/node/package.json" "$to/node_modules/node/"
-strip -o "$to/node_modules/node/bin/node" "$node/node_modules/node/bin/node"
-ln -s ../node/bin/node "$to/node_modules/.bin/node"
-touch "$to/.installed"
+list='import sys; from polar_trl.harness import build_agent
+for folder in {f for name in sys.argv[1:] for f in build_agent(name).folders}: print(folder)'
+"$PYTHON" -c "$list" "$@" | while read -r folder; do
+  [ -e "$folder/.installed" ] ||
+    { echo "pack_agent.sh: $folder is not installed; polar-trl doctor $* --install" >&2; exit 1; }
+  tar -C "$(dirname "$folder")" -cf - --exclude='*.map' --exclude='*.d.ts' --exclude='README*' --exclude=docs \
+    --exclude=web-shell --exclude='export-transcript*' --exclude=codex-voice-host --exclude=codex-code-mode-host \
+    --exclude='*/pi-coding-agent/node_modules' --exclude='*/pi-coding-agent/dist/core' --exclude=node_modules/npm \
+    "$(basename "$folder")" | tar -C "$cache" -xf -
+done
+chmod -R u+w "$cache"
+node=$(find "$cache" -path '*/node_modules/node/bin/node')
+[ -z "$node" ] || strip "$node"
 
-to=$cache/agents/$(basename "$pi")
-mkdir -p "$to/$package/dist" "$to/node_modules/.bin"
-cp "$pi/$package/package.json" "$to/$package/"
-(cd "$pi/$package" && find dist/bundle dist/modes -type f ! -name '*.map' ! -name '*.d.ts' \
-  \( -path 'dist/bundle/*' -o -name '*.json' \) -print0 | tar -c --null -T -) | tar -x -C "$to/$package"
-ln -s ../@earendil-works/pi-coding-agent/dist/bundle/cli.js "$to/node_modules/.bin/pi"
-touch "$to/.installed"
-
-# an empty HOME and no other node: the packed pair must start alone
-found=$(cd "$work" && env -i HOME="$work" PATH="$cache/agents/$(basename "$node")/node_modules/.bin:/usr/bin:/bin" \
-  "$to/node_modules/.bin/pi" --version)
-echo "packed Pi says: $found"
+# an empty HOME and no other node: what was packed must start alone
+for program in "$cache"/*/node_modules/.bin/{pi,codex,claude,qwen}; do
+  [ -e "$program" ] || continue
+  found=$(cd "$work" && env -i HOME="$work" PATH="${node:+$(dirname "$node"):}/usr/bin:/bin" "$program" --version)
+  echo "packed $(basename "$program") says: $found"
+done
 mkdir -p "$(dirname "$out")"
-tar --sort=name --owner=0 --group=0 --mtime=@0 -cf - -C "$cache" agents | xz --lzma2=preset=9e,dict=64MiB -T1 >"$out"
+tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$work" -cf - agents | xz -T0 -6 >"$out"
 ls -l "$out"

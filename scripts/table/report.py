@@ -205,7 +205,7 @@ def _render_gains(report: Mapping[str, Any]) -> Iterator[str]:
         hours = ["-"] * 3
         if cost is not None:
             per_point = f"{cost[key] / (100 * gain['rate']):.3g}" if gain and gain["rate"] > 0 else "-"
-            hours = [f"{cost['hours']:.2f}", f"{cost[key]:.2f}", per_point]
+            hours = [f"{cost['hours']:.2f}", f"{cost[key]:.3g}", per_point]
         given_up = "-" if given_up is None else str(given_up)
         yield _row([agent, TITLES[stage], render_gain(gain), by_seed, *hours, given_up])
     yield ""

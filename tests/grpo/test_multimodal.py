@@ -198,8 +198,9 @@ def test_the_engine_is_told_what_the_model_needs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(colocate.importlib.util, "find_spec", lambda name: object() if has_flashinfer else None)
     no_images = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     triton = {} if has_flashinfer else {"additional_config": {"gdn_prefill_backend": "triton"}}
-    assert colocate.build_model_kwargs(build_config()) == no_images | triton
-    assert colocate.build_model_kwargs(transformers.Qwen3_5TextConfig(**SIZES)) == triton
+    cached = {"enable_prefix_caching": True}
+    assert colocate.build_model_kwargs(build_config()) == no_images | triton | cached
+    assert colocate.build_model_kwargs(transformers.Qwen3_5TextConfig(**SIZES)) == triton | cached
     assert colocate.build_model_kwargs(transformers.LlamaConfig()) == {}
     assert colocate.build_model_kwargs(transformers.Gemma3Config()) == no_images
 
