@@ -7,6 +7,7 @@ vLLM rounds a float32 checkpoint to nearest, which undoes changes smaller than h
 on a model in bfloat16 a third is left. `dither_weights` rounds it as a run does that begins from it (precision.md).
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from polar_trl.engine.rounding import HALF_DTYPES, round_weight
 from polar_trl.engine.vllm import VllmEngine
 from polar_trl.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 MAX_BATCHED_TOKENS = 8192
 """Prompt tokens that are read in one step, beside those that are sampled."""
 
@@ -36,6 +39,7 @@ def build_standalone_engine(
     gpu_memory_utilization: float = 0.9,
     graphs: CudaGraphs = "default",
     dtype: str | None = None,
+    rounding_seed: int | None = 0,
     engine_kwargs: Mapping[str, Any] = {},
     trust_remote_code: bool = False,
     seed: int = 0,
@@ -47,6 +51,7 @@ def build_standalone_engine(
         max_model_len: Tokens of a prompt and its answer together; None: as many as the model has positions for.
         max_num_seqs: Requests that are sampled at once.
         dtype: What the engine computes in, as `engine_dtype` of a run; None: what vLLM chooses for the model.
+        rounding_seed: Of the offsets with which float32 weights are rounded; None rounds to nearest.
         engine_kwargs: Others for `vllm.LLM`.
         seed: Of sampling. The same requests in the same order give the same tokens.
 
@@ -74,24 +79,27 @@ def build_standalone_engine(
         reason = next((line for line in lines if line.startswith("Value error")), lines[0] if lines else repr(error))
         raise ConfigError(f"vLLM cannot load {model}: {reason}") from error
     require_safe_graphs(llm.llm_engine.vllm_config)
+    used = llm.llm_engine.vllm_config.model_config.dtype
+    if rounding_seed is not None and used in HALF_DTYPES and dither_weights(llm, model, used, seed=rounding_seed):
+        text = "%s is float32: its weights are rounded to %s with fixed random offsets, as where a run begins from it"
+        logger.warning(text, model, str(used).removeprefix("torch."))
     return VllmEngine(llm, device=None if cpu else torch.device("cuda", torch.cuda.current_device()))
 
 
-def dither_weights(engine: VllmEngine, model: str, *, seed: int) -> int:
-    """Round the weights that are float32 on the disk and lie off the engine's grid as a run would; return their count.
+def dither_weights(llm: Any, model: str, dtype: torch.dtype, *, seed: int) -> int:
+    """Round weights that are float32 on the disk and lie off the grid of `dtype` as a run would; return their count.
 
     Args:
-        engine: Has loaded `model`, a folder or a hub name, and nothing is sampled.
+        llm: Has loaded `model`, a folder or a hub name.
         seed: Of the offsets.
     """
-    if engine.dtype not in HALF_DTYPES:
-        return 0
     folder, count = Path(model if Path(model).is_dir() else snapshot_download(model, local_files_only=True)), 0
+    load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 weight = file.get_tensor(name)
-                if weight.dtype == torch.float32 and not torch.equal(weight.to(engine.dtype).float(), weight):
-                    engine.load_weight(name, round_weight(weight, name, engine.dtype, seed=seed, dithered=True))
+                if weight.dtype == torch.float32 and not torch.equal(weight.to(dtype).float(), weight):
+                    load([(name, round_weight(weight, name, dtype, seed=seed, dithered=True))])
                     count += 1
     return count

@@ -125,11 +125,6 @@ class VllmEngine(TokenEngine):
         self._taken_prompt_tokens = new, new_cached
         return (new_cached - old_cached) / (new - old) if new > old else None
 
-    def load_weight(self, name: str, weight: torch.Tensor) -> None:
-        """Replace a weight, by its name in a checkpoint, while the engine stands still."""
-        with self.paused():
-            self._core.model_executor.driver_worker.model_runner.model.load_weights([(name, weight)])
-
     async def generate(self, prompt_ids: TokenIds, params: GenerationParams) -> Completion:
         """Sample one completion; see `Engine.generate`. Cancelling the await aborts the request."""
         return await self._generate(prompt_ids, params, None)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from transformers import AutoTokenizer, GenerationConfig
 
 from polar_trl.engine.base import Engine, GenerationParams
-from polar_trl.engine.standalone import build_standalone_engine, dither_weights
+from polar_trl.engine.standalone import build_standalone_engine
 from polar_trl.errors import ConfigError
 from polar_trl.eval.served_model import open_served_model
 from polar_trl.eval.setup import EvalSetup, name_engine
@@ -72,17 +72,13 @@ def _open_engine(setup: EvalSetup, model: str, libraries: LibraryLog) -> Iterato
             gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
             graphs=args.engine_cuda_graphs,
             dtype=args.engine_dtype,
+            rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
             engine_kwargs=cast(dict[str, Any], args.engine_kwargs or {}),
             trust_remote_code=args.trust_remote_code,
             # another one in each process: samples that are added later must not repeat the earlier ones
             seed=int.from_bytes(os.urandom(4), "big"),
         )
     try:
-        if args.weight_rounding == "dithered" and dither_weights(engine, model, seed=args.seed):
-            dtype = str(engine.dtype).removeprefix("torch.")
-            print(
-                f"{model} is float32: rounded to {dtype} with fixed random offsets, as a run begins", file=sys.stderr
-            )
         yield engine
     finally:
         engine.close()

@@ -12,21 +12,23 @@ from launch import find_warm_python
 from polar_trl.engine.rounding import round_weight
 
 ROUND = """
-import json, os, sys
-import torch
+import json, logging, os, sys
 from safetensors.torch import save_file
-from polar_trl.engine.standalone import build_standalone_engine, dither_weights
+from polar_trl.engine.standalone import build_standalone_engine
 
 if __name__ == "__main__":
-    model, dtype, out = sys.argv[1:]
-    engine = build_standalone_engine(model, cpu=True, max_model_len=128, max_num_seqs=4, dtype=dtype)
+    model, dtype, seed, out = sys.argv[1:]
+    # warnings of the package are what users see
+    warned = []
+    logging.getLogger("polar_trl").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warned.append(record.getMessage())
+    engine = build_standalone_engine(
+        model, cpu=True, max_model_len=128, max_num_seqs=4, dtype=dtype, rounding_seed=json.loads(seed)
+    )
     weights = engine._core.model_executor.driver_worker.model_runner.model.state_dict()
-    name = "model.layers.0.mlp.down_proj.weight"
-    before = weights[name].float().clone()
-    count = dither_weights(engine, model, seed=3)
-    save_file({"before": before, "after": weights[name].float().clone()}, out)
+    save_file({"weight": weights["model.layers.0.mlp.down_proj.weight"].float().clone()}, out)
     engine.close()
-    print(json.dumps([count, str(engine.dtype)]), flush=True)
+    print(json.dumps([str(engine.dtype), warned]), flush=True)
     os._exit(0)
 """
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -54,23 +56,26 @@ def test_small_changes_of_a_float32_checkpoint_arrive(smollm2: Path, tmp_path: P
         tokenizer.save_pretrained(tmp_path / name)
     tuned = model.state_dict()[NAME]
 
-    def run(name: str, dtype: str) -> tuple[list[object], dict[str, torch.Tensor]]:
-        out = tmp_path / f"{name}-{dtype}.safetensors"
-        command = [find_warm_python(), "-c", ROUND, str(tmp_path / name), dtype, str(out)]
+    def run(name: str, dtype: str, seed: str) -> tuple[list[str], torch.Tensor]:
+        out = tmp_path / "weight.safetensors"
+        command = [find_warm_python(), "-c", ROUND, str(tmp_path / name), dtype, seed, str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]), load_file(out)
+        used, warned = json.loads(done.stdout.splitlines()[-1])
+        assert used == f"torch.{dtype}"
+        return warned, load_file(out)["weight"]
 
-    found, weights = run("tuned", "bfloat16")
-    assert found == [len(list(model.parameters())), "torch.bfloat16"]
-    expected = round_weight(tuned.contiguous(), NAME, torch.bfloat16, seed=3, dithered=True)
-    assert torch.equal(weights["before"], tuned.to(torch.bfloat16).float())
-    assert torch.equal(weights["after"], expected.float())
+    warned, dithered = run("tuned", "bfloat16", "3")
+    assert len(warned) == 1 and "is float32: its weights are rounded to bfloat16" in warned[0]
+    assert torch.equal(dithered, round_weight(tuned.contiguous(), NAME, torch.bfloat16, seed=3, dithered=True).float())
+    unwarned, nearest = run("tuned", "bfloat16", "null")
+    assert unwarned == [] and torch.equal(nearest, tuned.to(torch.bfloat16).float())
     move = tuned - published
 
     def share(rounded: torch.Tensor) -> float:
         return float(((rounded - published) * move).sum() / (move * move).sum())
 
-    assert share(weights["before"]) < 0.8 and 0.9 < share(weights["after"]) < 1.1
-    assert run("published", "bfloat16")[0] == [0, "torch.bfloat16"]
-    assert run("tuned", "float32")[0] == [0, "torch.float32"]
+    assert share(nearest) < 0.8 and 0.9 < share(dithered) < 1.1
+    for name, dtype, expected in (("published", "bfloat16", published), ("tuned", "float32", tuned)):
+        warned, weight = run(name, dtype, "3")
+        assert warned == [] and torch.equal(weight, expected)

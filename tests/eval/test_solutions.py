@@ -54,11 +54,11 @@ def ask(text: str, *later: Message, tools: tuple[Tool, ...]) -> ChatRequest:
 @pytest.mark.parametrize(
     ("agent", "tool", "arguments"),
     [
-        ("pi", build_tool("bash", "command"), '{"command":"touch sun.txt moon.txt"}'),
-        ("codex", build_tool("exec_command", "cmd"), '{"cmd":"touch sun.txt moon.txt"}'),
+        ("pi", build_tool("bash", "command"), '{"command": "touch sun.txt moon.txt"}'),
+        ("codex", build_tool("exec_command", "cmd"), '{"cmd": "touch sun.txt moon.txt"}'),
         # without the description that its own shell call has, and which the tool does not require
-        ("claude_code", build_tool("Bash", "command"), '{"command":"touch sun.txt moon.txt"}'),
-        ("qwen_code", build_tool("run_shell_command", "command"), '{"command":"touch sun.txt moon.txt"}'),
+        ("claude_code", build_tool("Bash", "command"), '{"command": "touch sun.txt moon.txt"}'),
+        ("qwen_code", build_tool("run_shell_command", "command"), '{"command": "touch sun.txt moon.txt"}'),
     ],
 )
 def test_a_call_and_a_last_word(renderer: Renderer, agent: str, tool: Tool, arguments: str) -> None:
