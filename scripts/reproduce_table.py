@@ -37,6 +37,7 @@ from table.summaries import build_summaries, find_agents, find_models, load_summ
 from polar_trl.cli.process import sigterm_interrupts
 from polar_trl.configs import find_config
 from polar_trl.errors import PolarError
+from polar_trl.run_folder import own_folder
 
 
 def main() -> None:
@@ -54,6 +55,7 @@ def main() -> None:
         for step in steps:
             print(shlex.join(step.command))
         return
+    own_folder(settings.out)
     with sigterm_interrupts():
         failed = run_steps(steps, settings.out, args.jobs)
     report = write_table(settings)
@@ -99,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{name}", default="", metavar="FLAGS", help=f"more flags of {what}: --{name}='--flag 1'"
         )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N",
+        "--jobs", type=parse_jobs, default=1, metavar="N",
         help="steps at a time, each on one GPU, which may be shared; what they print is in OUT/STEP.txt (default: 1)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
@@ -112,6 +114,12 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no seed, a whole number from 0")
+    return int(text)
+
+
+def parse_jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
     return int(text)
 
 

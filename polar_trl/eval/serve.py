@@ -170,6 +170,8 @@ def open_serving(setup: EvalSetup, options: ServeOptions) -> Iterator[tuple[Endp
     Raises:
         ConfigError: a model, a server, an address or a folder that cannot be used.
     """
+    if setup.evaluation.solutions:
+        raise ConfigError("solutions plays the solutions of tasks, and serve has none; leave it out")
     listen(options.host, options.port).close()  # before a model is loaded for minutes
     run, folder = setup.run, setup.folder
     classify = always_policy if run.agent == "shell" and not run.agent_command else build_harness(run).classify

@@ -44,7 +44,8 @@ _LAY_EARLIER_SESSION = f"""\
 work=$(pwd -P)
 chats="$HOME/.qwen/projects/$(printf %s "$work" | tr -c a-zA-Z0-9 -)/chats"
 mkdir -p "$chats"
-sed "s|\\"cwd\\": \\"\\"|\\"cwd\\": \\"$work\\"|" "$HOME/{_EARLIER_SESSION}" >"$chats/{EARLIER_ID}.jsonl"
+quoted=$(printf %s "$work" | sed 's/[&|]/\\\\&/g')
+sed "s|\\"cwd\\": \\"\\"|\\"cwd\\": \\"$quoted\\"|" "$HOME/{_EARLIER_SESSION}" >"$chats/{EARLIER_ID}.jsonl"
 """
 _MEMORY_AGENT = "managed memory extraction subagent"
 _SUMMARIZER = "component that summarizes a conversation"

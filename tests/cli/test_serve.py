@@ -285,6 +285,7 @@ def test_a_folder_of_something_else_is_left_alone(
         (["MODEL", "--port", "80000"], "ports are 0 to 65535"),
         (["MODEL", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["MODEL", "--temprature", "1"], "Did you mean 'temperature'?"),
+        (["MODEL", "--solutions", "true"], "serve has none"),
         (["MODEL", "--config", "no.yaml"], "no file at 'no.yaml'"),
     ],
 )

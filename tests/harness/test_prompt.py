@@ -1,6 +1,10 @@
 """The options of an agent's first prompt are checked alike for every agent, each with one sentence."""
 
+import json
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from polar_trl.errors import ConfigError
 from polar_trl.harness import build_agent
 from polar_trl.harness.base import Launch
+from polar_trl.harness.qwen_code import _LAY_EARLIER_SESSION
 from polar_trl.types import Endpoint, Task
 
 SHELLS = {
@@ -104,3 +109,20 @@ def test_a_launch_is_the_same_each_time_and_holds_the_demonstrations_once(name: 
     first = launch(name, **options)
     assert first == launch(name, **options)
     assert sum(text.count("Look around") for text in first.files.values()) == 1
+
+
+def test_qwen_code_finds_its_session_from_any_work_folder(tmp_path: Path) -> None:
+    files = launch("qwen_code", demonstrations=[["Look around", "ls"]], tools=["run_shell_command"]).files
+    for name in ("plain", "R&D | a b"):
+        home, work = tmp_path / f"home of {name}", tmp_path / name
+        (home / ".polar").mkdir(parents=True)
+        work.mkdir()
+        (home / ".polar" / "earlier.jsonl").write_text(files[".polar/earlier.jsonl"])
+        subprocess.run(
+            ["bash", "-c", _LAY_EARLIER_SESSION],
+            cwd=work,
+            env={"HOME": str(home), "PATH": os.environ["PATH"]},
+            check=True,
+        )
+        (found,) = home.glob(".qwen/projects/*/chats/*.jsonl")
+        assert {json.loads(line)["cwd"] for line in found.read_text().splitlines()} == {str(work)}

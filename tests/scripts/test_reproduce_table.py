@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 from launch import find_warm_python
 from table.numbers import estimate_gain_over_seeds, estimate_over_seeds, t_quantile
+from table.picture import draw_report, render_rate
 from table.report import build_report, render_report
 from table.run import Running, share_gpus
 from table.steps import Settings, Step, list_steps
@@ -452,6 +453,8 @@ def test_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         while not all("begun" in read_text(out / f"{name}.txt") for name in ("grpo-pi-0", "grpo-shell-0")):
             assert process.poll() is None
             time.sleep(0.05)
+        second = run(command)
+        assert second.returncode == 1 and "is being written by another process" in second.stderr
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
     assert process.returncode == 130 and rest.endswith(
@@ -478,6 +481,17 @@ def test_a_gpu_of_two_steps_counts_once() -> None:
     share_gpus([alone, first, second], 6.0)
     share_gpus([alone, first, second, both], 6.0)
     assert [task.gpu_seconds for task in (alone, first, second, both)] == [9.0, 5.0, 5.0, 5.0]
+
+
+def test_the_picture_of_a_table_with_missing_cells(tmp_path: Path) -> None:
+    for agent in ("codex", "pi"):
+        record_cell(tmp_path, f"base__{agent}", 2)
+    record_cell(tmp_path, "grpo-pi-0__pi", 4)
+    report = build_report(build_summaries(tmp_path, find_models(tmp_path), find_agents(tmp_path)), seeds=[0, 1])
+    draw_report(report, tmp_path / "pictures" / "table.png")
+    assert (tmp_path / "pictures" / "table.png").read_bytes().startswith(b"\x89PNG")
+    cells = report["cells"]
+    assert [render_rate(cells[stage]["pi"]) for stage in ("base", "grpo")] == ["22", "44*"]
 
 
 def read_text(path: Path) -> str:
@@ -572,7 +586,7 @@ def test_the_documented_commands() -> None:
         commands = done.stdout.splitlines()
         assert len(commands) >= 2
         evaluations = [command for command in commands if " polar_trl eval " in command]
-        assert evaluations and all(command.endswith(" ".join(words[place + 1 :])) for command in evaluations)
+        assert evaluations and all(command.endswith(shlex.join(words[place + 1 :])) for command in evaluations)
 
 
 @pytest.mark.parametrize(
@@ -587,6 +601,7 @@ def test_the_documented_commands() -> None:
         (["--out", "o", "--seeds", "1", "1"], "--seeds names 1 twice"),
         (["--render-only", "--out", "o", "--agents", "pi", "pi"], "--agents names 'pi' twice"),
         (["--out", "o", "--seeds=-1"], "'-1' is no seed, a whole number from 0"),
+        (["--out", "o", "--jobs", "0"], "'0' is no number from 1"),
         (
             ["--render-only", "--out", "o", "--", "--limit", "3"],
             "what follows -- is for evaluations, and --render-only",
