@@ -12,7 +12,7 @@ Stages: base, the model as it is; sft, on sessions of a program that knows the t
 GRPO from the sft model. Each step is a command of the project, printed before it runs: polar-trl collect, TRL's SFT
 script, polar-trl train, polar-trl eval, into OUT/data-AGENT, OUT/STAGE-AGENT-SEED and OUT/STAGE-AGENT-SEED__AGENT.
 What is there is not run again; what was stopped goes on with the same command; a step that fails leaves the others
-alone. Ctrl-C and SIGTERM end the step that runs, its sandboxes included. --matrix also evaluates each final model
+alone. Ctrl-C and SIGTERM end the steps that run, their sandboxes included. --matrix also evaluates each final model
 inside every other agent.
 
 What follows -- goes to each evaluation. Writes OUT/table.md, OUT/table.json, and OUT/summaries, a file for each model,

@@ -7,13 +7,14 @@ vLLM rounds a float32 checkpoint to nearest, which undoes changes smaller than h
 on a model in bfloat16 a third is left. `dither_weights` rounds it as a run does that begins from it (precision.md).
 """
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
@@ -39,7 +40,7 @@ def build_standalone_engine(
     gpu_memory_utilization: float = 0.9,
     graphs: CudaGraphs = "default",
     dtype: str | None = None,
-    rounding_seed: int | None = 0,
+    dithered: bool = True,
     engine_kwargs: Mapping[str, Any] = {},
     trust_remote_code: bool = False,
     seed: int = 0,
@@ -51,7 +52,7 @@ def build_standalone_engine(
         max_model_len: Tokens of a prompt and its answer together; None: as many as the model has positions for.
         max_num_seqs: Requests that are sampled at once.
         dtype: What the engine computes in, as `engine_dtype` of a run; None: what vLLM chooses for the model.
-        rounding_seed: Of the offsets with which float32 weights are rounded; None rounds to nearest.
+        dithered: Round a float32 checkpoint for half precision as a run does; else as vLLM does, to nearest.
         engine_kwargs: Others for `vllm.LLM`.
         seed: Of sampling. The same requests in the same order give the same tokens.
 
@@ -80,26 +81,48 @@ def build_standalone_engine(
         raise ConfigError(f"vLLM cannot load {model}: {reason}") from error
     require_safe_graphs(llm.llm_engine.vllm_config)
     used = llm.llm_engine.vllm_config.model_config.dtype
-    if rounding_seed is not None and used in HALF_DTYPES and dither_weights(llm, model, used, seed=rounding_seed):
+    if dithered and used in HALF_DTYPES and dither_weights(llm, list_float32_files(model), used):
         text = "%s is float32: its weights are rounded to %s with fixed random offsets, as where a run begins from it"
         logger.warning(text, model, str(used).removeprefix("torch."))
     return VllmEngine(llm, device=None if cpu else torch.device("cuda", torch.cuda.current_device()))
 
 
-def dither_weights(llm: Any, model: str, dtype: torch.dtype, *, seed: int) -> int:
-    """Round weights that are float32 on the disk and lie off the grid of `dtype` as a run would; return their count.
+def list_float32_files(model: str) -> list[Path]:
+    """List the files of a checkpoint whose weights are all float32; none of any other, and none in torch's old format.
+
+    Checkpoints in half precision keep some weights in float32, quantized ones their scales: those stay as they are.
 
     Args:
-        llm: Has loaded `model`, a folder or a hub name.
-        seed: Of the offsets.
+        model: A folder, or the name of a model on the hub that has been downloaded.
     """
-    folder, count = Path(model if Path(model).is_dir() else snapshot_download(model, local_files_only=True)), 0
-    load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
-    for path in sorted(folder.glob("model*.safetensors")):
+
+    def find(name: str) -> Path | None:
+        path = Path(model) / name if Path(model).is_dir() else try_to_load_from_cache(model, name)
+        return Path(path) if isinstance(path, str | Path) and Path(path).is_file() else None
+
+    index, whole = find("model.safetensors.index.json"), find("model.safetensors")
+    files = [whole] if whole else []
+    if index is not None:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [index.parent / name for name in sorted(set(names))]
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            if any(file.get_slice(name).get_dtype() != "F32" for name in file.keys()):  # noqa: SIM118  # no mapping
+                return []
+    return files
+
+
+def dither_weights(llm: Any, files: Iterable[Path], dtype: torch.dtype) -> int:
+    """Replace weights of an engine by those of float32 files, rounded to `dtype` with fixed random offsets.
+
+    Returns how many were off the grid: those of a run's own model lie on it, and stay.
+    """
+    load, count = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights, 0
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 weight = file.get_tensor(name)
-                if weight.dtype == torch.float32 and not torch.equal(weight.to(dtype).float(), weight):
-                    load([(name, round_weight(weight, name, dtype, seed=seed, dithered=True))])
+                if not torch.equal(weight.to(dtype).float(), weight):
+                    load([(name, round_weight(weight, name, dtype, seed=0, dithered=True))])
                     count += 1
     return count

@@ -72,7 +72,7 @@ def _open_engine(setup: EvalSetup, model: str, libraries: LibraryLog) -> Iterato
             gpu_memory_utilization=evaluation.eval_gpu_memory_utilization,
             graphs=args.engine_cuda_graphs,
             dtype=args.engine_dtype,
-            rounding_seed=args.seed if args.weight_rounding == "dithered" else None,
+            dithered=args.weight_rounding == "dithered",
             engine_kwargs=cast(dict[str, Any], args.engine_kwargs or {}),
             trust_remote_code=args.trust_remote_code,
             # another one in each process: samples that are added later must not repeat the earlier ones

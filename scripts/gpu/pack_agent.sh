@@ -4,9 +4,10 @@
 #   bash scripts/gpu/pack_agent.sh OUT.tar.xz pi codex   here, after `polar-trl doctor pi codex --install`
 #   mkdir -p CACHE && tar -xJf OUT.tar.xz -C CACHE       there; then POLAR_TRL_CACHE=CACHE
 #
-# Left out are maps, types, documentation, and what the agents do not start (Pi's unbundled modules, Codex's voice
-# host, Qwen Code's web shell). Sizes: Pi 17 MB with Node's 11, Qwen Code 17 MB, Codex 84 MB, Claude Code 135 MB.
-# Refuses to write an archive from which an agent does not start.
+# Agents: pi, codex, claude_code, qwen_code. Packed is what they open when they are started without a terminal: Node's
+# program without debug symbols, Pi's bundle and themes, Codex without its voice and code-mode hosts, Qwen Code without
+# its web shell, transcript pages and image library. Pi is 28 MB with Node, Claude Code 135 MB.
+# Refuses to write an archive from which one of them does not start.
 set -euo pipefail
 out=$(realpath "${1:?which archive to write}")
 shift
@@ -18,25 +19,36 @@ trap 'rm -rf "$work"' EXIT
 cache=$work/agents
 mkdir -p "$cache"
 
+declare -A programs=([pi]=pi [codex]=codex [claude_code]=claude [qwen_code]=qwen)
+for agent in "$@"; do
+  [ -n "${programs[$agent]:-}" ] || { echo "pack_agent.sh: knows ${!programs[*]}, not $agent" >&2; exit 2; }
+done
 list='import sys; from polar_trl.harness import build_agent
 for folder in {f for name in sys.argv[1:] for f in build_agent(name).folders}: print(folder)'
-"$PYTHON" -c "$list" "$@" | while read -r folder; do
+pi=node_modules/@earendil-works/pi-coding-agent
+"$PYTHON" -c "$list" "$@" > "$work/folders"
+while read -r folder; do
   [ -e "$folder/.installed" ] ||
     { echo "pack_agent.sh: $folder is not installed; polar-trl doctor $* --install" >&2; exit 1; }
-  tar -C "$(dirname "$folder")" -cf - --exclude='*.map' --exclude='*.d.ts' --exclude='README*' --exclude=docs \
-    --exclude=web-shell --exclude='export-transcript*' --exclude=codex-voice-host --exclude=codex-code-mode-host \
-    --exclude='*/pi-coding-agent/node_modules' --exclude='*/pi-coding-agent/dist/core' --exclude=node_modules/npm \
-    "$(basename "$folder")" | tar -C "$cache" -xf -
-done
+  name=$(basename "$folder") paths=(.)
+  case $name in
+    node-*) paths=(.installed node_modules/.bin node_modules/node/package.json node_modules/node/bin/node) ;;
+    earendil-*) paths=(.installed node_modules/.bin "$pi/package.json" "$pi/dist/bundle" "$pi/dist/modes") ;;
+  esac
+  mkdir "$cache/$name"
+  tar -C "$folder" -cf - --exclude='*.map' --exclude='*.d.ts' --exclude=web-shell --exclude='export-transcript*' \
+    --exclude=@img --exclude=codex-voice-host --exclude=codex-code-mode-host "${paths[@]}" | tar -C "$cache/$name" -xf -
+done < "$work/folders"
+rm "$work/folders"
 chmod -R u+w "$cache"
-node=$(find "$cache" -path '*/node_modules/node/bin/node')
-[ -z "$node" ] || strip "$node"
+find "$cache" -path '*/node_modules/node/bin/node' -exec strip {} +
 
 # an empty HOME and no other node: what was packed must start alone
-for program in "$cache"/*/node_modules/.bin/{pi,codex,claude,qwen}; do
-  [ -e "$program" ] || continue
-  found=$(cd "$work" && env -i HOME="$work" PATH="${node:+$(dirname "$node"):}/usr/bin:/bin" "$program" --version)
-  echo "packed $(basename "$program") says: $found"
+for agent in "$@"; do
+  program=$(find "$cache" -path "*/node_modules/.bin/${programs[$agent]}")
+  node=$(dirname "$(find "$cache" -path '*/node_modules/node/bin/node' | head -1)")
+  found=$(cd "$work" && env -i HOME="$work" PATH="$node:/usr/bin:/bin" "$program" --version)
+  echo "packed $agent says: $found"
 done
 mkdir -p "$(dirname "$out")"
 tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$work" -cf - agents | xz -T0 -6 >"$out"

@@ -156,8 +156,9 @@ def make_inputs(args: argparse.Namespace) -> None:
 
 def read_plan(args: argparse.Namespace) -> dict[str, Any]:
     """What `polar-trl plan` says of the same run on this card."""
-    total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 << 30
-    size = total / (1 << 30) / 0.98  # `--gpu` takes the size in the card's name, which is 2% more than it reports
+    size = 80.0
+    if torch.cuda.is_available():  # `--gpu` takes the size in the card's name, which is 2% more than it reports
+        size = torch.cuda.get_device_properties(0).total_memory / (1 << 30) / 0.98
     command = [sys.executable, "-m", "polar_trl", "plan", "--config", "swe_1gpu", "--gpu", f"{size:.0f}GB", "--json"]
     command += [flag for flag in list_changes(args) if not flag.startswith(("--max_steps", "--use_cpu"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -44,7 +44,7 @@ def draw_stages(report: Mapping[str, Any], axes: Any) -> None:
             below, above = rate["rate"] - rate["low"], rate["high"] - rate["rate"]
             axes.bar(x, 100 * rate["rate"], 0.92 * width, color=COLORS[stage])
             axes.errorbar(x, 100 * rate["rate"], [[100 * below], [100 * above]], color="black", lw=0.8, capsize=2)
-            axes.text(x, 2, render_rate(cell), ha="center", fontsize=7, color="white" if stage == "both" else "black")
+            axes.text(x, 100 * rate["high"] + 1.5, render_rate(cell), ha="center", fontsize=7)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[stage]) for stage in stages]
     axes.legend(handles, [TITLES[stage] for stage in stages], loc="upper left", ncols=len(stages), fontsize=8)
     axes.set_xticks(range(len(agents)), [f"in {agent}" for agent in agents])
@@ -57,7 +57,7 @@ def draw_matrix(report: Mapping[str, Any], axes: Any) -> None:
     """Draw models as rows, the agents that they were evaluated inside as columns."""
     agents = report["agents"]
     rows = [("no training", report["cells"]["base"])] if "base" in report["cells"] else []
-    rows += [(f"in {agent}", report["matrix"][agent]) for agent in agents]
+    rows += [(f"trained in {agent}", report["matrix"][agent]) for agent in agents]
     values = [
         [100 * cell["rate"]["rate"] if (cell := row[a])["rate"] else float("nan") for a in agents] for _, row in rows
     ]

@@ -9,13 +9,13 @@ its folder is of an earlier model.
 import ctypes
 import json
 import os
-import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from polar_trl.run_folder import append_lines
 TIMES_FILE = "times.jsonl"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 POLL_INTERVAL_S = 0.1
+DEVICES = Path("/dev")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = (130, -signal.SIGINT, -signal.SIGTERM)
 
@@ -46,18 +47,16 @@ class Running:
     gpu_seconds: float = 0.0
     """A GPU's time is shared evenly among the steps on it."""
 
-    def poll(self, out: Path) -> int | None:
-        """Return its exit status, and write its line, if it has ended."""
-        pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
-        return self._end(os.waitstatus_to_exitcode(status), used, out) if pid else None
+    def terminate(self) -> None:
+        """Ask it to end. `Popen.terminate` would take its exit status, and with it what it used."""
+        os.kill(self.process.pid, signal.SIGTERM)
 
-    def wait(self, out: Path) -> None:
-        """Wait for its end, and write its line."""
-        _, status, used = os.wait4(self.process.pid, 0)
-        self._end(os.waitstatus_to_exitcode(status), used, out)
-
-    def _end(self, status: int, used: resource.struct_rusage, out: Path) -> int:
-        self.process.returncode = status
+    def wait(self, out: Path, *, is_blocking: bool = True) -> int | None:
+        """Return its exit status, and write its line; None if it goes on and the call does not block."""
+        pid, wait_status, used = os.wait4(self.process.pid, 0 if is_blocking else os.WNOHANG)
+        if pid == 0:
+            return None
+        self.process.returncode = status = os.waitstatus_to_exitcode(wait_status)
         line = {
             "step": self.step.name,
             "status": 130 if status in INTERRUPTED else status,
@@ -100,12 +99,10 @@ def run_steps(steps: Sequence[Step], out: Path, jobs: int = 1) -> list[str]:
             time.sleep(POLL_INTERVAL_S)
             share_gpus(running, time.monotonic() - began)
             for task in list(running):
-                if (status := task.poll(out)) is None:
-                    continue
-                running.remove(task)
-                if status in INTERRUPTED:
-                    say(f"{task.step.name} was interrupted")
-                    raise KeyboardInterrupt
+                with uninterrupted():  # an exit status is told once
+                    if (status := task.wait(out, is_blocking=False)) is None:
+                        continue
+                    running.remove(task)
                 if status != 0:
                     failed.append(task.step.name)
                     say(f"{task.step.name} failed with exit status {status}; going on with the next")
@@ -113,7 +110,7 @@ def run_steps(steps: Sequence[Step], out: Path, jobs: int = 1) -> list[str]:
                     say(f"{task.step.name} is done")
     except KeyboardInterrupt:
         for task in running:
-            task.process.terminate()  # all at once
+            task.terminate()  # all at once
         for task in running:
             task.wait(out)
         names = ", ".join(task.step.name for task in running)
@@ -154,8 +151,7 @@ def start_step(step: Step, out: Path, running: list[Running], *, is_alone: bool)
         output = (out / f"{step.name}.txt").open("ab")
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus[0]
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it is among those that an interrupt ends
-    try:
+    with uninterrupted():  # until it is among those that an interrupt ends
         process = subprocess.Popen(
             step.command,
             stdin=subprocess.DEVNULL,
@@ -166,10 +162,18 @@ def start_step(step: Step, out: Path, running: list[Running], *, is_alone: bool)
             preexec_fn=prepare,
         )
         running.append(Running(step, process, gpus))
+    if output is not None:
+        output.close()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Keep signals that interrupt waiting until the end of the block."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        if output is not None:
-            output.close()
 
 
 def share_gpus(running: Sequence[Running], seconds: float) -> None:
@@ -179,10 +183,10 @@ def share_gpus(running: Sequence[Running], seconds: float) -> None:
 
 
 def find_gpus() -> list[str]:
-    """Find the GPUs that a command sees, as CUDA_VISIBLE_DEVICES names them."""
+    """Name the GPUs that a command sees as CUDA_VISIBLE_DEVICES does: by CUDA's numbers, not the devices'."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in map(str.strip, visible.split(",")) if name not in ("", "-1")]
-    return [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return [str(number) for number, _ in enumerate(DEVICES.glob("nvidia[0-9]*"))]
 
 
 def read_times(out: Path) -> Mapping[str, list[dict[str, Any]]]:

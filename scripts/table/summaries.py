@@ -123,7 +123,7 @@ def sum_cost(times: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[s
     return {
         "seconds": round(sum(a["seconds"] for a in attempts), 3),
         "cpu_seconds": round(sum(a["cpu_seconds"] for a in attempts), 3),
-        "gpu_seconds": round(sum(a["gpu_seconds"] for a in attempts), 3),
+        "gpu_seconds": round(sum(a.get("gpu_seconds", 0.0) for a in attempts), 3),
     }
 
 

@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 from launch import find_warm_python
 from table.numbers import estimate_gain_over_seeds, estimate_over_seeds, t_quantile
 from table.picture import draw_report, render_rate
 from table.report import build_report, render_report
-from table.run import Running, share_gpus
+from table.run import Running, find_gpus, share_gpus
 from table.steps import Settings, Step, list_steps
 from table.summaries import build_summaries, find_agents, find_models, load_summaries, write_summaries
 
@@ -133,7 +134,7 @@ def test_the_papers_table_and_the_matrix_from_recorded_results(tmp_path: Path) -
 
 
 def record_training(out: Path, name: str, seconds: float, cpu_seconds: float) -> None:
-    line = {"step": name, "status": 0, "seconds": seconds, "cpu_seconds": cpu_seconds, "gpu_seconds": 0, "command": []}
+    line = {"step": name, "status": 0, "seconds": seconds, "cpu_seconds": cpu_seconds, "command": []}
     with (out / "times.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -156,7 +157,7 @@ def test_a_table_of_seeds_with_missing_cells_and_what_a_point_costs(tmp_path: Pa
     assert codex[-1].endswith(", 1 of 3 seeds (missing)")
     gain, *rest = read_rows(text, "Gain over the base model, and its cost")["pi"][1:]
     # 40 points for (2 x 1620 + 360) s: one hour
-    assert gain.startswith("+40.0 (") and rest == ["50.0, 60.0, 70.0", "0.58", "1.00", "0.025", "3"]
+    assert gain.startswith("+40.0 (") and rest == ["50.0, 60.0, 70.0", "0.58", "1", "0.025", "3"]
     matrix = read_rows(text, "Trained inside one agent, evaluated inside another")
     assert matrix["codex"][1] == "missing" and matrix["nothing (base)"][0].startswith("20.0 (")
     wanted = build_report(build_summaries(tmp_path, find_models(tmp_path), []), ["pi"], [0, 7], ["base", "sft"])
@@ -183,7 +184,7 @@ def test_a_model_that_was_trained_elsewhere_is_that_of_one_seed(tmp_path: Path) 
     summaries = [json.loads((out / "summaries" / f"grpo-pi-{seed}.json").read_text()) for seed in (0, 1)]
     assert [s["training"]["git_commit"] for s in summaries] == ["elsewhere", "grpo-pi-1"]
     assert [s["cost"]["gpu_seconds"] for s in summaries] == [8 * 7200, 0]
-    assert read_rows(done.stdout, "Gain over the base model, and its cost")["pi"][3:5] == ["1.50", "8.00"]
+    assert read_rows(done.stdout, "Gain over the base model, and its cost")["pi"][3:5] == ["1.50", "8"]
 
 
 def test_costs_of_a_column_have_one_unit(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_costs_of_a_column_have_one_unit(tmp_path: Path) -> None:
         record_run(tmp_path / f"grpo-{agent}-0", 3600, gpus=gpus)
     gains = read_rows("\n".join(render_report(report_of(tmp_path))), "Gain over the base model, and its cost")
     assert gains["agent"][4] == "GPU-hours"
-    assert (gains["codex"][4:6], gains["pi"][4:6]) == (["8.00", "0.24"], ["0.00", "0"])
+    assert (gains["codex"][4:6], gains["pi"][4:6]) == (["8", "0.24"], ["0", "0"])
 
 
 def counts(*passed: int, graded: int = 1) -> dict[str, TaskCount]:
@@ -472,6 +473,41 @@ def test_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert calls[-1] == "grpo-shell-0__shell" and "grpo-pi-0__pi" not in calls
     (out / "fail grpo-pi-0").unlink()
     assert run(drive(tmp_path, *keys)).returncode == 0 and take_calls(out) == ["grpo-pi-0", "grpo-pi-0__pi"]
+
+
+def test_steps_that_end_in_the_moment_of_an_interrupt_have_their_lines(tmp_path: Path) -> None:
+    """As where a scheduler sends SIGTERM to every process."""
+    command, out = drive(tmp_path, "--agents", "pi", "shell", "--stages", "grpo", "--jobs", "2"), tmp_path / "out"
+    names = ["grpo-pi-0", "grpo-shell-0"]
+    for name in names:
+        (out / f"wait {name}").touch()
+    with subprocess.Popen(command, cwd=ROOT / "scripts", stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while not all("begun" in read_text(out / f"{name}.txt") for name in names):
+            assert process.poll() is None
+            time.sleep(0.05)
+        steps = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGSTOP)
+        for step in steps:
+            step.kill()
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        rest = process.stderr.read()
+    assert process.returncode == 130 and "Traceback" not in rest
+    lines = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
+    assert sorted(line["step"] for line in lines) == names
+
+
+def test_gpus_have_cudas_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that is given the host's fourth GPU has /dev/nvidia3, and it is CUDA's first."""
+    for name in ("nvidia3", "nvidia7", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("table.run.DEVICES", tmp_path)
+    for variable, expected in ((None, ["0", "1"]), ("4, 6", ["4", "6"]), ("", []), ("-1", []), ("GPU-ab", ["GPU-ab"])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert find_gpus() == expected
 
 
 def test_a_gpu_of_two_steps_counts_once() -> None:
