@@ -344,7 +344,19 @@ def test_every_documented_command_is_understood(monkeypatch: pytest.MonkeyPatch)
         args, rest = _build_parser().parse_known_args(["eval", *words])
         setup = parse_eval(args.config, rest, args.output_dir)
         assert (setup.run.agent, setup.evaluation.num_samples) in {("shell", 1), ("shell", 2), ("pi", 1), ("pi", 4)}
-    others = {"json", "config", "dry", "render", "data", "sft", "train", "trained", "matrix"}  # of others, too
+    others = {
+        "json",
+        "config",
+        "dry",
+        "render",
+        "data",
+        "sft",
+        "train",
+        "trained",
+        "matrix",
+        "jobs",
+        "picture",
+    }  # of others, too
     assert set(re.findall(r"`--(\w+)", DOCS)) - others <= {
         name for group in (EvalArguments, RunArguments, PolarGRPOConfig, ModelConfig) for name in vars_of(group)
     }
