@@ -3,8 +3,8 @@
 The same engine as the trainer's (`VllmEngine`), made ready in the same way (`colocate.prepare_vllm`), so that a model
 is sampled in an evaluation as in training. The GPU is the engine's alone: there is no sleep and no weight sync.
 
-vLLM rounds a float32 checkpoint to nearest, which undoes changes smaller than half a spacing: of six SFT steps at 5e-5
-on a model in bfloat16 a third is left. `dither_weights` rounds it as a run does that begins from it (precision.md).
+vLLM rounds a float32 checkpoint to nearest, which undoes changes smaller than half a spacing, such as SFT's of a model
+that was published in bfloat16. `dither_weights` rounds it as a run does that begins from it (docs/precision.md).
 """
 
 import json

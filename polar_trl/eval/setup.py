@@ -192,7 +192,7 @@ def build_settings(
         *("max_completion_length", "max_session_calls", "max_session_tokens", "vllm_max_model_length"),
         *("renderer", "thinking", "chat_template_kwargs"),
     )
-    of_engine = ("engine_dtype", "engine_kwargs", "weight_rounding")
+    of_engine = ("engine_dtype", "engine_kwargs", "weight_rounding") if name_engine(setup.evaluation) == "vllm" else ()
     return {
         "model": checkpoint.identity,
         "tokenizer": os.path.abspath(name) if Path(name := checkpoint.base or checkpoint.name).is_dir() else name,
@@ -207,7 +207,7 @@ def build_settings(
         "tasks": f"{len(tasks)} tasks {_digest(content.encode('utf-8', 'surrogatepass'))}",
         **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k")},
         **{name: getattr(args, name) for name in of_sessions},
-        **{name: getattr(args, name) if name_engine(setup.evaluation) == "vllm" else None for name in of_engine},
+        **{name: getattr(args, name) for name in of_engine},
     }
 
 

@@ -218,7 +218,7 @@ class QwenCodeHarness(PackagedAgent):
 
 
 _SWITCHES = {
-    # or it starts itself a second time, for a larger heap: a quarter of a session's processor time
+    # or it starts itself a second time, for a larger heap
     "QWEN_CODE_NO_RELAUNCH": "true",
     "QWEN_USAGE_STATISTICS_ENABLED": "0",
     "QWEN_TELEMETRY_ENABLED": "0",

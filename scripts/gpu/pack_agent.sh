@@ -19,7 +19,8 @@ trap 'rm -rf "$work"' EXIT
 cache=$work/agents
 mkdir -p "$cache"
 
-declare -A programs=([pi]=pi [codex]=codex [claude_code]=claude [qwen_code]=qwen)
+declare -A programs=(
+  [pi]='*/.bin/pi' [codex]='*/vendor/*/bin/codex' [claude_code]='*/.bin/claude' [qwen_code]='*/.bin/qwen')
 for agent in "$@"; do
   [ -n "${programs[$agent]:-}" ] || { echo "pack_agent.sh: knows ${!programs[*]}, not $agent" >&2; exit 2; }
 done
@@ -45,7 +46,7 @@ find "$cache" -path '*/node_modules/node/bin/node' -exec strip {} +
 
 # an empty HOME and no other node: what was packed must start alone
 for agent in "$@"; do
-  program=$(find "$cache" -path "*/node_modules/.bin/${programs[$agent]}")
+  program=$(find "$cache" -path "${programs[$agent]}")
   node=$(dirname "$(find "$cache" -path '*/node_modules/node/bin/node' | head -1)")
   found=$(cd "$work" && env -i HOME="$work" PATH="$node:/usr/bin:/bin" "$program" --version)
   echo "packed $agent says: $found"
