@@ -63,7 +63,7 @@ def test_every_solution_is_accepted_and_recorded_as_the_model_would_write_it(fol
     golds = {task.id: task.metadata["gold"] for task in load_task_set("polar_trl:tasks/small_train.jsonl")}
     for result in results:
         first, last = read_record(folder / "runs" / "warm" / result.record).rollout.calls
-        arguments = json.dumps({"command": golds[result.task]}, separators=(",", ":"))
+        arguments = json.dumps({"command": golds[result.task]})
         wanted = f'<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call><|im_end|>'
         assert tokenizer.decode(first.completion.token_ids) == wanted
         # the model's own spelling of that text, and not some ids that read the same
