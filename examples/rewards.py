@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from polar_trl import FunctionGrader, PolarGRPOConfig, PolarGRPOTrainer, ShellHarness, Task
+from polar_trl import FunctionGrader, Grade, PolarGRPOConfig, PolarGRPOTrainer, ShellHarness, Task
 
 AGENT = Path(__file__).parent / "own_repository" / "image" / "agent.py"
 
@@ -38,6 +38,12 @@ def grade_steps(task, sandbox):
         "it is right": grade_program(task, sandbox) == 1.0,
     }
     return sum(parts.values()) / len(parts)
+
+
+def grade_calls(task, sandbox, calls):
+    """Reward a session for its work, and take something from each call whose arguments the agent could not read."""
+    malformed = [call for call in calls if any(tool.parse_status == "malformed" for tool in call.message.tool_calls)]
+    return Grade(reward=grade_program(task, sandbox), call_rewards={call.index: -0.2 for call in malformed})
 
 
 def ask_judge(task, sandbox):

@@ -55,10 +55,12 @@ _LAZY = {
     "LocalSandboxBackend": "polar_trl.sandbox.local",
     "Harness": "polar_trl.harness.base",
     "Launch": "polar_trl.harness.base",
+    "MixedHarness": "polar_trl.harness.mixed",
     "ShellHarness": "polar_trl.harness.shell",
     "build_agent": "polar_trl.harness",
     "CommandGrader": "polar_trl.grade.command",
     "FunctionGrader": "polar_trl.grade.function",
+    "Grade": "polar_trl.grade.base",
     "Task": "polar_trl.types",
 }
 __all__ = list(_LAZY)

@@ -214,6 +214,10 @@ class Task:
     """Path relative to the work folder -> text, laid over that before the agent starts."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Extra environment of the agent."""
+    agent: str | None = None
+    """Name of the agent that plays it, of those of the run; None leaves it to the run."""
+    cut_sessions: Literal["train", "mask", "leave_out"] | None = None
+    """What becomes of sessions that a limit ended (`polar_trl.grpo.config`); None leaves it to the run."""
     prepare_timeout_s: float = 120.0
     agent_timeout_s: float = 600.0
     grade_timeout_s: float = 120.0
@@ -387,6 +391,8 @@ class Rollout:
     stop_reason: StopReason = "completed"
     reward: float | None = None
     """None: no reward could be determined. Never a stand-in for 0."""
+    call_rewards: Mapping[int, float] | None = None
+    """Rewards of single calls, by their index; None where the grader gave none."""
     error: str | None = None
     """Why there is no reward, in words for people."""
     error_kind: ErrorKind | None = None
@@ -399,6 +405,8 @@ class Rollout:
     """None where the agent was not started, and in records from before this was kept; the next two likewise."""
     grading: GradeReport | None = None
     """None where the session was not graded."""
+    agent: str | None = None
+    """Name of the agent, of those of the run; None in records from before this was kept."""
     changes: str | None = None
     """What the agent changed in its work folder, as a unified diff of at most 20,000 characters; lines that begin with
     "#" are ours. "" where it changed nothing."""

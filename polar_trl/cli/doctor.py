@@ -11,6 +11,7 @@ from polar_trl.configs import find_packaged, read_run_file
 from polar_trl.errors import ConfigError
 from polar_trl.harness import AGENTS
 from polar_trl.harness.base import AgentHarness, Harness
+from polar_trl.harness.mixed import list_agents, list_mixed
 from polar_trl.sandbox import KINDS, choose_kind
 from polar_trl.user_code import is_object_name
 
@@ -112,14 +113,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.security:
         return _run_security(args)
-    if args.config is not None:
-        _take_run_file(args)
+    of_run_file = {} if args.config is None else _take_run_file(args)
     if not 0 <= args.answer_s < 86400:
         raise ConfigError(f"--answer_s must be a number of seconds from 0 to a day, not {args.answer_s}")
     if args.window is not None and (args.model is None or args.window < 1):
         raise ConfigError("--window is a number of tokens from 1, and needs the --model whose tokens they are")
     model = None if args.model is None else _load_model(args.model)
-    harnesses = {name: _build(name, args) for name in dict.fromkeys(args.agents or AGENTS)}
+    harnesses = of_run_file or {name: _build(name, args) for name in dict.fromkeys(args.agents or AGENTS)}
     if args.sandbox_cluster is not None:
         return _run_cluster(args, harnesses)
     # agents of Node share it, and a container takes a folder once
@@ -157,18 +157,21 @@ def _gives_image(task: "Task", kind: str) -> bool:
     return kind == "docker" or (kind == "bwrap" and task.image is not None)
 
 
-def _take_run_file(args: argparse.Namespace) -> None:
-    """Take from a run file what flags do not say. Raises `ConfigError`."""
+def _take_run_file(args: argparse.Namespace) -> dict[str, Harness]:
+    """Take from a run file its agents, by name or command, and what flags do not say. Raises `ConfigError`."""
+    from polar_trl.setup.agents import build_harness
+    from polar_trl.setup.run_setup import RunArguments
+
     if args.agents:
         raise ConfigError("--config names the agent; leave the other agents out")
     content, _ = read_run_file(str(args.config))
-    agent = content.get("agent_command") or content.get("agent")
-    if not isinstance(agent, str):
+    names = ("agent", "agents", "agent_command", "agent_options", "agent_files", "agent_folders")
+    given = {name: getattr(args, name, None) or content.get(name) for name in names}
+    run = RunArguments(**{name: value for name, value in given.items() if value})
+    if not (run.agents or run.agent_command or run.agent != "shell"):
         raise ConfigError(f"--config {args.config} is no run file: it names no agent")
-    args.agents = [agent]
-    args.agent_options = args.agent_options or content.get("agent_options")
-    args.agent_files = args.agent_files or content.get("agent_files", [])
-    args.agent_folders = args.agent_folders or content.get("agent_folders", [])
+    harness = build_harness(run)
+    args.agents = list_mixed(harness) or [run.agent_command or run.agent]
     if args.model is None and args.sandbox_cluster is None and content.get("model_name_or_path"):
         args.model = find_packaged(str(content["model_name_or_path"]))
     if args.model is not None and args.window is None and (window := content.get("vllm_max_model_length")) is not None:
@@ -178,6 +181,7 @@ def _take_run_file(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--config {args.config}: vllm_max_model_length is {window!r}; give a whole number"
             ) from error
+    return dict(zip(args.agents, list_agents(harness).values(), strict=True))
 
 
 def _run_cluster(args: argparse.Namespace, harnesses: Mapping[str, Harness]) -> int:
@@ -212,7 +216,8 @@ def _is_known(name: str) -> bool:
 
 def _build(name: str, args: argparse.Namespace) -> Harness:
     """Build an agent from its name, its name and version, its class or its command. Raises `ConfigError`."""
-    from polar_trl.setup.run_setup import RunArguments, build_harness, read_agent_options
+    from polar_trl.setup.agents import build_harness, read_agent_options
+    from polar_trl.setup.run_setup import RunArguments
 
     options = read_agent_options(args.agent_options)
     run = RunArguments(tasks="", agent=name, agent_options=options)

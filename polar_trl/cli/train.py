@@ -106,6 +106,7 @@ def train(words: Sequence[str]) -> None:
     from polar_trl.grpo.resume.checkpoint import choose_start, explain_dead_end, wants_newest
     from polar_trl.grpo.run.finish import explain_resume
     from polar_trl.grpo.run.machines import own_output_dir, require_same_run
+    from polar_trl.harness.mixed import list_mixed
     from polar_trl.setup.run_setup import list_eval_sources
 
     parser = RunParser(prog="polar-trl train", description=__doc__)
@@ -131,16 +132,18 @@ def train(words: Sequence[str]) -> None:
         # a data set of rows (dataset_name) is none that an evaluation reads
         has_tasks = bool(settings.eval_tasks or settings.tasks)
         if has_tasks and args.save_strategy != "no" and trainer.accelerator.is_main_process:
-            say(f"evaluate:   {format_eval(words, folder, list_eval_sources(settings))}")
+            agents = list_mixed(trainer.rollouts.runner.harness)
+            say(f"evaluate:   {format_eval(words, folder, list_eval_sources(settings), agents)}")
 
 
-def format_eval(words: Sequence[str], folder: Path, sources: Mapping[str, str]) -> str:
+def format_eval(words: Sequence[str], folder: Path, sources: Mapping[str, str], agents: Sequence[str] = ()) -> str:
     """Format the command that evaluates a run's model, in the folder where the run was started.
 
     Args:
         words: The run's flags. Paths in them and in the run file are relative to the current folder.
         folder: The run's.
         sources: Of its evaluation sets, by name; of several the first is taken.
+        agents: Of a run that has several; the first is taken.
     """
     kept: list[list[str]] = []
     for word in words:
@@ -151,6 +154,7 @@ def format_eval(words: Sequence[str], folder: Path, sources: Mapping[str, str]) 
     if sources and "" not in sources:
         kept = [flag for flag in kept if flag[0].partition("=")[0] not in ("--tasks", "--eval_tasks")]
         kept.append(["--tasks", next(iter(sources.values()))])
+    kept += [["--agent", agent] for agent in agents[:1]]
     kept += [["--model_name_or_path", str(folder)], ["--output_dir", f"{folder}-eval"]]
     return shlex.join(["polar-trl", "eval", *(word for flag in kept for word in flag)])
 
@@ -179,12 +183,13 @@ def build_trainer(
     from polar_trl.grpo.run.machines import failing_together
     from polar_trl.grpo.trainer import PolarGRPOTrainer
     from polar_trl.grpo.trl_arguments.script import list_script_rewards, load_script_sets
+    from polar_trl.setup.agents import build_harness
     from polar_trl.setup.run_setup import build_parts, load_run_tasks
 
     model = require_name(model_config.model_name_or_path)
     with failing_together():  # an agent, a package or a container engine may be missing on one machine alone
         train, evals = load_run_tasks(settings, *load_script_sets(script, settings, args))
-        require_same_order(Path(args.output_dir), args, [task.id for task in train])
+        require_same_order(Path(args.output_dir), args, [task.id for task in train], build_harness(settings))
         parts = build_parts(
             settings,
             [*train, *chain.from_iterable(evals.values())],

@@ -24,7 +24,7 @@ from polar_trl.errors import PolarError, SandboxError, WorkerLostError
 from polar_trl.grade.base import Grade, Grader
 from polar_trl.sandbox.base import Capabilities, ExecResult, Sandbox, SandboxBackend
 from polar_trl.sandbox.limits import Limits
-from polar_trl.types import Task
+from polar_trl.types import Call, Task
 
 logger = logging.getLogger(__name__)
 
@@ -227,9 +227,9 @@ class RemoteSandbox(Sandbox):
         """Kill what runs, soon."""
         self._node.tell("kill", self._id)
 
-    def grade(self, timeout_s: float) -> Grade:
-        """Grade the session on its node."""
-        grade: Grade = self._ask("grade", timeout_s)
+    def grade(self, timeout_s: float, calls: Sequence[Call]) -> Grade:
+        """Grade the session on its node, where the grader is."""
+        grade: Grade = self._ask("grade", timeout_s, calls if self._ask("grader_takes_calls") else ())
         return grade
 
     def destroy(self) -> None:
@@ -254,8 +254,12 @@ class RemoteGrader(Grader):
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """See `Grader.grade`."""
+        return self.grade_session(task, sandbox, (), timeout_s=timeout_s)
+
+    def grade_session(self, task: Task, sandbox: Sandbox, calls: Sequence[Call], *, timeout_s: float) -> Grade:
+        """See `Grader.grade_session`."""
         assert isinstance(sandbox, RemoteSandbox)
-        return sandbox.grade(timeout_s)
+        return sandbox.grade(timeout_s, calls)
 
 
 def _require_whole(sandbox: Sandbox) -> None:

@@ -22,7 +22,7 @@ from polar_trl.cluster.relay import Address, Loop, Relay, build_tls, hold_line
 from polar_trl.errors import ConfigError, GradeError, PolarError, SandboxError
 from polar_trl.grade.base import Grade, Grader
 from polar_trl.sandbox.base import ExecResult, Sandbox, SandboxBackend
-from polar_trl.types import Task
+from polar_trl.types import Call, Task
 from polar_trl.user_code import describe_error, format_trace
 
 _REAP = 'exec 3<&0; { read -r word <&3 || exec "$0" -m polar_trl clean; } > /dev/null 2>&1 &'
@@ -146,13 +146,20 @@ class Host:
         """See `Sandbox.is_alive`."""
         return self._find(session_id).sandbox.is_alive()
 
-    def grade(self, session_id: str, timeout_s: float) -> Grade:
-        """See `Grader.grade`. What a user's own grader raises comes back as `GradeError`: the type may be unknown."""
+    def grader_takes_calls(self, session_id: str) -> bool:
+        """Tell whether the grader looks at a session's model calls."""
+        return self._grader is not None and self._grader.takes_calls
+
+    def grade(self, session_id: str, timeout_s: float, calls: Sequence[Call] = ()) -> Grade:
+        """See `Grader.grade_session`.
+
+        What a user's own grader raises comes back as `GradeError`: the type may be unknown.
+        """
         session = self._find(session_id)
         assert self._grader is not None
         session.is_ordered = False  # from here on the grader takes it back itself
         try:
-            return self._grader.grade(session.task, session.sandbox, timeout_s=timeout_s)
+            return self._grader.grade_session(session.task, session.sandbox, calls, timeout_s=timeout_s)
         except PolarError:
             raise
         except Exception as error:  # noqa: BLE001 - the grader's own, see above

@@ -81,6 +81,8 @@ def read_run_file(name: str, *, is_base: bool = False) -> tuple[dict[str, Any], 
         return content, text
     if is_base:
         raise ConfigError(f"--config: {name} is the base of another run file, and cannot have a base itself")
+    if "agents" in content:  # several in the place of the one that the base names
+        content = {"agent": "shell"} | content
     beside = path.parent / find_packaged(str(base))
     found = beside if beside.exists() else list_configs("run").get(str(base), beside)
     below, _ = read_run_file(str(found), is_base=True)

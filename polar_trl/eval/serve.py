@@ -29,7 +29,7 @@ from polar_trl.recording.log import SessionLog
 from polar_trl.recording.session import Classify, SessionLimits, always_policy
 from polar_trl.run_folder import LOCK_FILE, SETTINGS_FILE, FolderLock, disk_errors, make_output_dir, write_whole
 from polar_trl.sandbox.owner import build_owner_tag
-from polar_trl.setup.run_setup import build_harness
+from polar_trl.setup.agents import build_harness
 from polar_trl.types import Endpoint, Rollout
 
 DEFAULT_SESSION = "default"

@@ -26,12 +26,13 @@ from polar_trl.grpo.arguments import RunParser, parse_groups
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import Checkpoint, find_model
 from polar_trl.harness.base import Harness
+from polar_trl.harness.mixed import find_version
 from polar_trl.harness.shell import read_file
+from polar_trl.setup.agents import choose_agent, find_agent_files, take_own_tasks
 from polar_trl.setup.run_setup import (
     RunArguments,
     RunParts,
     build_parts,
-    find_agent_files,
     find_sandbox_kind,
     limit_times,
     list_eval_sources,
@@ -54,6 +55,9 @@ class EvalSetup:
     """The settings of an evaluation."""
 
     run: RunArguments
+    """Of one agent."""
+    with_agents: RunArguments
+    """As they were given: the agent may be one of several."""
     args: PolarGRPOConfig
     evaluation: EvalArguments
     model: str | None
@@ -109,7 +113,8 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path, *, o
     given = {argument.split("=")[0] for argument in overrides}
     names_tasks = "--tasks" in given and "--eval_tasks" not in given  # a flag comes before what the file says
     return EvalSetup(
-        run=replace(run, check_tasks=False),
+        run=choose_agent(replace(run, check_tasks=False)),
+        with_agents=run,
         args=args,
         evaluation=evaluation,
         model=model.model_name_or_path,
@@ -142,6 +147,7 @@ def load_eval_tasks(setup: EvalSetup) -> list[Task]:
     """Load the chosen tasks, with a Python for their tests where they need one. Raises `ConfigError`."""
     chosen = setup.evaluation.task_ids
     tasks = limit_times(setup.run, load_task_set(setup.tasks, limit=setup.evaluation.limit))
+    tasks = take_own_tasks(setup.with_agents, tasks)
     if unknown := sorted(set(chosen) - {task.id for task in tasks}):
         raise ConfigError(f"task_ids: {setup.tasks} has no task {unknown[0]!r}")
     if chosen:
@@ -181,8 +187,10 @@ def build_settings(
     How many samples, attempts and processes there are decides nothing.
     """
     run, args, params = setup.run, setup.args, setup.params
-    content = json.dumps([asdict(task) for task in tasks], sort_keys=True, default=str)
-    find_version = getattr(harness, "find_installed_version", None)
+    contents = [asdict(task) for task in tasks]
+    for fields in contents:
+        del fields["agent"], fields["cut_sessions"]  # which decide nothing here
+    content = json.dumps(contents, sort_keys=True, default=str)
     names = (
         *("agent", "agent_options", "agent_command", "agent_folders", "grader", "partial_credit"),
         "zero_suspected_cheats",
@@ -200,7 +208,7 @@ def build_settings(
         "served_name": _find_served_name(setup.evaluation),
         **{name: getattr(run, name) for name in names},
         "sandbox": find_sandbox_kind(run, tasks),
-        "agent_version": None if find_version is None else find_version(),
+        "agent_version": find_version(harness),
         "agent_files": {
             name: _digest(read_file(path).encode()) for name, path in find_agent_files(run.agent_files).items()
         },

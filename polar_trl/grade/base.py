@@ -1,12 +1,14 @@
 """The grader protocol: a finished sandbox gives a reward, or raises why there is none."""
 
+import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from polar_trl.errors import GradeError
 from polar_trl.sandbox.base import Sandbox
-from polar_trl.types import GradeReport, Task
+from polar_trl.types import Call, GradeReport, Task
 
 PASSING_REWARD = 1.0
 """From which on a session has solved its task."""
@@ -19,6 +21,8 @@ class Grade:
     reward: float
     counters: Mapping[str, int] = field(default_factory=dict)
     """Named counts for the rollout, such as tampering with the grader."""
+    call_rewards: Mapping[int, float] = field(default_factory=dict)
+    """Rewards of single model calls, by their index in the session; trained with `turn_credit`."""
     report: GradeReport = field(default_factory=GradeReport)
     """What the grader and its tests said, for people."""
 
@@ -88,8 +92,23 @@ def is_finite_reward(value: Any) -> bool:
     return bool(-_LARGEST <= value <= _LARGEST)
 
 
+def read_call_rewards(call_rewards: Mapping[Any, Any], num_calls: int) -> dict[int, float]:
+    """Read the rewards of a session's calls, whatever kinds of numbers they are. Raises `GradeError`."""
+    found = {}
+    for index, value in call_rewards.items():
+        if not isinstance(index, numbers.Integral) or not 0 <= int(index) < num_calls:
+            raise GradeError(f"the grader gave a reward to call {index!r} of a session with {num_calls} calls")
+        if not isinstance(value, numbers.Real) or not is_finite_reward(value):
+            raise GradeError(f"the grader gave call {index} the reward {value!r}, which is no finite number")
+        found[int(index)] = float(value)
+    return found
+
+
 class Grader(Protocol):
     """Decides what a session's work is worth. A base class: one that prepares nothing needs `grade` alone."""
+
+    takes_calls: bool = False
+    """Whether `grade_session` looks at the session's model calls."""
 
     def grade(self, task: Task, sandbox: Sandbox, *, timeout_s: float) -> Grade:
         """Return the reward, a finite number.
@@ -98,6 +117,10 @@ class Grader(Protocol):
         enters neither a baseline nor a gradient.
         """
         ...
+
+    def grade_session(self, task: Task, sandbox: Sandbox, calls: Sequence[Call], *, timeout_s: float) -> Grade:
+        """Return the reward, given the session's model calls as well; by default that of `grade`."""
+        return self.grade(task, sandbox, timeout_s=timeout_s)
 
     def order(self, task: Task) -> None:
         """Prepare for a `grade` of this task, such as by ordering the fresh sandbox that it will want."""

@@ -13,10 +13,12 @@ from trl import GRPOConfig
 from polar_trl.engine.cuda_graphs import CudaGraphs, check_cuda_graphs
 from polar_trl.engine.llm_kwargs import check_engine_kwargs
 from polar_trl.errors import ConfigError
+from polar_trl.grpo.credit.turn_credit import TURN_CREDITS
 from polar_trl.grpo.run.machines import choose_interface
 from polar_trl.grpo.trl_arguments.refused import refuse_model_kwargs, refuse_settings
 from polar_trl.recording.session import SessionLimits
 from polar_trl.rollout.runner import RolloutConfig
+from polar_trl.user_code import is_object_name
 
 # TRL's, but for `bnpo`; tests/grpo/loss/test_token_loss.py holds all that is listed here against TRL (law 5)
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
@@ -192,6 +194,32 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "from the sampled tokens, 'template' renders anew and starts another trajectory."
         },
     )
+    train_turns: str = field(
+        default="all",
+        metadata={
+            "help": "Which of a session's model calls are trained: 'all', 'last', or 'package.module:function', which "
+            "is given a Rollout and returns indices of its calls. The others are context (counted as not_chosen)."
+        },
+    )
+    turn_credit: Literal["none", "by_turn", "return_to_go"] = field(
+        default="none",
+        metadata={
+            "help": "Use rewards of single calls, which a grader may give beside the session's: 'by_turn' normalizes "
+            "them over the group's calls of the same number, 'return_to_go' credits a call with what comes after it. "
+            "See docs/rewards.md."
+        },
+    )
+    turn_credit_weight: float = field(
+        default=1.0, metadata={"help": "Weight of rewards of calls beside those of sessions, with turn_credit."}
+    )
+    cut_sessions: Literal["train", "mask", "leave_out"] = field(
+        default="train",
+        metadata={
+            "help": "Sessions that a limit ended, of time, calls, tokens or of their last answer: 'train' them like "
+            "others, 'mask' them (their rewards count in the baseline, their tokens are not trained), or 'leave_out' "
+            "both. A task may say otherwise."
+        },
+    )
     drop_zero_variance: bool = field(
         default=True,
         metadata={
@@ -278,6 +306,13 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "must be 'bfloat16', 'float16', 'float32', or left out",
         )
         self._require(self.thinking in ("keep", "template"), "thinking", "must be 'keep' or 'template'")
+        self._require_one_of("cut_sessions", ("train", "mask", "leave_out"))
+        self._require_turn_credit_works()
+        self._require(
+            self.train_turns in ("all", "last") or is_object_name(self.train_turns),
+            "train_turns",
+            "must be 'all', 'last' or 'package.module:function'",
+        )
         for name in ("max_policy_lag", "resample_zero_variance"):
             value = getattr(self, name)
             self._require(isinstance(value, int) and value >= 0, name, "must be 0 or more")
@@ -318,6 +353,22 @@ class PolarGRPOConfig(PackedGRPOConfig):
             "must be 0 where a generation batch feeds several optimizer steps: the next batch is not known before the "
             "last of them, so that no session could begin early. Let steps_per_generation x num_iterations (it is "
             f"{micro_steps}) divide gradient_accumulation_steps (it is {self.gradient_accumulation_steps})",
+        )
+
+    def _require_turn_credit_works(self) -> None:
+        self._require_one_of("turn_credit", TURN_CREDITS)
+        self._require(self.turn_credit_weight > 0, "turn_credit_weight", "must be above 0")
+        if self.turn_credit == "none":
+            return
+        for name, value, why in (
+            ("importance_sampling_level", "token", "a ratio of a whole rollout has one advantage"),
+            ("multi_objective_aggregation", "sum_then_normalize", "the returns are sums of all rewards"),
+            ("resample_zero_variance", 0, "a group of one reward may teach by its calls"),
+            ("off_policy_mask_threshold", None, "it masks whole rollouts by the sign of their advantage"),
+        ):
+            self._require(getattr(self, name) == value, name, f"must be {value!r} with turn_credit: {why}")
+        self._require(
+            self.loss_type != "vespo", "loss_type", "must not be 'vespo' with turn_credit, as it weighs rollouts"
         )
 
     @property

@@ -101,22 +101,45 @@ def merge_sets(sets: Mapping[str | None, Mapping[str, Task]]) -> dict[str, Task]
     return merged
 
 
-def build_dataset(tasks: Mapping[str, Task]) -> Dataset | None:
-    """Return the rows that TRL's samplers deal out: `task_id`, and the `prompt` that TRL wants. None for no tasks."""
+def build_dataset(tasks: Mapping[str, Task], agent: str = "") -> Dataset | None:
+    """Return the rows that TRL's samplers deal out: `task_id`, `agent`, and the `prompt` that TRL wants. None for no
+    tasks.
+
+    Args:
+        agent: That plays them; "" leaves it to the run.
+    """
     # text, whatever the prompts are: Arrow has one type for a column, and nothing reads it
-    rows = [{"prompt": task.instruction, "task_id": task_id} for task_id, task in tasks.items()]
+    rows = [{"prompt": task.instruction, "task_id": task_id, "agent": agent} for task_id, task in tasks.items()]
     return Dataset.from_list(rows) if rows else None
 
 
-def build_eval_dataset(sets: Mapping[str | None, Mapping[str, Task]]) -> Dataset | dict[str, Dataset] | None:
-    """Return the same for evaluation sets: a data set, or one for each name."""
+def build_eval_dataset(
+    sets: Mapping[str | None, Mapping[str, Task]], agents: Sequence[str] = ()
+) -> Dataset | dict[str, Dataset] | None:
+    """Return the same for evaluation sets: a data set, or one for each name.
+
+    Args:
+        agents: Of a run that has several. Each set is evaluated inside each of them, under the name "AGENT" or
+            "NAME_AGENT", without the tasks that name another agent.
+    """
+    if agents:
+        pinned: dict[str, Dataset] = {}
+        for name, tasks in sets.items():
+            for agent in agents:
+                own = {task_id: task for task_id, task in tasks.items() if task.agent in (None, agent)}
+                whole = agent if name is None else f"{name}_{agent}"
+                if whole in pinned:
+                    raise ConfigError(f"two evaluations would have the name {whole!r}: rename a set or an agent")
+                if (rows := build_dataset(own, agent)) is not None:
+                    pinned[whole] = rows
+        return pinned or None
     built = {name: build_dataset(tasks) for name, tasks in sets.items()}
     return built.get(None) if None in built or not built else built
 
 
 def is_built(tasks: Any) -> bool:
     """Tell whether a data set is one that `build_dataset` made."""
-    return isinstance(tasks, Dataset) and tasks.column_names == ["prompt", "task_id"]
+    return isinstance(tasks, Dataset) and tasks.column_names == ["prompt", "task_id", "agent"]
 
 
 def build_prompt(task: Task) -> Any:

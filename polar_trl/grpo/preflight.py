@@ -13,6 +13,7 @@ from polar_trl.grade.by_task import GraderByTask, find_kind
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume.model_folder import load_config
 from polar_trl.harness.base import Harness
+from polar_trl.harness.mixed import find_version
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.pool import WarmPool
@@ -36,8 +37,7 @@ def require_harness(harness: Harness | None) -> Harness:
 
 def describe_agent(harness: Harness) -> dict[str, str | None]:
     """Return the agent's name and its installed version, where it has one."""
-    find_version = getattr(harness, "find_installed_version", None)
-    return {"agent": harness.name, "agent_version": None if find_version is None else find_version()}
+    return {"agent": harness.name, "agent_version": find_version(harness)}
 
 
 def require_config(model: Any, args: PolarGRPOConfig | None) -> PolarGRPOConfig:

@@ -5,17 +5,19 @@ Tokens that are left out are counted by their reason.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polar_trl.grpo.packing.layout import Ids
-from polar_trl.reconstruct.truncate import truncate_trajectory
+from polar_trl.grpo.turns import TurnChoice
+from polar_trl.reconstruct.truncate import keep_calls, truncate_trajectory
 from polar_trl.rollout.session_run import RolloutResult
-from polar_trl.types import Trajectory
+from polar_trl.types import Rollout, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +26,7 @@ class Row:
 
     rollout_id: str
     advantage: float
+    """Of the rollout; of its calls' the mean, where each has its own."""
     token_ids_T: Ids
     trainable_T: NDArray[np.bool_]
     """The loss mask. Never True on the first token, which nothing predicts."""
@@ -33,15 +36,19 @@ class Row:
     """-1 where not trainable."""
     call_indices: tuple[int, ...] = ()
     """The calls whose samples it trains."""
+    advantages_T: NDArray[np.float32] | None = None
+    """Of each token's call, with `turn_credit`; None: `advantage` for all."""
     record_path: str = ""
     """Of its session, in the run's folder; "" where there is none."""
+    agent: str | None = None
+    """Of its session, of those of the run."""
 
     @property
     def num_trainable(self) -> int:
         return int(self.trainable_T.sum())
 
 
-def build_row(trajectory: Trajectory, advantage: float, record_path: str = "") -> Row:
+def build_row(trajectory: Trajectory, advantage: float, record_path: str = "", agent: str | None = None) -> Row:
     """Build the row of a trajectory."""
     return Row(
         rollout_id=trajectory.rollout_id,
@@ -52,38 +59,57 @@ def build_row(trajectory: Trajectory, advantage: float, record_path: str = "") -
         policy_versions_T=np.array(trajectory.policy_versions, dtype=np.int64),
         call_indices=trajectory.call_indices,
         record_path=record_path,
+        agent=agent,
     )
 
 
+def spread_advantages(trajectory: Trajectory, rollout: Rollout, of_calls: Mapping[int, float]) -> NDArray[np.float32]:
+    """Return [T], the advantage of each sampled token's call; 0 where not trainable."""
+    advantages_T = np.zeros(len(trajectory.token_ids), dtype=np.float32)
+    for index in trajectory.call_indices:
+        start = len(rollout.calls[index].prompt_ids)
+        advantages_T[start : start + len(rollout.calls[index].completion.token_ids)] = of_calls[index]
+    return advantages_T
+
+
 def build_rows(
-    results: Iterable[tuple[RolloutResult, float]],
+    results: Iterable[tuple[RolloutResult, float | Mapping[int, float]]],
     *,
     max_tokens: int,
     oldest_version: int,
     name_record: Callable[[Path | None], str] = lambda path: "",
+    choose_turns: TurnChoice | None = None,
 ) -> tuple[list[Row], Counter[str]]:
     """Build the rows of the rollouts that are trained.
 
     Args:
-        results: Rollouts and their advantages.
+        results: Rollouts and their advantages, or those of their calls by index.
         max_tokens: Trajectories that are longer are truncated after the last call that fits.
         oldest_version: Tokens that an older policy sampled are context only.
         name_record: What rows say of where their session is on disk.
+        choose_turns: Calls that are trained; None: all.
 
     Returns:
         rows: One per trajectory, without those that nothing is left of to train.
-        dropped: Sampled tokens that are not trained, by reason: "too_long", "stale".
+        dropped: Sampled tokens that are not trained, by reason: "too_long", "not_chosen", "stale".
     """
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
     for result, advantage in results:
+        chosen = None if choose_turns is None else choose_turns(result)
         for whole in result.reconstruction.trajectories:
             trajectory = truncate_trajectory(whole, result.rollout, max_tokens)
             kept = 0 if trajectory is None else sum(trajectory.trainable)
             dropped["too_long"] += sum(whole.trainable) - kept
+            if trajectory is not None and chosen is not None:
+                trajectory = keep_calls(trajectory, result.rollout, chosen)
+                dropped["not_chosen"] += kept - (0 if trajectory is None else sum(trajectory.trainable))
             if trajectory is None:
                 continue
-            row = build_row(trajectory, advantage, name_record(result.record_path))
+            of_rollout = advantage if isinstance(advantage, float) else fmean(advantage.values())
+            row = build_row(trajectory, of_rollout, name_record(result.record_path), result.rollout.agent)
+            if not isinstance(advantage, float):
+                row = replace(row, advantages_T=spread_advantages(trajectory, result.rollout, advantage))
             is_fresh_T = row.policy_versions_T >= oldest_version
             dropped["stale"] += int((row.trainable_T & ~is_fresh_T).sum())
             row = replace(row, trainable_T=row.trainable_T & is_fresh_T)

@@ -9,8 +9,9 @@ transformers' loop, and the weights that it makes reach the engine when the next
 
 Four things differ from the textbook:
 
-1. A rollout is a session of many model calls. It has one reward and one advantage, and becomes as few rows as the
-   token prefixes of its calls allow; how many there are changes nothing in the loss.
+1. A rollout is a session of many model calls. It has one reward and one advantage (each call its own, with
+   `turn_credit`), and becomes as few rows as the token prefixes of its calls allow; how many there are changes nothing
+   in the loss.
 2. Passes are filled by tokens, not by rows, and the loss is summed token by token over all passes and ranks of a step.
 3. The sampling policy is the trained policy, at most `max_policy_lag` versions older: the engine computes with the
    same rounded weights, and the importance ratio corrects for the rest.
@@ -19,16 +20,19 @@ Four things differ from the textbook:
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polar_trl.errors import ConfigError
-from polar_trl.grpo.advantage import Advantages, compute_advantages
+from polar_trl.grpo.credit.advantage import Advantages, compute_advantages
+from polar_trl.grpo.credit.turn_credit import average_credits, credit_turns
 from polar_trl.grpo.logs.phases import PhaseClock
 from polar_trl.grpo.logs.rollout_log import RolloutLog
 from polar_trl.grpo.logs.trained_log import TrainedLog
@@ -40,7 +44,9 @@ from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rollouts.resampling import resample_constant_groups
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.grpo.rows import Row, build_rows
+from polar_trl.grpo.run.machines import failing_together
 from polar_trl.grpo.trl_bridge import TrlBridge
+from polar_trl.grpo.turns import TurnChoice, find_cut_rule
 from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.grpo.weights.step_guard import StepGuard
 from polar_trl.rollout.session_run import RolloutResult
@@ -63,6 +69,10 @@ class SessionRows:
     log: RolloutLog
     phases: PhaseClock
     max_tokens: int
+    choose_turns: TurnChoice | None = None
+    """Which calls are trained; None: all."""
+    _left_out: set[str] = field(default_factory=set, init=False)
+    """Rollouts of the batch that have a reward, and are in no baseline by `cut_sessions`."""
 
     def collect(self, inputs: Sequence[dict[str, Any]], mode: str) -> list[Row]:
         """Roll out a generation or evaluation batch and return this rank's training rows (a collective).
@@ -79,11 +89,15 @@ class SessionRows:
             results = self.rollouts.run(inputs, mode)
 
         # ---- Reward: [R, F] of all ranks, the grader's first
-        rewards_RF = self.rewards.compute(results, mode)
+        self._left_out.clear()
+        rewards_RF = self._compute_rewards(results, mode)
 
-        # ---- Advantage: one per rollout, over its group
+        # ---- Advantage: one per rollout, over its group; with `turn_credit` one per call
         advantages = self._compute_advantages(rewards_RF, mode)
         self._require_reward(advantages, results)
+        credits: list[dict[int, float]] = []
+        if mode == "train" and self.args.turn_credit != "none":
+            advantages, credits = self._credit_turns(results, advantages)
         self.log.log_rewards(rewards_RF, advantages, mode)
         if mode == "train" and self.args.resample_zero_variance:
             with self.phases.measure(mode, "resampling"):
@@ -93,7 +107,7 @@ class SessionRows:
                     advantages,
                     source=self.rollouts,
                     num_rounds=self.args.resample_zero_variance,
-                    compute_rewards=lambda others: self.rewards.compute(others, mode),
+                    compute_rewards=lambda others: self._compute_rewards(others, mode),
                     compute_advantages=lambda rewards_RF: self._compute_advantages(rewards_RF, mode),
                 )
                 self.log.log_resampled(num_resampled)
@@ -103,9 +117,25 @@ class SessionRows:
         self.rollouts.finish_batch(mode)
 
         # ---- Rows: trajectories with their rollout's advantage, cut to what fits
-        rows, dropped = self._build_rows(results, advantages, mode)
+        rows, dropped = self._build_rows(results, advantages, credits, mode)
         self.log.log_batch(results, rewards_RF, advantages, rows, dropped, mode)
         return rows
+
+    def _compute_rewards(self, results: Sequence[RolloutResult], mode: str) -> Tensor:
+        """Return [R, F] of all ranks, NaN also for sessions that `cut_sessions` leaves out of the baseline."""
+        rewards_RF = self.rewards.compute(results, mode)
+        is_out = [self._find_cut_rule(result, mode) == "leave_out" for result in results]
+        is_out_R = torch.tensor(list(chain.from_iterable(self.rollouts.runner.ranks.gather(is_out))))
+        is_out_R = is_out_R.to(rewards_RF.device) & ~torch.isnan(rewards_RF).all(dim=1)
+        first = self.rollouts.rank * len(results)
+        own = is_out_R[first : first + len(results)].tolist()
+        self._left_out |= {result.rollout.id for result, is_left in zip(results, own, strict=True) if is_left}
+        return rewards_RF.masked_fill(is_out_R[:, None], torch.nan)
+
+    def _find_cut_rule(self, result: RolloutResult, mode: str) -> str:
+        if mode == "eval":
+            return "train"  # all are counted
+        return find_cut_rule(result.rollout, self.rollouts.tasks[mode], self.args.cut_sessions)
 
     def _compute_advantages(self, rewards_RF: Tensor, mode: str) -> Advantages:
         return compute_advantages(
@@ -118,32 +148,79 @@ class SessionRows:
 
     def _require_reward(self, advantages: Advantages, results: Sequence[RolloutResult]) -> None:
         if not advantages.scored_R.any() and self.trl.global_step == 0:
+            if self._left_out:
+                raise ConfigError(
+                    "a limit ended all sessions of the first batch, and cut_sessions leaves such ones out: raise "
+                    "max_completion_length, max_session_calls or agent_timeout_s, or set cut_sessions to train or mask"
+                )
             reasons = Counter(result.rollout.error for result in results if result.rollout.error).most_common(1)
             why = reasons[0][0] if reasons else "the reward functions gave none, or none that is finite"
             raise ConfigError(f"no rollout of the first batch has a reward; most often: {why}")
 
+    def _credit_turns(
+        self, results: Sequence[RolloutResult], advantages: Advantages
+    ) -> tuple[Advantages, list[dict[int, float]]]:
+        """Return advantages of rollouts that are the means of their calls', and this rank's of calls, by index (a
+        collective)."""
+        trained = [sorted(i for t in result.reconstruction.trajectories for i in t.call_indices) for result in results]
+        rewards = [
+            [(result.rollout.call_rewards or {}).get(index, 0.0) for index in indices]
+            for result, indices in zip(results, trained, strict=True)
+        ]
+        rewards_R = list(chain.from_iterable(self.rollouts.runner.ranks.gather(rewards)))
+        given = [reward for of_calls in rewards_R for reward in of_calls]
+        self.trl.log("train", {"polar/call_reward": fmean(given or [0.0])})
+        credits_R = credit_turns(
+            advantages,
+            rewards_R,
+            kind=self.args.turn_credit,
+            weight=self.args.turn_credit_weight,
+            num_generations=self.rollouts.num_generations["train"],
+            scale_rewards=self.args.scale_rewards,
+        )
+        first = self.rollouts.rank * len(results)
+        own = credits_R[first : first + len(results)]
+        by_call = [dict(zip(indices, values, strict=True)) for indices, values in zip(trained, own, strict=True)]
+        return average_credits(advantages, credits_R, self.rollouts.num_generations["train"]), by_call
+
     def _build_rows(
-        self, results: Sequence[RolloutResult], advantages: Advantages, mode: str
+        self,
+        results: Sequence[RolloutResult],
+        advantages: Advantages,
+        credits: Sequence[Mapping[int, float]],
+        mode: str,
     ) -> tuple[list[Row], Counter[str]]:
-        """Return this rank's rows, and sampled tokens that are not trained, by reason."""
-        trained, dropped = [], Counter[str]()
-        for result, outcome in zip(results, advantages.list_rollouts(self.rollouts.rank, len(results)), strict=True):
+        """Return this rank's rows, and sampled tokens that are not trained, by reason.
+
+        Args:
+            credits: Advantages of calls by index, of each rollout; none where rollouts have one.
+        """
+        trained: list[tuple[RolloutResult, float | Mapping[int, float]]] = []
+        dropped = Counter[str]()
+        outcomes = advantages.list_rollouts(self.rollouts.rank, len(results))
+        for place, (result, outcome) in enumerate(zip(results, outcomes, strict=True)):
             reason = None
-            if not outcome.scored:
+            if result.rollout.id in self._left_out:
+                reason = "cut"
+            elif not outcome.scored:
                 reason = "no_reward"  # law 4: without a reward, no gradient
+            elif self._find_cut_rule(result, mode) == "mask":
+                reason = "cut"
             elif outcome.zero_variance and self.args.drop_zero_variance and mode == "train":
                 reason = "zero_variance"
             if reason is None:
-                trained.append((result, outcome.advantage))
+                trained.append((result, credits[place] if credits else outcome.advantage))
             else:
                 dropped[reason] += sum(sum(trajectory.trainable) for trajectory in result.reconstruction.trajectories)
             self.log.describe(result, outcome, reason)
-        rows, others = build_rows(
-            trained,
-            max_tokens=self.max_tokens,
-            oldest_version=self.rollouts.runner.oldest_version,
-            name_record=self.log.name_record,
-        )
+        with failing_together() if self.choose_turns else nullcontext():  # a user's function may raise on one rank
+            rows, others = build_rows(
+                trained,
+                max_tokens=self.max_tokens,
+                oldest_version=self.rollouts.runner.oldest_version,
+                name_record=self.log.name_record,
+                choose_turns=self.choose_turns,
+            )
         return rows, dropped + others
 
 

@@ -61,8 +61,10 @@ from polar_trl.grpo.run.machines import failing_together, own_output_dir, requir
 from polar_trl.grpo.run.open_parts import take_over
 from polar_trl.grpo.step import SessionRows
 from polar_trl.grpo.trl_arguments.refused import refuse_arguments
+from polar_trl.grpo.turns import load_turn_choice
 from polar_trl.grpo.weights.engine_sync import EngineSync
-from polar_trl.harness.base import Harness, require_launch
+from polar_trl.harness.base import Harness
+from polar_trl.harness.mixed import list_mixed, require_players
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.run_folder import disk_errors
@@ -86,7 +88,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         args: Settings of the run. None: the defaults, in a folder named by the model.
         train_dataset: Tasks; or a `Dataset` whose columns are `Task`'s fields, or TRL's, with a `prompt`.
         eval_dataset: The same, or several by name, whose metrics are then `eval_NAME_...`.
-        harness: The agent.
+        harness: The agent; a `MixedHarness` of several. Evaluations are then of each set inside each agent.
         sandbox: Where agents run; by default in bubblewrap, or containers where a task names an image. Sandboxes of a
             `WarmPool` are made while the model trains.
         grader: Gives a session its reward. By default each task's own (a command, hidden tests, a verifier); if no
@@ -134,7 +136,8 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         eval_sets = read_eval_sets(eval_dataset)
         tasks = {"train": read_tasks(train_dataset), "eval": merge_sets(eval_sets)}
         all_tasks = require_tasks(tasks)
-        require_launch(harness, all_tasks, **args.endpoint_limits)
+        require_players(harness, all_tasks, **args.endpoint_limits)
+        self._choose_turns = load_turn_choice(args.train_turns)
         backend, grader = find_parts(harness, all_tasks, sandbox=sandbox, grader=grader)
         functions = list_reward_functions(grader, reward_funcs, args.reward_weights)
         reward_processing_classes = match_processing_classes(reward_processing_classes, functions, grader)
@@ -155,7 +158,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
                 reward_funcs=functions,
                 args=args,
                 train_dataset=train_dataset,
-                eval_dataset=build_eval_dataset(eval_sets),
+                eval_dataset=build_eval_dataset(eval_sets, list_mixed(harness)),
                 processing_class=processing_class,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
@@ -228,8 +231,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             log=RolloutLog(self.trl, self.rollouts.rank, rewards=self.rewards, trained_rows=trained_rows, table=table),
             phases=self.phases,
             max_tokens=self._read_longest_row(),
+            choose_turns=self._choose_turns,
         )
         self.step_loss.trained_rows = trained_rows
+        self.step_loss.agents = self.session_rows.log.agents = list_mixed(harness)
         self.step.trained_log = TrainedLog(run)
         self.resume = Resume(
             args,
@@ -246,10 +251,9 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             self.remove_callback(replaced)
         lines = StepLines(describe_run(len(tasks["train"]), self.num_generations, run, self._libraries.path))
         self.settings_log = SettingsLog(run, self._describe_run(harness, tasks), args)
-        lessons = self.session_rows.log.lessons
-        for callback in (self.step.trained_log, self.settings_log, MetricsLog(run), table, lines, lessons):
-            if callback is not None:
-                self.add_callback(callback)
+        logs = (self.step.trained_log, self.settings_log, MetricsLog(run), table, lines, self.session_rows.log.lessons)
+        for callback in filter(None, logs):
+            self.add_callback(callback)
 
     def _build_completions_table(self, run: Path, trained_rows: TrainedRows) -> CompletionsTable | None:
         if not self.args.log_completions:
@@ -284,6 +288,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
             **describe_agent(harness),
             "renderer": self.args.renderer,
             "max_trajectory_tokens": self._read_longest_row(),
+            "train_turns": self.args.train_turns,
             "num_tasks": len(tasks["train"]),
             "num_eval_tasks": len(tasks["eval"]),
         }
@@ -365,9 +370,10 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         self._open.require()
         if not (eval_dataset is None or isinstance(eval_dataset, str) or is_built(eval_dataset)):
             sets = read_eval_sets(eval_dataset)
+            require_players(self.rollouts.runner.harness, list(merge_sets(sets).values()))
             merge_sets({None: self.rollouts.tasks["eval"], **sets})
             self.rollouts.tasks["eval"].update(merge_sets(sets))
-            eval_dataset = build_eval_dataset(sets)
+            eval_dataset = build_eval_dataset(sets, list_mixed(self.rollouts.runner.harness))
         self._eval_set = metric_key_prefix.removeprefix("eval").removeprefix("_")
         with self._libraries.logged():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

@@ -44,7 +44,7 @@ from polar_trl.types import (
 _T = TypeVar("_T")
 
 VERSION = 1
-LATER_FIELDS = ("agent_exit", "grading", "changes")
+LATER_FIELDS = ("agent_exit", "grading", "agent", "call_rewards", "changes")
 """Fields of the end line that records of earlier releases lack; those releases pass over them."""
 _FAILURE_LENGTH = 300
 
@@ -398,6 +398,8 @@ def _parse_message(line: dict[str, Any]) -> Message:
 def _parse_end(line: dict[str, Any]) -> dict[str, Any]:
     end = {name: line[name] for name in ("stop_reason", "reward", "error", "seconds", "counters", "extra")}
     end |= {name: line.get(name) for name in ("error_kind", *LATER_FIELDS)}
+    if isinstance(end["call_rewards"], dict):  # JSON has no other keys than texts
+        end["call_rewards"] = {int(index): value for index, value in end["call_rewards"].items()}
     if end["agent_exit"] is not None:
         end["agent_exit"] = _checked(AgentExit(**end["agent_exit"]))
     if (grading := end["grading"]) is not None:

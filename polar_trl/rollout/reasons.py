@@ -68,6 +68,17 @@ def find_cut(rollout: Rollout) -> str | None:
     return _name_limit(rollout.counters)
 
 
+def was_cut(rollout: Rollout) -> bool:
+    """Tell whether a limit ended the session: of time, calls or tokens, or of its last answer's length."""
+    answers = (call for call in reversed(rollout.calls) if call.purpose == "policy" and call.is_answered)
+    last = next(answers, None)
+    return (
+        rollout.stop_reason in _STOPS
+        or bool(rollout.counters.get("budget_messages"))
+        or (last is not None and _is_cut(last))
+    )
+
+
 def has_passed(rollout: Rollout) -> bool:
     """Tell whether the grader gave the session a passing reward."""
     return rollout.reward is not None and rollout.reward >= PASSING_REWARD

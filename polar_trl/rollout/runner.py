@@ -89,6 +89,7 @@ class RolloutRunner:
     ) -> None:
         require_launch(harness, max_model_len=proxy.max_model_len, max_tokens=proxy.max_tokens)
         self.proxy = proxy
+        self.harness = harness
         self.backend = backend
         self.config = config
         self.ranks: Ranks = ranks or OneRank()

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from polar_trl.engine.gate import GateStats
 from polar_trl.errors import GradeError, LawError, NotFiniteRewardError, PolarError, WorkerLostError
-from polar_trl.grade.base import Grader, is_finite_reward
+from polar_trl.grade.base import Grader, is_finite_reward, read_call_rewards
 from polar_trl.grade.diff import render_session_changes
 from polar_trl.grade.reward_hacking import count_solution_lookups
 from polar_trl.harness.base import Harness
+from polar_trl.harness.mixed import list_agents
 from polar_trl.proxy import Proxy
 from polar_trl.reconstruct.laws import check_laws
 from polar_trl.reconstruct.merge import BUILDERS, Reconstruction, count_as_policy, count_calls, digest
@@ -57,6 +58,8 @@ class Job:
     rollout_id: str
     group_id: str
     task: Task
+    agent: str | None = None
+    """Which of the run's agents plays it; None where there is one."""
     record_path: Path | None = None
 
 
@@ -103,6 +106,9 @@ class SessionRun:
         self.job = job
         self.gate_stats = GateStats()
         self._context = context
+        agents = list_agents(context.harness)
+        self._agent = job.agent or next(iter(agents))
+        self._harness = agents[self._agent]
         self._cut = cut
         self._log = SessionLog(
             session_id=job.rollout_id,
@@ -118,6 +124,7 @@ class SessionRun:
         self._agent_exit: AgentExit | None = None
         self._grading: GradeReport | None = None
         self._changes: str | None = None
+        self._call_rewards: Mapping[int, float] | None = None
         self._seconds: dict[str, float] = dict.fromkeys(("queue", *STAGES, "held"), 0.0) | {"queue": queue_s}
 
     def begin_again(self, ended: RolloutResult) -> "SessionRun | None":
@@ -176,27 +183,32 @@ class SessionRun:
         if peeks := count_solution_lookups(self._log.calls, self.job.task):
             self._log.count("peeks", peeks)
             self._log.count("rollouts_that_peeked")
-        rollout = Rollout(
-            id=self.job.rollout_id,
-            task_id=self.job.task.id,
-            group_id=self.job.group_id,
-            calls=self._log.calls,
-            stop_reason=stop_reason,
-            reward=reward,
-            error=None if failure is None else self._redaction.clean(failure.error),
-            error_kind=None if failure is None else failure.kind,
-            seconds=self._seconds,
-            counters=self._log.counters,
-            agent_exit=self._agent_exit,
-            grading=self._grading,
-            changes=self._changes,
-        )
+        rollout = self._build_rollout(stop_reason, reward, failure)
         if failure is not None and failure.kind != "cancelled":  # a run that is stopped says so itself, once
             self._report(rollout, failure)
             record = self.job.record_path
             require_room(Path(tempfile.gettempdir()), *(() if record is None else (record.parent,)))
         return RolloutResult(
             rollout=rollout, reconstruction=self._reconstruct(rollout), record_path=self.job.record_path
+        )
+
+    def _build_rollout(self, stop_reason: StopReason, reward: float | None, failure: "_Failure | None") -> Rollout:
+        return Rollout(
+            id=self.job.rollout_id,
+            task_id=self.job.task.id,
+            group_id=self.job.group_id,
+            calls=self._log.calls,
+            stop_reason=stop_reason,
+            reward=reward,
+            call_rewards=self._call_rewards if reward is not None else None,
+            error=None if failure is None else self._redaction.clean(failure.error),
+            error_kind=None if failure is None else failure.kind,
+            seconds=self._seconds,
+            counters=self._log.counters,
+            agent=self._agent,
+            agent_exit=self._agent_exit,
+            grading=self._grading,
+            changes=self._changes,
         )
 
     def _report(self, rollout: Rollout, failure: "_Failure") -> None:
@@ -219,10 +231,10 @@ class SessionRun:
         context, task = self._context, self.job.task
         with self._stage("agent"):
             endpoint = context.proxy.open_session(
-                self._log, context.limits, context.harness.classify, sandbox.open_listener(), self.gate_stats
+                self._log, context.limits, self._harness.classify, sandbox.open_listener(), self.gate_stats
             )
             try:
-                launch = context.harness.build_launch(task, endpoint)
+                launch = self._harness.build_launch(task, endpoint)
                 env = {**task.env, **launch.env}
                 self._redaction = Redaction(env, [endpoint.api_key])
                 for path, text in launch.files.items():
@@ -269,7 +281,7 @@ class SessionRun:
             return stopped_as or "agent_failed", refused
         if stopped_as is not None:
             return stopped_as, None
-        is_fine = self._context.harness.judge_exit(result, self._log.calls)
+        is_fine = self._harness.judge_exit(result, self._log.calls)
         if pause_s and not (is_fine and "calls_aborted" not in self._log.counters):
             # it may have lost patience with a call that nobody was there to answer
             return "agent_failed", _Failure("model_calls_failed", _describe_pause(pause_s, "the agent ran and failed"))
@@ -294,13 +306,16 @@ class SessionRun:
         with self._stage("grade"), Heartbeat().looking() as heartbeat:
             self._grading_is_ordered = False  # from here on the grader takes it back itself
             try:
-                grade = grader.grade(self.job.task, sandbox, timeout_s=self.job.task.grade_timeout_s)
+                grade = grader.grade_session(
+                    self.job.task, sandbox, self._log.calls, timeout_s=self.job.task.grade_timeout_s
+                )
                 self._grading = self._redaction.clean_report(grade.report)
                 if pause_s := heartbeat.look():  # the grader's clock went on
                     return None, _Failure("grader_failed", _describe_pause(pause_s, "the session was graded"))
                 if not is_finite_reward(grade.reward):
                     self._log.count("rewards_not_finite")
                     return None, _Failure("grader_failed", f"the grader gave {grade.reward}")
+                self._call_rewards = read_call_rewards(grade.call_rewards, self._log.num_calls) or None
                 for name, count in grade.counters.items():
                     self._log.count(name, count)
                 return float(grade.reward), None

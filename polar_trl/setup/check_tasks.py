@@ -223,7 +223,8 @@ def build_digest(task: Task, place: str) -> str:
     """Hash everything that a result depends on: the task, its files by their content, the graders' code, the place."""
     digest = hashlib.sha256()
     fields = asdict(task)
-    fields.pop("instruction")
+    for name in ("instruction", "agent", "cut_sessions"):
+        fields.pop(name)
     for name in ("workspace", "build_context"):
         _add(digest, fields.pop(name))
     for name in ("folder", "gold_patch", "requirements"):

@@ -4,8 +4,6 @@ Settings that nothing would read, and tasks whose graders do not tell their solu
 (`ConfigError`).
 """
 
-import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,20 +13,20 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from polar_trl.configs import find_packaged
 from polar_trl.errors import ConfigError
 from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
-from polar_trl.harness import AGENTS, build_agent
-from polar_trl.harness.base import Harness, require_launch
-from polar_trl.harness.own import load_harness
-from polar_trl.harness.shell import PLACEHOLDERS, ShellHarness
+from polar_trl.harness import AGENTS
+from polar_trl.harness.base import Harness
+from polar_trl.harness.mixed import require_players
+from polar_trl.harness.shell import PLACEHOLDERS
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.sandbox.limits import Limits
 from polar_trl.sandbox.pool import WarmPool
+from polar_trl.setup.agents import build_harness, read_mapping, take_own_tasks
 from polar_trl.setup.check_tasks import TaskChecker, has_solution, has_tests
 from polar_trl.tasks.environment import list_environments, provide_python, refuse_answers
 from polar_trl.tasks.load import load_task_set
@@ -66,6 +64,17 @@ class RunArguments:
             "help": 'Options of the agent, such as \'{"tools": ["bash"]}\'; docs/agents.md lists them. Those of '
             "agent_command: auxiliary_without_tools, where its requests without tools are no work on the task."
         },
+    )
+    agents: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Several agents in one run, such as {pi: {weight: 2}, codex: {}}. Each group is played by one of "
+            "them, drawn by weight; `agent` names one, to run it alone. See docs/agents.md."
+        },
+    )
+    mix_agents_in_groups: bool = field(
+        default=False,
+        metadata={"help": "Draw an agent of `agents` for each rollout of a group, and not one for the group."},
     )
     agent_command: str | None = field(
         default=None,
@@ -148,8 +157,9 @@ class RunArguments:
     grader: str | None = field(
         default=None,
         metadata={
-            "help": "The reward: 'package.module:function', or a shell command. The function takes (task, sandbox); "
-            "the command's exit code 0 is reward 1, and 1 is 0. Default: each task's own tests, verifier or command."
+            "help": "The reward: 'package.module:function', or a shell command. The function takes (task, sandbox), "
+            "or (task, sandbox, calls); the command's exit code 0 is reward 1, and 1 is 0. Default: each task's own "
+            "tests, verifier or command."
         },
     )
 
@@ -185,8 +195,8 @@ def build_parts(
     Raises `ConfigError`.
     """
     harness = build_harness(run)
-    require_launch(harness, tasks, **limits)
-    needs_files = run.agent == "shell" and not (run.agent_files or run.agent_folders)
+    require_players(harness, tasks, **limits)
+    needs_files = run.agents is None and run.agent == "shell" and not (run.agent_files or run.agent_folders)
     if is_first and (unused := find_unused_images(tasks, find_sandbox_kind(run, tasks), needs_files=needs_files)):
         print(unused, file=sys.stderr, flush=True)
     recipe = MachineRecipe(run=run, harness=harness, run_id=run_id, check_jobs=check_jobs, is_first=is_first)
@@ -226,40 +236,6 @@ class MachineRecipe:
         return RunParts(harness=harness, backend=backend, grader=grader)
 
 
-def build_harness(run: RunArguments) -> Harness:
-    """Build the agent that the settings name."""
-    options = read_agent_options(run.agent_options)
-    if run.agent == "shell":
-        if not run.agent_command:
-            known = ", ".join(AGENTS)
-            raise ConfigError(f"agent_command is needed: the command that runs your agent. Or set agent to {known}")
-        if unknown := set(options) - {"auxiliary_without_tools"}:
-            names = ", ".join(sorted(map(str, unknown)))
-            raise ConfigError(f"agent_options has {names}; those of agent_command are: auxiliary_without_tools")
-        return ShellHarness(
-            run.agent_command,
-            files=find_agent_files(run.agent_files),
-            folders=find_agent_folders(run.agent_folders),
-            **options,
-        )
-    if run.agent not in AGENTS and not is_object_name(run.agent):
-        raise ConfigError(
-            f"agent {run.agent!r} is not known; known are shell, {', '.join(AGENTS)}, and classes of your own as "
-            "package.module:Class"
-        )
-    for name in ("agent_command", "agent_files", "agent_folders"):
-        if getattr(run, name):
-            raise ConfigError(
-                f"{name} is read only with agent: shell, and agent is {run.agent!r}; leave it out of the YAML file"
-            )
-    return load_harness(run.agent, options) if is_object_name(run.agent) else build_agent(run.agent, options)
-
-
-def read_agent_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Read the options of an agent, from JSON where they are a text."""
-    return {} if options is None else _read_mapping("agent_options", options)
-
-
 def list_eval_sources(run: RunArguments) -> dict[str, str]:
     """List where the evaluation sets are, by name; a single one has the name "". Raises `ConfigError`."""
     given = run.eval_tasks
@@ -267,7 +243,7 @@ def list_eval_sources(run: RunArguments) -> dict[str, str]:
         return {}
     if isinstance(given, str) and not given.lstrip().startswith("{"):  # as a flag, a mapping is JSON
         return {"": given}
-    sources = _read_mapping("eval_tasks", given)
+    sources = read_mapping("eval_tasks", given)
     for name, source in sources.items():
         if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
             raise ConfigError(f"eval_tasks has a set {name!r}; give a name of letters, digits, _ and -")
@@ -276,17 +252,6 @@ def list_eval_sources(run: RunArguments) -> dict[str, str]:
     if not sources:
         raise ConfigError("eval_tasks names no set; leave it out, or give {easy: a.jsonl, hard: b.jsonl}")
     return sources
-
-
-def _read_mapping(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{name} is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{name} must be a mapping of names to values")
-    return {str(key): value for key, value in given.items()}
 
 
 def build_limits(run: RunArguments) -> Limits:
@@ -344,7 +309,8 @@ def load_run_tasks(
     """
     sets = {name: load_task_set(source) for name, source in list_eval_sources(run).items()}
     sets = sets or ({"": list(evals)} if evals else {})
-    train = train or load_task_set(require_tasks(run))
+    train = take_own_tasks(run, train or load_task_set(require_tasks(run)))
+    sets = {name: take_own_tasks(run, tasks) for name, tasks in sets.items()}
     train, sets = limit_times(run, train), {name: limit_times(run, tasks) for name, tasks in sets.items()}
     kind = find_sandbox_kind(run, [*train, *chain.from_iterable(sets.values())])
 
@@ -420,27 +386,3 @@ def load_grader(spec: str | None, backend: SandboxBackend | None = None) -> Grad
             raise ConfigError(f"grader {spec!r} is a {type(function).__name__}, and must be a function")
         return FunctionGrader(function)
     return CommandGrader(spec, backend=backend)
-
-
-def find_agent_files(names: list[str]) -> dict[str, Path]:
-    """Find files, by the names that they get in HOME."""
-    if isinstance(names, str):
-        raise ConfigError(f"agent_files must be a list, such as [{names}]")
-    files: dict[str, Path] = {}
-    for path in (Path(find_packaged(name)) for name in names):
-        if path.name in files:
-            raise ConfigError(f"agent_files has two files named {path.name!r}; they would overwrite each other")
-        files[path.name] = path
-    return files
-
-
-def find_agent_folders(names: list[str]) -> list[Path]:
-    """Find the folders; their absolute paths, as they were named and where a link leads."""
-    if isinstance(names, str):
-        raise ConfigError(f"agent_folders must be a list, such as [{names}]")
-    folders = [Path(os.path.abspath(name)) for name in names]
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"agent_folders: {folder} is no folder")
-    # commands name the one, and what was installed there may name the other
-    return list(dict.fromkeys(path for folder in folders for path in (folder, folder.resolve())))

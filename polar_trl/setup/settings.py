@@ -10,7 +10,9 @@ from typing import Any
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Tasks and rewards": ("tasks", "eval_tasks", "check_tasks", "grader", "partial_credit", "zero_suspected_cheats"),
-    "Agent": ("agent", "agent_command", "agent_options", "agent_files", "agent_folders"),
+    "Agent": (
+        *("agent", "agent_command", "agent_options", "agent_files", "agent_folders", "agents", "mix_agents_in_groups"),
+    ),
     "Sandboxes": (
         *("sandbox", "sandbox_image", "sandbox_memory_mb", "sandbox_cpus", "sandbox_pids", "sandbox_disk_mb"),
         *("sandbox_warm", "sandbox_cluster"),
@@ -18,11 +20,18 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Sessions": (
         *("max_session_calls", "max_session_tokens", "max_completion_length", "prepare_timeout_s", "agent_timeout_s"),
         *("grade_timeout_s", "max_agents", "max_preparing", "max_grading", "max_policy_lag", "straggler_quantile"),
-        *("retry_lost_sessions", "train_auxiliary", "show_rollout_progress"),
+        *("retry_lost_sessions", "train_auxiliary", "train_turns", "cut_sessions", "show_rollout_progress"),
     ),
     "Tokens": ("renderer", "thinking", "max_trajectory_tokens"),
     "Training": (
-        *("drop_zero_variance", "resample_zero_variance", "loss_type", "vllm_importance_sampling_mode"),
+        *(
+            "turn_credit",
+            "turn_credit_weight",
+            "drop_zero_variance",
+            "resample_zero_variance",
+            "loss_type",
+            "vllm_importance_sampling_mode",
+        ),
         *("max_tokens_per_device", "sequence_layout", "weight_rounding", "logging_steps"),
     ),
     "Engine": ("engine_max_num_seqs", "engine_dtype", "engine_cuda_graphs", "engine_kwargs", "use_vllm"),

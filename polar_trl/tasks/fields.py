@@ -34,6 +34,10 @@ _TYPES: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
     int | float: ("a number", lambda value: isinstance(value, int | float)),
     float: ("a number of seconds above 0", _is_seconds),
     Literal["none", "public"]: ("'none' or 'public'", lambda value: value in ("none", "public")),
+    Literal["train", "mask", "leave_out"] | None: (
+        "'train', 'mask' or 'leave_out'",
+        lambda value: value in (None, "train", "mask", "leave_out"),
+    ),
     tuple[str, ...]: ("a list of texts", _is_texts),
     Mapping[str, str]: ("an object of texts", _is_text_map),
     Mapping[str, Any]: ("an object", lambda value: isinstance(value, Mapping)),

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from polar_trl.engine.base import GenerationParams
 from polar_trl.engine.scripted import ScriptedEngine
 from polar_trl.grade.base import Grade, Grader, report_output
-from polar_trl.grpo.advantage import compute_advantages
+from polar_trl.grpo.credit.advantage import compute_advantages
 from polar_trl.grpo.logs.evaluations import Evaluations
 from polar_trl.grpo.logs.metrics import build_rollout_metrics, count_rollout
 from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout, describe_row

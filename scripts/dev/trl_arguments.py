@@ -70,7 +70,7 @@ WORKS: dict[str, tuple[str, ...]] = {
         *("vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "use_bias_correction_kl"),
     ),
     "tests/grpo/test_step.py": ("generation_batch_size", "steps_per_generation", "num_iterations"),
-    "tests/grpo/test_advantage.py": ("scale_rewards", "multi_objective_aggregation"),
+    "tests/grpo/credit/test_advantage.py": ("scale_rewards", "multi_objective_aggregation"),
     "tests/grpo/test_preflight.py": ("trust_remote_code",),
     "tests/grpo/resume/test_resume.py": ("shuffle_dataset", "save_strategy", "save_steps", "seed"),
     "tests/grpo/logs/test_tracking.py": ("num_completions_to_print", "log_unique_prompts"),

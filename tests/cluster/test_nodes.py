@@ -18,8 +18,9 @@ from polar_trl.cluster.backend import RemoteBackend
 from polar_trl.cluster.gateway import Gateway
 from polar_trl.cluster.nodes import Node, Place
 from polar_trl.errors import ConfigError, PolarError, SandboxError, WorkerLostError
+from polar_trl.setup.agents import build_harness
 from polar_trl.setup.cluster_parts import NodeRecipe
-from polar_trl.setup.run_setup import MachineRecipe, RunArguments, build_harness
+from polar_trl.setup.run_setup import MachineRecipe, RunArguments
 from polar_trl.tasks.build.suite import find_environment
 from polar_trl.tools import cluster_doctor
 from polar_trl.types import Task

@@ -19,7 +19,7 @@ from polar_trl.grpo.arguments import parse_run
 from polar_trl.grpo.meta_model import build_meta_model
 from polar_trl.grpo.multimodal import exclude_unreached
 from polar_trl.harness import AGENTS
-from polar_trl.setup.run_setup import build_harness
+from polar_trl.setup.agents import build_harness
 from polar_trl.tasks.load import load_task_set
 from polar_trl.tools.memory_plan.plan import PlanParser
 
@@ -81,7 +81,7 @@ def test_every_file_parses_and_says_how_it_is_started(name: str) -> None:
     run, args, model = parse(name)
     assert re.match(r"# \S.*\n", text)
     assert f"#   polar-trl train {name}" in text
-    assert build_harness(run).name == run.agent
+    assert build_harness(run).name == ("+".join(run.agents) if run.agents else run.agent)
     assert args.output_dir.startswith("runs/")
     assert args.num_generations >= 8 and args.logging_steps == 1
     for key in ("tasks", "eval_tasks"):
@@ -204,8 +204,8 @@ def test_the_ladder_has_its_rungs() -> None:
 
 def test_the_small_runs_differ_in_the_agent_alone() -> None:
     """Their tables compare agents: tasks, sampling and training are those of one file."""
-    assert [name.removeprefix("small/") for name in SMALL] == sorted(PAPER)
-    for name in SMALL:
+    assert [name.removeprefix("small/") for name in SMALL] == sorted([*PAPER, "mixed"])
+    for name in [name for name in SMALL if name != "small/mixed"]:
         values = read_values(name)
         assert set(values) == {"base", "agent", "agent_options", "output_dir"}
         assert (values["base"], values["agent"]) == ("polar_trl:small/base.yaml", name.removeprefix("small/"))

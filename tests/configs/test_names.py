@@ -10,12 +10,13 @@ import yaml
 
 from polar_trl.cache import CACHE_VARIABLE
 from polar_trl.cli import main
-from polar_trl.configs import find_config, find_packaged, list_configs
+from polar_trl.configs import find_config, find_packaged, list_configs, read_run_file
 from polar_trl.configs.small_model import MODEL_NAME, make_small_model
 from polar_trl.errors import ConfigError
 from polar_trl.grpo.arguments import RunParser, parse_run
 from polar_trl.grpo.resume.model_folder import require_name
-from polar_trl.setup.run_setup import find_agent_files, load_run_tasks
+from polar_trl.setup.agents import find_agent_files
+from polar_trl.setup.run_setup import load_run_tasks
 
 
 def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,8 @@ def test_a_run_file_over_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "kept.yaml").write_text(parser.run_file[1])
     again, args, _ = parse_run(RunParser(), ["--config", "kept.yaml"])
     assert (again, args.max_steps) == (run, 4)
+    above.write_text("base: ../below.yaml\nagents: {pi: {}, codex: {}}\n")
+    assert read_run_file(str(above))[0]["agent"] == "shell"  # several, and not the base's one
     above.write_text("base: ladder_pi\nmax_steps: 4\n")
     assert parse_run(RunParser(), ["--config", str(above)])[0] == parse_run(RunParser(), ["--config", "ladder_pi"])[0]
     # a copy of a packaged one works anywhere

@@ -6,17 +6,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doc_pages import ROOT, find_blocks
+from reconstruct_sessions import build_rollout
 from records import read_session
 
 from polar_trl import FunctionGrader, Task
 from polar_trl.errors import GradeError
 from polar_trl.sandbox.local import LocalSandboxBackend
+from polar_trl.types import Message, ToolCall
 
 SOURCE = ROOT / "examples" / "rewards.py"
 PRINTS = "print('pear')\n"
@@ -49,9 +52,26 @@ def grade(function: Callable[..., float], metadata: dict[str, Any], **files: str
 def test_the_page_shows_the_example() -> None:
     source = SOURCE.read_text()
     blocks = find_blocks(ROOT / "docs" / "rewards.md", "python")
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         assert block in source, block
+
+
+def test_calls_have_rewards_of_their_own(rewards: Any) -> None:
+    function = rewards.grade_calls
+    calls = build_rollout(([0], [100]), ([0, 100, 0], [101]), ([9], [102])).calls
+    broken = ToolCall(id="a", name="bash", arguments="{", parse_status="malformed")
+    calls = (calls[0], replace(calls[1], message=Message(role="assistant", tool_calls=(broken,))), calls[2])
+    task = Task(id="t", instruction="x", metadata={"output": "pear"})
+    backend = LocalSandboxBackend()
+    sandbox = backend.create(task, "session")
+    try:
+        sandbox.put("main.py", PRINTS.encode())
+        given = FunctionGrader(function).grade_session(task, sandbox, calls, timeout_s=60)
+    finally:
+        sandbox.destroy()
+        backend.close()
+    assert (given.reward, given.call_rewards) == (1.0, {1: -0.2})
 
 
 def test_a_file_is_compared(rewards: Any) -> None:

@@ -2,14 +2,16 @@
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import kill_when_up
 
 from polar_trl.errors import GradeError
+from polar_trl.grade.base import Grade, read_call_rewards
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.sandbox.base import Sandbox
@@ -89,3 +91,31 @@ def test_a_slow_function_is_no_reward(sandbox: Sandbox) -> None:
     with pytest.raises(GradeError, match=r"longer than 0\.3 s"):
         grader.grade(TASK, sandbox, timeout_s=0.3)
     release.set()
+
+
+def test_a_function_that_wants_the_calls_gets_them(sandbox: Sandbox) -> None:
+    def grade_calls(function: Callable[..., Any]) -> Grade:
+        calls: Any = ("first", "second")
+        return FunctionGrader(function).grade_session(TASK, sandbox, calls, timeout_s=10)
+
+    assert grade_calls(lambda task, box, calls: float(len(calls))).reward == 2
+    assert grade_calls(lambda task, box, calls=(): float(len(calls))).reward == 2
+    assert grade_calls(lambda task, box, strict=True: float(strict)).reward == 1
+    assert grade_calls(lambda task, box, *rest, **more: float(len(rest))).reward == 0
+    given = Grade(reward=0.5, call_rewards={1: -1.0})
+    assert grade_calls(lambda task, box, calls: given) == given
+    assert FunctionGrader(lambda task, box, calls: 1.0).takes_calls and not CommandGrader("true").takes_calls
+
+
+def test_rewards_of_calls_are_numbers_of_calls() -> None:
+    assert read_call_rewards({np.int64(1): np.float32(0.5), 0: True}, 2) == {1: 0.5, 0: 1.0}
+    for rewards, message in (
+        ({2: 1.0}, "the grader gave a reward to call 2 of a session with 2 calls"),
+        ({-1: 1.0}, "to call -1"),
+        ({"0": 1.0}, "to call '0'"),
+        ({0: math.nan}, "the grader gave call 0 the reward nan, which is no finite number"),
+        ({0: "1"}, "the reward '1'"),
+        ({0: None}, "the reward None"),
+    ):
+        with pytest.raises(GradeError, match=message):
+            read_call_rewards(rewards, 2)

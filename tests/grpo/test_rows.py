@@ -66,3 +66,21 @@ def test_a_row_of_stale_tokens_only_is_left_out() -> None:
     rows, dropped = build_rows([(build_result(), 1.0)], max_tokens=100, oldest_version=9)
     assert rows == []
     assert dropped == {"stale": 8}
+
+
+def test_turns_that_are_not_chosen_are_context_and_counted() -> None:
+    (row,), dropped = build_rows(
+        [(build_result(), 1.0)], max_tokens=100, oldest_version=0, choose_turns=lambda result: {1, 3}
+    )
+    assert row.token_ids_T[row.trainable_T].tolist() == [101, 201, 103, 203]
+    assert row.call_indices == (1, 3) and dropped == {"not_chosen": 4}
+    # what is too long, not chosen and stale is counted once each
+    (row,), dropped = build_rows(
+        [(build_result(), 1.0)], max_tokens=9, oldest_version=1, choose_turns=lambda result: {0, 1, 3}
+    )
+    assert row.token_ids_T[row.trainable_T].tolist() == [101, 201]
+    assert dropped == {"too_long": 2, "not_chosen": 2, "stale": 2}
+    rows, dropped = build_rows(
+        [(build_result(), 1.0)], max_tokens=100, oldest_version=0, choose_turns=lambda result: ()
+    )
+    assert rows == [] and dropped == {"not_chosen": 8}

@@ -1,6 +1,7 @@
 """Real runs of the trainer: vLLM's CPU build, TRL, a tiny random model, and agents that are processes of their own."""
 
 import json
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from records import read_session
 from polar_trl.cli import main as polar_trl
 from polar_trl.reconstruct import build_prefix_merged
 from polar_trl.run_folder import read_log
+from polar_trl.types import Rollout
 
 
 def load(out: Path) -> dict[str, Any]:
@@ -196,6 +198,90 @@ def test_two_processes_with_different_numbers_of_rows(tiny_model: Path, tmp_path
     other = json.loads((tmp_path / "rank1.json").read_text())
     assert other["weights_sum"] == pytest.approx(load(tmp_path)["weights_sum"], rel=1e-9)
     assert load(tmp_path)["greedy_gap_max"] < 1e-4
+
+
+@pytest.mark.parametrize("rule", ["mask", "leave_out"])
+def test_only_last_turns_of_sessions_that_were_not_cut(tiny_model: Path, tmp_path: Path, rule: str) -> None:
+    settings = {"train_turns": "last", "cut_sleepers": rule, "max_steps": 1}
+    run_worker("train_worker.py", str(tiny_model), str(tmp_path), "ok,sleep", json.dumps(settings))
+    (entry,) = steps(tmp_path)
+    rollouts = {r.id: r for r in (read_session(path) for path in tmp_path.glob("sessions/**/*.jsonl"))}
+    slept = [r for r in rollouts.values() if r.stop_reason == "agent_timeout"]
+    others = [r for r in rollouts.values() if r.stop_reason != "agent_timeout"]
+    assert len(slept) == len(others) == 4 and all(r.reward is not None for r in rollouts.values())
+    assert entry["polar/rollouts_without_reward"] == 0
+    assert entry["polar/dropped/cut"] == sum(len(c.completion.token_ids) for r in slept for c in r.calls)
+    counted = [r.reward or 0.0 for r in (others if rule == "leave_out" else rollouts.values())]
+    assert entry["reward"] == pytest.approx(sum(counted) / len(counted), abs=1e-6)
+    earlier = [c for r in others for c in r.calls[:-1]]
+    assert entry["polar/dropped/not_chosen"] == sum(len(c.completion.token_ids) for c in earlier) > 0
+    lines = [json.loads(line) for path in tmp_path.glob("rows/*/train_*.jsonl") for line in path.open()]
+    rows = [line for line in lines if line["type"] == "row"]
+    assert rows and all(line["calls"] == [len(rollouts[line["rollout"]].calls) - 1] for line in rows)
+    assert Counter(line["dropped"] for line in lines if line["type"] == "rollout") == {None: 4, "cut": 4}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_calls_have_advantages_of_their_own(tiny_model: Path, tmp_path: Path, processes: int) -> None:
+    settings = {"rewards_calls": True, "turn_credit": "return_to_go", "scale_rewards": "none", "max_steps": 2}
+    settings["per_device_train_batch_size"] = 4 // processes
+    run_worker(
+        "train_worker.py", str(tiny_model), str(tmp_path), "ok,fork,ok,ok", json.dumps(settings), processes=processes
+    )
+    rollouts = {r.id: r for r in (read_session(path) for path in tmp_path.glob("sessions/**/*.jsonl"))}
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts.values():
+        groups[rollout.group_id].append(rollout)
+
+    def to_go(rollout: Rollout, index: int) -> float:
+        assert rollout.reward is not None and rollout.call_rewards is not None
+        return rollout.reward + sum(rollout.call_rewards[call.index] for call in rollout.calls[index:])
+
+    rows = [json.loads(line) for path in tmp_path.glob("rows/*/train_*.jsonl") for line in path.open()]
+    rows = [row for row in rows if row["type"] == "row"]
+    assert {row["step"] for row in rows} == {1, 2} and any(len(set(row["advantages"])) > 1 for row in rows)
+    for row in rows:
+        rollout = rollouts[row["rollout"]]
+        others = [other for other in groups[rollout.group_id] if other is not rollout]
+        for index, advantage in zip(row["calls"], row["advantages"], strict=True):
+            compared = [to_go(other, index) for other in others if len(other.calls) > index]
+            assert advantage == pytest.approx(to_go(rollout, index) - sum(compared) / len(compared), abs=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_several_agents(tiny_model: Path, tmp_path: Path, processes: int) -> None:
+    """Each group is played by one of two agents, and each evaluation is of both; two ranks share a group."""
+    settings = {
+        "per_device_train_batch_size": 4 // processes,
+        "agents": {"alpha": 1, "beta": 1},
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "per_device_eval_batch_size": 4,
+    }
+    arguments = (str(tiny_model), str(tmp_path), "ok,ok,fork", json.dumps(settings))
+    run_worker("train_worker.py", *arguments, processes=processes)
+    played: dict[str, list[str | None]] = defaultdict(list)
+    for path in tmp_path.glob("sessions/**/*.jsonl"):
+        rollout = read_session(path)
+        played[rollout.group_id].append(rollout.agent)
+    assert all(len(set(agents)) == 1 for agents in played.values())
+    batches: dict[str, set[str | None]] = defaultdict(set)
+    for group, agents in played.items():
+        batches[group.rpartition("-")[0]].add(agents[0])
+    training = [agents for batch, agents in batches.items() if batch.startswith("train")]
+    assert training == [{"alpha", "beta"}] * 3  # two groups, one for each
+    for entry in steps(tmp_path):
+        for agent in ("alpha", "beta"):
+            figures = {name: entry[f"polar/agents/{agent}/{name}"] for name in ("sessions", "reward", "forks", "gap")}
+            assert figures["sessions"] == 4 and 0 <= figures["reward"] <= 1 and figures["gap"] < 1e-4
+    log = load(tmp_path)["log"]
+    for agent in ("alpha", "beta"):
+        assert [entry["step"] for entry in log if f"eval_{agent}_reward" in entry] == [3]
+    named = {agent for batch, agents in batches.items() if batch.startswith("eval") for agent in agents}
+    assert named == {"alpha", "beta"}
+    rows = [json.loads(line) for path in tmp_path.glob("rows/*/train_*.jsonl") for line in path.open()]
+    assert {row["agent"] for row in rows if row["type"] == "row"} == {"alpha", "beta"}
 
 
 def test_lora_evaluation_reward_functions_and_a_kl_penalty(tiny_model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from polar_trl.cli import main
 from polar_trl.errors import ConfigError
 from polar_trl.harness.base import Harness, Launch, require_launch
 from polar_trl.harness.own import load_harness
-from polar_trl.setup.run_setup import RunArguments, build_harness
+from polar_trl.setup.agents import build_harness
+from polar_trl.setup.run_setup import RunArguments
 from polar_trl.types import Task
 from polar_trl.user_code import is_object_name
 

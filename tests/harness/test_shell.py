@@ -14,7 +14,8 @@ from polar_trl.harness.shell import ShellHarness
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import Job, RolloutConfig, RolloutRunner
 from polar_trl.sandbox.local import LocalSandboxBackend
-from polar_trl.setup.run_setup import RunArguments, build_harness
+from polar_trl.setup.agents import build_harness
+from polar_trl.setup.run_setup import RunArguments
 from polar_trl.tokens.bytes import ByteRenderer
 from polar_trl.types import ChatRequest, Endpoint, Task, Tool
 

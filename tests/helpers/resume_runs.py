@@ -122,5 +122,16 @@ def finish(model: Path, out: Path, processes: int = 1, **settings: Any) -> dict[
     return json.loads(result.read_text())
 
 
+def finish_with_error(model: Path, out: Path, **settings: Any) -> str:
+    """What a run says that cannot go on."""
+    worker = start_worker(model, out, "never", 0, settings, 1)
+    try:
+        assert worker.wait(timeout=250) != 0
+    finally:
+        kill_workers(out)
+        worker.wait()
+    return read_logs(out)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

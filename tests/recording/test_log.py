@@ -82,6 +82,8 @@ def test_a_session_is_read_back_equal(tmp_path: Path) -> None:
         agent_exit=AgentExit(exit_code=137, signal="SIGKILL", output_tail="Grüße \x1b[2J"),
         grading=GradeReport(output_tail="no", failed_tests=("a::b",), num_tests=1, num_failed=1),
         changes="--- a/f\n+++ b/f\n",
+        agent="pi",
+        call_rewards={0: -0.25, 2: 1.0},
         seconds={"agent": 1.5},
         counters={"n": 2},
     )

@@ -146,6 +146,9 @@ def test_the_command_that_evaluates() -> None:
         "polar-trl eval --config run.yaml --agent_files 'a b' c --seed=1 --model_name_or_path runs/b "
         "--output_dir runs/b-eval"
     )
+    assert format_eval(["--config", "run.yaml"], Path("runs/b"), {}, ["pi", "codex"]) == (
+        "polar-trl eval --config run.yaml --agent pi --model_name_or_path runs/b --output_dir runs/b-eval"
+    )
     words = ["--config", "run.yaml", "--eval_tasks", '{"easy": "a.jsonl", "hard": "b.jsonl"}']
     assert format_eval(words, Path("runs/b"), {"easy": "a.jsonl", "hard": "b.jsonl"}) == (
         "polar-trl eval --config run.yaml --tasks a.jsonl --model_name_or_path runs/b --output_dir runs/b-eval"

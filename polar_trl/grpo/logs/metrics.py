@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -65,6 +66,34 @@ def build_rollout_metrics(summaries: Sequence[Mapping[str, float]]) -> dict[str,
             metrics[f"polar/{key}"] = value
         elif key.startswith("seconds/"):
             metrics[f"polar/{key}"] = value / num
+    return metrics
+
+
+def build_agent_metrics(
+    agents: Sequence[str], rollouts: Sequence[tuple[str | None, float, Mapping[str, float]]]
+) -> dict[str, float]:
+    """Build the metrics of each of several agents, of those that played in a batch.
+
+    Args:
+        rollouts: Of all ranks: the agent, the reward (NaN where there is none), and the summary of `count_rollout`,
+            with `no_reward`: whether it has none although it was not left out.
+    """
+    metrics: dict[str, float] = {}
+    for agent in agents:
+        rewards = [reward for played_by, reward, _ in rollouts if played_by == agent]
+        summaries = [summary for played_by, _, summary in rollouts if played_by == agent]
+        if not rewards:
+            continue
+        scored = [reward for reward in rewards if not math.isnan(reward)]
+        figures = {
+            "sessions": len(rewards),
+            "without_reward": sum(summary["no_reward"] for summary in summaries),
+            **({"reward": fmean(scored)} if scored else {}),
+            "mean_length": fmean(summary["sampled_tokens"] for summary in summaries),
+            "calls_per_rollout": fmean(summary["calls"] for summary in summaries),
+            "forks": sum(summary.get("counters/forks", 0) for summary in summaries),
+        }
+        metrics |= {f"polar/agents/{agent}/{name}": value for name, value in figures.items()}
     return metrics
 
 

@@ -11,11 +11,17 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from polar_trl.grpo.advantage import Advantages, RolloutAdvantage
+from polar_trl.grpo.credit.advantage import Advantages, RolloutAdvantage
 from polar_trl.grpo.logs.completions_table import CompletionsTable
 from polar_trl.grpo.logs.evaluations import Evaluations
 from polar_trl.grpo.logs.lessons import Batch, Lessons
-from polar_trl.grpo.logs.metrics import append_metrics, build_rollout_metrics, count_rollout, nan_std
+from polar_trl.grpo.logs.metrics import (
+    append_metrics,
+    build_agent_metrics,
+    build_rollout_metrics,
+    count_rollout,
+    nan_std,
+)
 from polar_trl.grpo.logs.trained_rows import TrainedRows, describe_rollout
 from polar_trl.grpo.rewards import Rewards
 from polar_trl.grpo.rows import Row
@@ -39,6 +45,8 @@ class RolloutLog:
     rewards: Rewards
     trained_rows: TrainedRows
     table: CompletionsTable | None
+    agents: Sequence[str] = field(default=(), init=False)
+    """Names of the agents of a run that has several; they are logged one by one as well."""
     evaluations: Evaluations = field(default_factory=Evaluations)
     lessons: Lessons = field(init=False)
     """Says why sessions failed and steps taught nothing."""
@@ -89,6 +97,7 @@ class RolloutLog:
         step = self.trl.global_step + (mode == "train")
         described, self._described = self._described, []
         self.trained_rows.write_rollouts(mode, step, described)
+        num_without = sum(line["dropped"] == "no_reward" for line in described)
         summaries: list[dict[str, float]] = gather_object([count_rollout(result) for result in results])
         lengths: list[int] = gather_object([len(row.token_ids_T) for row in rows])
         figures = build_rollout_metrics(summaries)
@@ -101,14 +110,24 @@ class RolloutLog:
         self.trl.log(
             mode,
             {
-                "polar/rollouts_without_reward": int((~advantages.scored_R).sum()),
+                "polar/rollouts_without_reward": sum(gather_object([num_without])),
                 "polar/rewards_not_finite": num_not_finite,
             },
         )
+        outcomes = advantages.list_rollouts(self.rank, len(results))
+        if self.agents:
+            played = [
+                (
+                    result.rollout.agent,
+                    outcome.reward,
+                    count_rollout(result) | {"no_reward": line["dropped"] == "no_reward"},
+                )
+                for result, outcome, line in zip(results, outcomes, described, strict=True)
+            ]
+            self.trl.log(mode, build_agent_metrics(self.agents, gather_object(played)))
         if mode == "train":
             self.trl.state.num_input_tokens_seen += sum(lengths)
         else:
-            outcomes = advantages.list_rollouts(self.rank, len(results))
             # where there is a grader, whether a task is solved is its to say
             rewards = [
                 (result.rollout.task_id, outcome.reward if result.rollout.reward is None else result.rollout.reward)
@@ -143,7 +162,7 @@ class RolloutLog:
                 step=step,
                 mode=mode,
                 rewards=rewards_R.tolist(),
-                has_advantage=bool(advantages.advantages_R.any()),
+                has_advantage=not bool(advantages.zero_variance_R.all()),
                 group_size=max(Counter(result.rollout.group_id for result in results).values()),
                 reasons=reasons,
                 cuts=cuts,

@@ -1,8 +1,9 @@
 """Write the trained tokens of each step to `rows/ATTEMPT/train_00003.jsonl` in the run's folder.
 
 A "rollout" line has the reward, the advantage and the drop reason of each rollout of a generation batch; a "row" line
-has the trained spans of a row, its advantage, and the trainer's log-probability of each token. Both name their
-session's record by its path; `polar-trl inspect` shows them. Figures stay on their device until all passes are done.
+has the trained spans of a row, its advantage (with `turn_credit` that of each span, too), and the trainer's
+log-probability of each token. Both name their session's record by its path; `polar-trl inspect` shows them, with the
+advantages of rollouts. Figures stay on their device until all passes are done.
 """
 
 import json
@@ -98,12 +99,20 @@ def describe_row(row: Row) -> dict[str, Any]:
     return {
         "rollout": row.rollout_id,
         "record": row.record_path,
+        "agent": row.agent,
         "calls": list(row.call_indices),
         "num_tokens": len(row.token_ids_T),
         "num_trainable": row.num_trainable,
         "trained": find_spans(row.trainable_T),
         "advantage": row.advantage,
+        **({} if row.advantages_T is None else {"advantages": list_by_span(row)}),
     }
+
+
+def list_by_span(row: Row) -> list[float]:
+    """List the advantage of each span of `trained`: that of its first token, since a call has one."""
+    assert row.advantages_T is not None
+    return [float(row.advantages_T[start]) for start, _ in find_spans(row.trainable_T)]
 
 
 def find_spans(mask_T: NDArray[np.bool_]) -> list[tuple[int, int]]:

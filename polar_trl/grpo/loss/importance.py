@@ -13,6 +13,7 @@ Framework Secretly Brings You Off-Policy RL Training"). Three tokens of a rollou
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,10 +41,30 @@ class RatioStats:
 
     def __init__(self) -> None:
         self._log_ratios: list[Tensor] = []
+        self._by_row: list[tuple[Sequence[str | None], Tensor]] = []
 
-    def add(self, trainer_logps_BC: Tensor, sampling_logps_BC: Tensor, mask_BC: Tensor) -> None:
-        """Add the tokens in the mask of one pass."""
-        self._log_ratios.append((trainer_logps_BC - sampling_logps_BC)[mask_BC.bool()].detach().float())
+    def add(
+        self,
+        trainer_logps_BC: Tensor,
+        sampling_logps_BC: Tensor,
+        mask_BC: Tensor,
+        agents: Sequence[str | None] = (),
+    ) -> None:
+        """Add the tokens in the mask of one pass. `agents` are those of its rows, if they are to be told apart."""
+        log_ratio_BC = (trainer_logps_BC - sampling_logps_BC).detach().float()
+        self._log_ratios.append(log_ratio_BC[mask_BC.bool()])
+        if agents:
+            gap_B = (log_ratio_BC.double().abs() * mask_BC).sum(dim=1)
+            self._by_row.append((agents, torch.stack([gap_B, mask_BC.sum(dim=1).double()])))
+
+    def summarize_agents(self, agents: Sequence[str], accelerator: Any) -> dict[str, float]:
+        """Compute the mean absolute difference (nats) of each agent's tokens on all ranks (a collective)."""
+        sums = torch.zeros((len(agents), 2), dtype=torch.double, device=accelerator.device)
+        for of_rows, sums_2B in self._by_row:
+            for row, agent in enumerate(of_rows):
+                sums[agents.index(str(agent))] += sums_2B[:, row]
+        totals = accelerator.reduce(sums, reduction="sum").tolist()
+        return {agent: gap / num for agent, (gap, num) in zip(agents, totals, strict=True) if num}
 
     def summarize(self, accelerator: Any, *, clip_min: float | None, clip_max: float | None) -> dict[str, float]:
         """Compute figures over all ranks' tokens (a collective); none where no token was compared.

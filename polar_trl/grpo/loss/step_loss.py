@@ -39,6 +39,8 @@ class StepLoss:
     ref_model: Any
     _ratio_stats: RatioStats = field(default_factory=RatioStats, init=False)
     _figures: LossFigures = field(default_factory=LossFigures, init=False)
+    agents: Sequence[str] = field(default=(), init=False)
+    """Names of the agents of a run that has several; the gap of each is logged."""
     trained_rows: TrainedRows | None = field(default=None, init=False)
     """Receives the trained tokens of each pass."""
 
@@ -99,7 +101,8 @@ class StepLoss:
         for name, (values_BC, weights_BC) in figures.items():
             self._figures.add(name, values_BC, weights_BC)
         trainer_BC = micro_batch.get("old_per_token_logps", logps_BC.detach())
-        self._ratio_stats.add(trainer_BC, micro_batch["sampling_per_token_logps"], mask_BC)
+        agents = [row["agent"] for row in micro_batch["rows"]] if self.agents else ()
+        self._ratio_stats.add(trainer_BC, micro_batch["sampling_per_token_logps"], mask_BC, agents)
         if self.trained_rows is not None and self.trl.model.training:
             self.trained_rows.note(micro_batch["rows"], trainer_BC)
         return loss * self.accelerator.num_processes
@@ -127,6 +130,9 @@ class StepLoss:
             clip_min=self.args.vllm_importance_sampling_clip_min,
             clip_max=self.args.vllm_importance_sampling_clip_max,
         )
+        if self.agents:
+            by_agent = stats.summarize_agents(self.agents, self.accelerator)
+            figures |= {f"polar/agents/{agent}/gap": gap for agent, gap in by_agent.items()}
         self.trl.log(mode, {**figures, **{f"sampling/{name}": value for name, value in ratios.items()}})
 
     def _entropy_weight(self) -> float:

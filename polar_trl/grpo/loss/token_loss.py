@@ -35,7 +35,7 @@ def token_losses(
         figures: By the name of a metric, values and weights [B, C] of the mean that it is.
     """
     mask_BC = batch["completion_mask"]
-    advantages_B1 = batch["advantages"][:, None]
+    advantages = batch["advantages"] if batch["advantages"].ndim == 2 else batch["advantages"][:, None]
     old_BC = batch.get("old_per_token_logps", logps_BC.detach())
     unit_BC = (logps_BC - logps_BC.detach()).exp()  # 1, with the gradient of a log-probability
     is_sequence = args.importance_sampling_level == "sequence"
@@ -46,22 +46,22 @@ def token_losses(
     figures: dict[str, tuple[Tensor, Tensor]] = {}
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.loss_type == "cispo":
-        losses_BC = -ratio_BC.clamp(max=high).detach() * advantages_B1 * logps_BC * weight
-        figures["cispo_clip_ratio"] = (ratio_BC > high) & (advantages_B1 > 0), weights_BC
+        losses_BC = -ratio_BC.clamp(max=high).detach() * advantages * logps_BC * weight
+        figures["cispo_clip_ratio"] = (ratio_BC > high) & (advantages > 0), weights_BC
     elif args.loss_type == "vespo":
-        losses_BC = -batch["phi"] * advantages_B1 * logps_BC * weight
+        losses_BC = -batch["phi"] * advantages * logps_BC * weight
         figures["vespo/phi_seq_mean"] = batch["phi"].expand_as(mask_BC), mask_BC / batch["rollout_tokens"][:, None]
     else:
         if args.loss_type == "sapo":
-            temperatures = torch.where(advantages_B1 > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
-            losses_BC = -torch.sigmoid(temperatures * (ratio_BC - 1)) * 4 / temperatures * advantages_B1
+            temperatures = torch.where(advantages > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
+            losses_BC = -torch.sigmoid(temperatures * (ratio_BC - 1)) * 4 / temperatures * advantages
         else:
             losses_BC = -torch.min(
-                ratio_BC.clamp(max=args.delta) * advantages_B1 if args.delta is not None else ratio_BC * advantages_B1,
-                ratio_BC.clamp(1 - args.epsilon, 1 + high) * advantages_B1,
+                ratio_BC.clamp(max=args.delta) * advantages if args.delta is not None else ratio_BC * advantages,
+                ratio_BC.clamp(1 - args.epsilon, 1 + high) * advantages,
             )
-            low_BC = (ratio_BC < 1 - args.epsilon) & (advantages_B1 < 0)
-            high_BC = (ratio_BC > 1 + high) & (advantages_B1 > 0)
+            low_BC = (ratio_BC < 1 - args.epsilon) & (advantages < 0)
+            high_BC = (ratio_BC > 1 + high) & (advantages > 0)
             figures["clip_ratio/low_mean"] = low_BC, weights_BC
             figures["clip_ratio/high_mean"] = high_BC, weights_BC
             figures["clip_ratio/region_mean"] = low_BC | high_BC, weights_BC

@@ -36,8 +36,8 @@ def build_micro_batch(
         prefix, is_read: As of `pack_rows`.
 
     Returns:
-        `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C]; `advantages`, `shares`,
-        `rollout_tokens` [B]; `packed`, a `PackedRows`.
+        `completion_ids`, `completion_mask`, `sampling_per_token_logps` [B, C]; `shares`, `rollout_tokens` [B];
+        `advantages` [B], or [B, C] where calls have their own; `packed`, a `PackedRows`.
     """
     if not rows:
         # a pass that every rank has to make: one token is scored so that all parameters are used, and masked
@@ -64,11 +64,21 @@ def build_micro_batch(
         "completion_ids": completion_ids.to(device),
         "completion_mask": completion_mask.to(device),
         "sampling_per_token_logps": sampling_logps.to(device),
-        "advantages": torch.tensor([row.advantage for row in rows], device=device),
+        "advantages": _build_advantages(rows, shape).to(device),
         "shares": torch.tensor(list(shares), device=device),
         "rollout_tokens": torch.tensor([max(1, count) for count in rollout_tokens], device=device),
         "packed": packed,
     }
+
+
+def _build_advantages(rows: Sequence[Row], shape: tuple[int, int]) -> Tensor:
+    if all(row.advantages_T is None for row in rows):
+        return torch.tensor([row.advantage for row in rows])
+    advantages_BC = torch.zeros(shape)
+    for b, row in enumerate(rows):
+        if row.advantages_T is not None:
+            advantages_BC[b, : row.num_trainable] = torch.from_numpy(row.advantages_T[row.trainable_T])
+    return advantages_BC
 
 
 def build_filler() -> Row:

@@ -75,6 +75,8 @@ class RankState:
     """Forward passes of the last generation batch, by optimizer step, if any of them is still to come."""
     open_task_ids: Sequence[str] = ()
     """Tasks of the sessions that were open when the checkpoint was written; they have to be started again."""
+    open_agents: Sequence[str] = ()
+    """The agent of each of them, "" where the run has one."""
 
 
 # One folder.
@@ -94,7 +96,8 @@ def begin_checkpoint(folder: Path) -> None:
 def save_rank_state(folder: Path, rank: int, state: RankState) -> None:
     """Write one rank's unfinished work."""
     windows = [[_without_caches(passed) for passed in window] for window in state.windows]
-    torch.save({"windows": windows, "open_task_ids": list(state.open_task_ids)}, folder / RANK_FILE.format(rank))
+    opened = {"open_task_ids": list(state.open_task_ids), "open_agents": list(state.open_agents)}
+    torch.save({"windows": windows, **opened}, folder / RANK_FILE.format(rank))
 
 
 def save_masters(folder: Path, rank: int, low_halves: Mapping[str, torch.Tensor]) -> None:

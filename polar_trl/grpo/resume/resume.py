@@ -30,6 +30,8 @@ from polar_trl.grpo.run.machines import failing_together, require_alike
 from polar_trl.grpo.step import TrainingStep
 from polar_trl.grpo.trl_bridge import TrlBridge
 from polar_trl.grpo.weights.policy_weights import PolicyWeights
+from polar_trl.harness.base import Harness
+from polar_trl.harness.mixed import MixedHarness
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +94,13 @@ class Resume:
             read = None if folder is None else (folder, *self._read(folder))
         chosen = read and f"{read[0].name}, written after {read[1].seconds:.3f} s"
         require_alike({"the checkpoint to go on from": chosen}, advice="give all machines one output_dir")
-        step, open_task_ids = 0, list[str]()
+        step, opened = 0, list[tuple[str, str]]()
         if read is not None:
             folder, state, rank_state = read
             self._restore(state, rank_state)
             self.policy_weights.resume(checkpoint.load_masters(folder, rank))
-            step, open_task_ids = state.step, list(rank_state.open_task_ids)
+            agents = rank_state.open_agents or [""] * len(rank_state.open_task_ids)
+            step, opened = state.step, list(zip(rank_state.open_task_ids, agents, strict=True))
         # all ranks have chosen before one of them removes anything
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -107,7 +110,7 @@ class Resume:
             logger.warning("the run begins; sessions of an earlier start stay in %s", output_dir / "sessions")
         if folder is not None and self.rollouts.carry_over is not None:
             self.rollouts.runner.proxy.hold()  # until the engine has the checkpoint's weights
-            self.rollouts.carry_over.reopen(open_task_ids)
+            self.rollouts.carry_over.reopen(opened)
         self._started = time.monotonic()
         return folder
 
@@ -200,14 +203,16 @@ class Resume:
         return is_first and num_used > 0
 
     def _describe_settings(self) -> dict[str, Any]:
-        return describe_order(self.args, self.rollouts.tasks["train"]) | {"sequence_layout": self.layout_kind}
+        order = describe_order(self.args, self.rollouts.tasks["train"], self.rollouts.runner.harness)
+        return order | {"sequence_layout": self.layout_kind}
 
     def _get_rank_state(self) -> RankState:
         is_used_up = self.trl.micro_step % (self.args.steps_per_generation * self.args.num_iterations) == 0
-        carry_over = self.rollouts.carry_over
+        opened = () if self.rollouts.carry_over is None else self.rollouts.carry_over.list_open()
         return RankState(
             windows=() if is_used_up else self.step.windows or (),
-            open_task_ids=() if carry_over is None else carry_over.open_task_ids(),
+            open_task_ids=[task_id for task_id, _ in opened],
+            open_agents=[agent for _, agent in opened],
         )
 
     def _get_run_state(self) -> RunState:
@@ -223,17 +228,20 @@ class Resume:
         )
 
 
-def require_same_order(output_dir: Path, args: Any, task_ids: Iterable[str]) -> None:
+def require_same_order(output_dir: Path, args: Any, task_ids: Iterable[str], harness: Harness | None = None) -> None:
     """Raise `ConfigError` where the checkpoint of `args` was written with another order of tasks; loads nothing."""
     folder = checkpoint.choose_checkpoint(output_dir, args.resume_from_checkpoint)
     if folder is not None:
-        checkpoint.require_same_settings(checkpoint.read_settings(folder), describe_order(args, task_ids))
+        checkpoint.require_same_settings(checkpoint.read_settings(folder), describe_order(args, task_ids, harness))
 
 
-def describe_order(args: Any, task_ids: Iterable[str]) -> dict[str, Any]:
-    """Describe what the order of tasks hangs on."""
+def describe_order(args: Any, task_ids: Iterable[str], harness: Harness | None = None) -> dict[str, Any]:
+    """Describe what the order of tasks, and of agents where there are several, hangs on."""
     settings = {name: getattr(args, name) for name in _SETTINGS}
-    return {"num_processes": args.world_size, **settings, "tasks": digest_texts(task_ids)}
+    order = {"num_processes": args.world_size, **settings, "tasks": digest_texts(task_ids)}
+    if isinstance(harness, MixedHarness):
+        return order | {"agents": harness.weights, "mix_agents_in_groups": harness.within_groups}
+    return order | {"agents": None}
 
 
 def digest_texts(texts: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from polar_trl.grpo.advantage import Advantages, replace_groups
+from polar_trl.grpo.credit.advantage import Advantages, replace_groups
 from polar_trl.grpo.rollouts.source import RolloutSource
 from polar_trl.rollout.session_run import RolloutResult
 

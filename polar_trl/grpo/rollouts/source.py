@@ -11,6 +11,7 @@ import torch
 from polar_trl.grpo.rollouts.carry_over import CarryOver
 from polar_trl.grpo.rollouts.upcoming import UpcomingBatches
 from polar_trl.grpo.trl_bridge import TrlBridge
+from polar_trl.harness.mixed import MixedHarness
 from polar_trl.rollout.runner import Job, RolloutRunner
 from polar_trl.rollout.session_run import RolloutResult
 from polar_trl.types import Task
@@ -74,7 +75,8 @@ class RolloutSource:
         """Return as many rollouts as there are data rows, in groups; with `max_policy_lag`, of rows that were begun
         earlier or here."""
         if mode == "eval" or self.carry_over is None:
-            jobs = self._gather_jobs([row["task_id"] for row in inputs], mode)
+            of_eval = [str(row["agent"]) for row in inputs] if mode == "eval" else None
+            jobs = self._gather_jobs([row["task_id"] for row in inputs], mode, number=self._number, agents=of_eval)
             # an evaluation that cuts agents would measure how quick the others were
             return self.runner.run(jobs, show_progress=self._shows_progress(), cut_stragglers=mode == "train")
         args = self._args
@@ -84,6 +86,7 @@ class RolloutSource:
         return self.carry_over.roll_out(
             [row["task_id"] for row in inputs],
             None if next_rows is None else [row["task_id"] for row in next_rows],
+            number=self._number,
             show_progress=self._shows_progress(),
         )
 
@@ -94,7 +97,8 @@ class RolloutSource:
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
         chosen = [ids[order[index % len(ids)]] for index in range(num_groups)]
         size = self.num_generations["train"]
-        jobs = self.build_jobs([task_id for task_id in chosen for _ in range(size)], "train")
+        task_ids = [task_id for task_id in chosen for _ in range(size)]
+        jobs = self.build_jobs(task_ids, "train", seed=f"{self._number} again {round_number}")
         return self.runner.run(jobs, show_progress=self._shows_progress())
 
     def finish_batch(self, mode: str) -> None:
@@ -102,22 +106,42 @@ class RolloutSource:
         if self.upcoming is not None and mode == "train":
             self.upcoming.finish_rollouts()
 
-    def build_jobs(self, task_ids: Sequence[str], mode: str) -> list[Job]:
-        """Return a job for each rollout of a batch on all ranks, with ids that no other batch of the run has."""
+    def build_jobs(
+        self, task_ids: Sequence[str], mode: str, *, seed: str, agents: Sequence[str] | None = None
+    ) -> list[Job]:
+        """Return a job for each rollout of a batch on all ranks, with ids that no other batch of the run has.
+
+        Args:
+            seed: The same for a batch that is rolled out again after a crash, for which ids are new.
+            agents: Of each rollout, "" where the run has one. None: of several, they are drawn.
+        """
         size, number = self.num_generations[mode], self.num_batches
         self.num_batches += 1
+        tasks, harness = [self.tasks[mode][task_id] for task_id in task_ids], self.runner.harness
+        if agents is None and isinstance(harness, MixedHarness):
+            agents = harness.draw(tasks, group_size=size, seed=f"{self._args.seed} {seed}")
         jobs = []
-        for index, task_id in enumerate(task_ids):
+        for index, (task, agent) in enumerate(zip(tasks, agents or [""] * len(tasks), strict=True)):
             group = f"{mode}-{number:05d}-g{index // size:03d}"
             rollout_id = f"{group}-r{index % size:03d}"
             record = self._folder / f"{mode}_{number:05d}" / f"{rollout_id}.jsonl"
-            task = self.tasks[mode][task_id]
-            jobs.append(Job(rollout_id=rollout_id, group_id=group, task=task, record_path=record))
+            jobs.append(Job(rollout_id=rollout_id, group_id=group, task=task, agent=agent or None, record_path=record))
         return jobs
 
-    def _gather_jobs(self, task_ids: Sequence[str], mode: str) -> list[Job]:
-        """Return the jobs of all ranks, given the tasks of this rank's rollouts (a collective)."""
-        return self.build_jobs(list(chain.from_iterable(self.runner.ranks.gather(list(task_ids)))), mode)
+    def _gather_jobs(
+        self, task_ids: Sequence[str], mode: str, *, number: int, agents: Sequence[str] | None = None
+    ) -> list[Job]:
+        """Return the jobs of all ranks, given the tasks, and perhaps the agents, of this rank's rollouts (a
+        collective)."""
+        ranks = self.runner.ranks
+        everyones = list(chain.from_iterable(ranks.gather(list(task_ids))))
+        players = None if agents is None else list(chain.from_iterable(ranks.gather(list(agents))))
+        return self.build_jobs(everyones, mode, seed=str(number), agents=players)
+
+    @property
+    def _number(self) -> int:
+        """Of the current generation batch among those of the training, however often it was begun."""
+        return self.trl.micro_step // (self._args.steps_per_generation * self._args.num_iterations)
 
     def _shows_progress(self) -> bool:
         args = self._args

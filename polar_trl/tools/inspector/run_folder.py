@@ -197,6 +197,7 @@ class RunFolder:
             self.rows.read_rows(key),
             self.vocabulary,
             limit if isinstance(limit, int) else None,
+            chooses_turns=self.settings.get("train_turns", "all") != "all",
         )
         with self._lock:
             # of a session that grows, the former state is no longer asked for

@@ -51,6 +51,8 @@ class Entry:
     """Tag of the process that writes it; "" in older records."""
     finished: bool = False
     stop_reason: str | None = None
+    agent: str | None = None
+    """That played it; None in records from before this was kept, and of sessions without an end."""
     reward: float | None = None
     error: str | None = None
     ended: str | None = None
@@ -292,7 +294,7 @@ def _take_header(entry: Entry, line: Mapping[str, Any]) -> None:
 
 def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
     """Take the end of a session from its line: all of it, or nothing where a field is of a wrong type."""
-    reasons = {name: _check(line, name, str, None) for name in ("stop_reason", "error")}
+    reasons = {name: _check({"agent": None, **line}, name, str, None) for name in ("stop_reason", "error", "agent")}
     reward = _check(line, "reward", int, float, None)
     seconds, extra = _check_numbers(line, "seconds"), _check(line, "extra", dict)
     if "summary" in extra:
@@ -302,7 +304,7 @@ def _take_end(entry: Entry, line: Mapping[str, Any]) -> None:
                 _check(summary, name, int)
             _check_numbers(summary, "dropped")
         _set_summary(entry, summary)
-    entry.stop_reason, entry.error, entry.reward, entry.seconds = *reasons.values(), reward, seconds
+    entry.stop_reason, entry.error, entry.agent, entry.reward, entry.seconds = *reasons.values(), reward, seconds
     entry.ended, entry.detail = _explain_end(line)
     entry.finished = True
 

@@ -55,7 +55,7 @@ def build_table_row(entry: Entry, rows: TrainedRowIndex, agent: str | None, now_
         "rollout": entry.rollout,
         "task": clean(entry.task),
         "group": entry.group,
-        "agent": agent,
+        "agent": entry.agent or agent,
         "stage": stage,
         "reward": reward if _is_number(reward) else None,
         "advantage": None if outcome is None or outcome.mode != "train" else outcome.advantage,

@@ -17,7 +17,7 @@ from polar_trl.types import Call, Trajectory
 
 STATES = (
     "context", "trained", "trainable", "auxiliary", "superseded", "no_reward", "zero_variance", "too_long", "stale",
-    "too_long_or_stale", "evaluation",
+    "too_long_or_stale", "evaluation", "cut", "not_chosen",
 )  # fmt: skip
 """Token states; the index is the code. "context": not sampled here. "trainable": whether it was trained is not on
 record. The others were sampled and not trained, for that reason."""
@@ -57,17 +57,23 @@ class TokenTrack:
 
 
 def build_tracks(
-    record: SessionRecord, outcome: RolloutOutcome | None, rows: Sequence[TrainedRow], max_tokens: int | None
+    record: SessionRecord,
+    outcome: RolloutOutcome | None,
+    rows: Sequence[TrainedRow],
+    max_tokens: int | None,
+    *,
+    chooses_turns: bool = False,
 ) -> list[TokenTrack]:
     """Build the tracks: trajectories in the order of their first calls, then each call that no trajectory trains.
 
     Args:
         max_tokens: The run's `max_trajectory_tokens`, which tells too long from stale where no row was made.
+        chooses_turns: Whether the run trains only some calls (`train_turns`).
     """
     rollout = record.rollout
     trajectories = reconstruct(record).trajectories
     tracks = [
-        _build_trained(f"trajectory {number}", trajectory, rollout.calls, outcome, rows, max_tokens)
+        _build_trained(f"trajectory {number}", trajectory, rollout.calls, outcome, rows, max_tokens, chooses_turns)
         for number, trajectory in enumerate(trajectories)
     ]
     if outcome is None and rollout.error is not None and record.finished:
@@ -120,6 +126,7 @@ def _build_trained(
     outcome: RolloutOutcome | None,
     rows: Sequence[TrainedRow],
     max_tokens: int | None,
+    chooses_turns: bool,
 ) -> TokenTrack:
     """Build the track of a trajectory, with the states and log-probabilities of the trainer's rows."""
     track = _build_track(name, trajectory, calls)
@@ -133,7 +140,7 @@ def _build_trained(
     mine = [row for row in rows if set(row.calls) <= set(track.calls)]
     if not mine:
         # other trajectories of the rollout were trained and this was not: as a whole too long, or too old
-        return _mark(track, _name_missing(track, max_tokens)) if rows else track
+        return _mark(track, _name_missing(track, max_tokens, chooses_turns)) if rows else track
     for row in mine:
         position = 0
         for start, end in row.trained:
@@ -145,10 +152,16 @@ def _build_trained(
     reach = max(row.num_tokens for row in mine)
     track.states_T[open_T & (positions_T >= reach)] = STATES.index("too_long")
     track.states_T[open_T & (positions_T < reach)] = STATES.index("stale")
+    chosen = {index for row in mine for index in row.calls}
+    for index, (start, end) in zip(track.calls, track.spans, strict=True):
+        if chooses_turns and index not in chosen and (max_tokens is None or end <= max_tokens):
+            track.states_T[start:end] = STATES.index("not_chosen")
     return replace(track, advantage=mine[0].advantage, step=min(row.step for row in mine))
 
 
-def _name_missing(track: TokenTrack, max_tokens: int | None) -> str:
+def _name_missing(track: TokenTrack, max_tokens: int | None, chooses_turns: bool) -> str:
+    if chooses_turns and (max_tokens is None or track.spans[0][1] <= max_tokens):
+        return "not_chosen"
     if max_tokens is None:
         return "too_long_or_stale"
     return "too_long" if track.spans[0][1] > max_tokens else "stale"

@@ -29,7 +29,7 @@ class RolloutOutcome:
     reward: float | None
     advantage: float
     dropped: str | None
-    """"no_reward" or "zero_variance"; None where it was to be trained."""
+    """"no_reward", "cut" or "zero_variance"; None where it was to be trained."""
     reason: str | None = None
     """Why the session did not end as it should (`polar_trl.rollout.reasons`); None where it did."""
     detail: str = ""

@@ -31,6 +31,7 @@ class SessionView:
         outcome: The trainer's decision on it, if that is known.
         rows: Its trained rows.
         max_tokens: The run's `max_trajectory_tokens`, where it says.
+        chooses_turns: Whether the run trains only some calls.
     """
 
     def __init__(
@@ -40,13 +41,15 @@ class SessionView:
         rows: Sequence[TrainedRow],
         vocabulary: Vocabulary,
         max_tokens: int | None = None,
+        *,
+        chooses_turns: bool = False,
     ) -> None:
         rollout = record.rollout
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._pieces: dict[int, Pieces] = {}
         self._lines: dict[tuple[int, int], Lines] = {}
-        self.tracks = build_tracks(record, outcome, rows, max_tokens)
+        self.tracks = build_tracks(record, outcome, rows, max_tokens, chooses_turns=chooses_turns)
         self.forks: dict[int, Fork] = {}
         num_trajectories = sum(track.name.startswith("trajectory") for track in self.tracks)
         for number, track in enumerate(self.tracks):

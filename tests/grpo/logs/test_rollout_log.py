@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polar_trl.grpo.advantage import compute_advantages
+from polar_trl.grpo.credit.advantage import compute_advantages
 from polar_trl.grpo.logs.rollout_log import RolloutLog
 from polar_trl.grpo.logs.trained_rows import TrainedRows
 from polar_trl.grpo.trl_bridge import TrlBridge

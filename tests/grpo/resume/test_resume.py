@@ -23,6 +23,7 @@ from resume_runs import (
     Start,
     find_processes,
     finish,
+    finish_with_error,
     kill_at,
     kill_workers,
     list_sandboxes,
@@ -290,6 +291,35 @@ def test_sessions_that_were_open_begin_anew(tiny_model: Path, tmp_path: Path) ->
         trained = sorted(tasks[rollout_id] for line in epoch for rollout_id in line["rollouts"])
         assert len(set(trained)) == 4
         assert trained == sorted(2 * list(set(trained)))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_agents_are_drawn_as_without_the_kill(tiny_model: Path, tmp_path: Path, lag: int) -> None:
+    settings = {
+        "agents": {"alpha": 1, "beta": 2, "gamma": 2},
+        "max_policy_lag": lag,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 1,
+        "max_steps": 4,
+        "save_steps": 1,
+    }
+    played = []
+    for name in ("whole", "killed"):
+        out = tmp_path / name
+        if name == "killed":
+            kill_at(tiny_model, out, "training", 1, **settings)
+        finish(tiny_model, out, **settings)
+        rollouts = {path.stem: read_record(path).rollout for path in out.glob("sessions/*/*/*.jsonl")}
+        steps = [
+            Counter((rollouts[rollout_id].task_id, rollouts[rollout_id].agent) for rollout_id in line["rollouts"])
+            for line in read_lines(out / "trained.jsonl")
+        ]
+        assert len(steps) == 4 and len({agent for step in steps for _, agent in step}) > 1
+        # groups of a batch that began early may be taken in another order
+        played.append(steps if lag == 0 else sum(steps, Counter()))
+    assert played[0] == played[1]
+    other = finish_with_error(tiny_model, tmp_path / "killed", **settings | {"agents": {"alpha": 1}, "max_steps": 5})
+    assert "agents is {'alpha': 1.0} and was {'alpha': 1.0, 'beta': 2.0, 'gamma': 2.0} when the checkpoint" in other
 
 
 @pytest.mark.timeout(600)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from rank_threads import run_ranks
 
-from polar_trl.grpo.advantage import Advantages, compute_advantages
+from polar_trl.grpo.credit.advantage import Advantages, compute_advantages
 from polar_trl.grpo.rollouts.resampling import resample_constant_groups
 from polar_trl.rollout.ranks import Ranks
 

@@ -19,6 +19,7 @@ from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.resume import checkpoint
 from polar_trl.grpo.trainer import PolarGRPOTrainer
+from polar_trl.harness.mixed import MixedHarness
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.local import LocalSandboxBackend
 from polar_trl.sandbox.pool import WarmPool
@@ -81,13 +82,15 @@ arguments = {
     "drop_zero_variance": False,
     **CPU_SETTINGS,
 }
+agents = settings.pop("agents", None)
+script = ShellHarness(
+    f"python3 -I -S ~/agent.py {{instruction}} {HOLD}", files={"agent.py": AGENT.read_text(encoding="utf-8")}
+)
 trainer = Doomed(
     model=model,
     args=PolarGRPOConfig(**{**arguments, **settings}),
     train_dataset=build_tasks(["ok"] * 5),
-    harness=ShellHarness(
-        f"python3 -I -S ~/agent.py {{instruction}} {HOLD}", files={"agent.py": AGENT.read_text(encoding="utf-8")}
-    ),
+    harness=MixedHarness(dict.fromkeys(agents, script), agents) if agents else script,
     # with the pool, orders are placed for batches that the loader hands out ahead
     sandbox=WarmPool(LocalSandboxBackend(mounts=[HOLD.parent]), depth=2),
     grader=FunctionGrader(grade),

@@ -1,16 +1,19 @@
 """Build tasks, graders and trainers for the worker scripts, which are processes: vLLM and gloo are one per process."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
 
+from polar_trl.grade.base import Grade
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.grpo.config import PolarGRPOConfig
 from polar_trl.grpo.trainer import PolarGRPOTrainer
+from polar_trl.harness.mixed import MixedHarness
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.sandbox.base import Sandbox
-from polar_trl.types import Task
+from polar_trl.types import Call, Task
 
 AGENT = Path(__file__).with_name("counting_agent.py")
 CPU_SETTINGS: dict[str, Any] = {
@@ -32,16 +35,23 @@ def grade(task: Task, sandbox: Sandbox) -> float:
     return 0.0 if answer is None else (sum(answer) % 11) / 10
 
 
-def build_tasks(behaviours: list[str]) -> list[Task]:
+def build_tasks(behaviours: list[str], cut_sessions: Any = None) -> list[Task]:
     return [
         Task(
             id=f"{index}-{behaviour}",
             instruction=f"task {index}: {behaviour}",
             agent_timeout_s=6.0 if behaviour == "sleep" else 120.0,
+            cut_sessions=cut_sessions if behaviour == "sleep" else None,
             metadata={"behaviour": behaviour},
         )
         for index, behaviour in enumerate(behaviours)
     ]
+
+
+def grade_with_calls(task: Task, sandbox: Sandbox, calls: Sequence[Call]) -> Grade:
+    """The same, and a reward for each call."""
+    rewards = {call.index: (sum(call.completion.token_ids) % 7) / 10 for call in calls}
+    return Grade(reward=grade(task, sandbox), call_rewards=rewards)
 
 
 def brevity(completions: list[Any], rollouts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -54,9 +64,24 @@ def brevity(completions: list[Any], rollouts: list[Any], completion_ids: list[li
 
 
 def build_trainer(
-    model: str, output: Path, behaviours: list[str], *, everything: bool = False, **settings: Any
+    model: str,
+    output: Path,
+    behaviours: list[str],
+    *,
+    everything: bool = False,
+    agents: Mapping[str, float] | None = None,
+    rewards_calls: bool = False,
+    cut_sleepers: Any = None,
+    **settings: Any,
 ) -> PolarGRPOTrainer:
-    """A trainer on the tiny model; `everything` adds LoRA, evaluation and a TRL reward function."""
+    """A trainer on the tiny model; `everything` adds LoRA, evaluation and a TRL reward function.
+
+    Args:
+        agents: Weights of several agents, all of them the same script, and evaluation.
+        rewards_calls: The grader gives each call a reward as well.
+        cut_sleepers: `cut_sessions` of tasks whose agents sleep until their time is over.
+    """
+    script = ShellHarness("python3 -I -S ~/agent.py {instruction}", files={"agent.py": AGENT.read_text()})
     defaults: dict[str, Any] = {
         "output_dir": str(output),
         "per_device_train_batch_size": 4,
@@ -74,10 +99,10 @@ def build_trainer(
     return PolarGRPOTrainer(
         model=model,
         args=PolarGRPOConfig(**{**defaults, **settings}),
-        train_dataset=build_tasks(behaviours),
-        harness=ShellHarness("python3 -I -S ~/agent.py {instruction}", files={"agent.py": AGENT.read_text()}),
-        grader=FunctionGrader(grade),
-        eval_dataset=build_tasks(["ok", "fork"]) if everything else None,
+        train_dataset=build_tasks(behaviours, cut_sleepers),
+        harness=MixedHarness(dict.fromkeys(agents, script), agents) if agents else script,
+        grader=FunctionGrader(grade_with_calls if rewards_calls else grade),
+        eval_dataset=build_tasks(["ok", "fork"]) if everything or agents else None,
         reward_funcs=[brevity] if everything else [],
         peft_config=LoraConfig(r=4, target_modules="all-linear") if everything else None,
     )

@@ -28,7 +28,7 @@ from polar_trl.tools.inspector.forks import find_fork
 from polar_trl.tools.inspector.layout import build_lines
 from polar_trl.tools.inspector.run_folder import RunFolder
 from polar_trl.tools.inspector.token_tracks import STATES, TokenTrack, build_tracks
-from polar_trl.tools.inspector.trained_rows import RolloutOutcome, TrainedRowIndex
+from polar_trl.tools.inspector.trained_rows import RolloutOutcome, TrainedRow, TrainedRowIndex
 from polar_trl.tools.inspector.vocabulary import (
     NUMBER,
     PART,
@@ -198,6 +198,7 @@ def test_tracks_carry_the_trainers_figures(tmp_path: Path) -> None:
         (None, "the grader failed", "no_reward"),
         (replace(TRAIN, dropped="zero_variance"), None, "zero_variance"),
         (replace(TRAIN, dropped="no_reward"), None, "no_reward"),
+        (replace(TRAIN, dropped="cut"), None, "cut"),
         (replace(TRAIN, mode="eval"), None, "evaluation"),
         (TRAIN, None, "trainable"),
     ],
@@ -206,6 +207,26 @@ def test_what_is_not_trained_says_why(outcome: RolloutOutcome | None, error: str
     record = record_of(three_turns()[:2], error=error, reward=None if error else 1.0)
     (track,) = build_tracks(record, outcome, [], None)
     assert states_of(track) == ["context"] * 2 + [state] * 2 + ["context"] + [state] * 3
+
+
+def test_calls_that_were_not_chosen_are_told_from_those_that_were_too_long() -> None:
+    calls = three_turns()[:2]
+    record = record_of(calls)
+    spans = [(len(call.prompt_ids), len(call.prompt_ids) + len(call.completion.token_ids)) for call in calls]
+
+    def trained(*indices: int) -> TrainedRow:
+        mine = tuple(spans[index] for index in indices)
+        count = sum(end - start for start, end in mine)
+        return TrainedRow(
+            calls=indices, num_tokens=mine[-1][1], trained=mine, advantage=1.0, step=1, logprobs=(-0.5,) * count
+        )
+
+    for kept, left_out in ((0, 1), (1, 0)):
+        (track,) = build_tracks(record, TRAIN, [trained(kept)], spans[1][1], chooses_turns=True)
+        states = states_of(track)
+        assert {*states[slice(*spans[kept])]} == {"trained"} and {*states[slice(*spans[left_out])]} == {"not_chosen"}
+    (track,) = build_tracks(record, TRAIN, [trained(0)], spans[0][1], chooses_turns=True)
+    assert {*states_of(track)[slice(*spans[1])]} == {"too_long"}
 
 
 def reply(text: str = "ok", reasoning: str | None = None, *calls: ToolCall) -> Message:

@@ -6,7 +6,7 @@ const LIGHT = {
   diverging: ["#0b4a8a", "#3b7fbe", "#8fbbe0", "#d5e4f1", "#f3f1ee", "#fbdcb8", "#f2ab63", "#cc6a15", "#8a3f04"],
   states: {
     trained: "#a8cbe9", trainable: "#a8cbe9", auxiliary: "#d9d9d9", evaluation: "#d9d9d9", superseded: "#d9d9d9", no_reward: "#f6c88f",
-    zero_variance: "#f6c88f", too_long: "#e9a3c2", stale: "#e9a3c2", too_long_or_stale: "#e9a3c2",
+    zero_variance: "#f6c88f", cut: "#f6c88f", not_chosen: "#d9d9d9", too_long: "#e9a3c2", stale: "#e9a3c2", too_long_or_stale: "#e9a3c2",
   },
 };
 const DARK = {
@@ -14,7 +14,7 @@ const DARK = {
   diverging: ["#9fd0ff", "#5b9edf", "#2f6ca8", "#20405f", "#262a30", "#553a1d", "#925617", "#d9862f", "#ffc98a"],
   states: {
     trained: "#24517d", trainable: "#24517d", auxiliary: "#454b53", evaluation: "#454b53", superseded: "#454b53", no_reward: "#7a4d14",
-    zero_variance: "#7a4d14", too_long: "#74335a", stale: "#74335a", too_long_or_stale: "#74335a",
+    zero_variance: "#7a4d14", cut: "#7a4d14", not_chosen: "#454b53", too_long: "#74335a", stale: "#74335a", too_long_or_stale: "#74335a",
   },
 };
 const STEPS = 64;

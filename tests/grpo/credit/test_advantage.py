@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from polar_trl.grpo.advantage import compute_advantages, replace_groups
+from polar_trl.grpo.credit.advantage import compute_advantages, replace_groups
 from polar_trl.grpo.logs.metrics import nan_std
 
 NAN = math.nan

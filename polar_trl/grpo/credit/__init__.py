@@ -1,0 +1,1 @@
+"""Advantages: of rollouts over their group, and of single calls."""
