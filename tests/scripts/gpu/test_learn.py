@@ -40,7 +40,7 @@ def test_the_documented_commands(tmp_path: Path) -> None:
     for line in found:
         args = learn.build_parser().parse_args(["--out", str(tmp_path), *shlex.split(line)])
         runs = learn.build_runs(args, [])
-        assert [run.arm for run in runs] == args.arms * 3  # seeds 1 to 3
+        assert [run.arm for run in runs] == args.arms * len(args.seeds)
         for run in runs:
             command = run.build_command(args)
             assert (learn.WRAPPERS.get(run.arm) in command) == (run.arm == "per_request")
