@@ -89,7 +89,8 @@ def test_the_best_that_was_saved_outlives_the_limit(tmp_path: Path) -> None:
     """An evaluation that is better still, at a step without a checkpoint, is none to keep."""
     args = config(metric_for_best_model="reward", save_total_limit=1)
     args.output_dir = str(tmp_path)
-    state, rollouts = TrainerState(epoch=0.0), SimpleNamespace(carry_over=None, tasks={"train": {}}, num_batches=0)
+    state, runner = TrainerState(epoch=0.0), SimpleNamespace(harness=None)
+    rollouts = SimpleNamespace(carry_over=None, tasks={"train": {}}, num_batches=0, runner=runner)
     resume = Resume(
         args=args,
         accelerator=Accelerator(cpu=True),
