@@ -115,7 +115,7 @@ class RolloutLog:
             },
         )
         outcomes = advantages.list_rollouts(self.rank, len(results))
-        if self.agents:
+        if self.agents and mode == "train":  # an evaluation is of one
             played = [
                 (
                     result.rollout.agent,

@@ -130,7 +130,7 @@ class StepLoss:
             clip_min=self.args.vllm_importance_sampling_clip_min,
             clip_max=self.args.vllm_importance_sampling_clip_max,
         )
-        if self.agents:
+        if self.agents and mode == "train":
             by_agent = stats.summarize_agents(self.agents, self.accelerator)
             figures |= {f"polar/agents/{agent}/gap": gap for agent, gap in by_agent.items()}
         self.trl.log(mode, {**figures, **{f"sampling/{name}": value for name, value in ratios.items()}})
