@@ -70,8 +70,7 @@ def find_cut(rollout: Rollout) -> str | None:
 
 def was_cut(rollout: Rollout) -> bool:
     """Tell whether a limit ended the session: of time, calls or tokens, or of its last answer's length."""
-    answers = (call for call in reversed(rollout.calls) if call.purpose == "policy" and call.is_answered)
-    last = next(answers, None)
+    last = _find_last_answer(rollout)
     return (
         rollout.stop_reason in _STOPS
         or bool(rollout.counters.get("budget_messages"))
@@ -103,8 +102,7 @@ def find_reason(rollout: Rollout) -> Reason | None:
         return Reason(name=name, detail=_one_line(rollout.error))
     if rollout.counters.get("budget_messages"):
         return Reason(name=OUT_OF_BUDGET)
-    answers = (call for call in reversed(rollout.calls) if call.purpose == "policy" and call.is_answered)
-    last = next(answers, None)
+    last = _find_last_answer(rollout)
     if rollout.stop_reason == "completed":
         is_cut = last is not None and _is_cut(last) and not has_passed(rollout)
         return Reason(name=name_cut(_name_limit(rollout.counters))) if is_cut else None
@@ -151,6 +149,12 @@ class Repeats:
 def mask_numbers(text: str) -> str:
     """Replace the numbers and hexadecimal ids of a message, so that those of one kind are equal."""
     return re.sub(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+", "N", text)
+
+
+def _find_last_answer(rollout: Rollout) -> Call | None:
+    """Find the policy's last answered call."""
+    answers = (call for call in reversed(rollout.calls) if call.purpose == "policy" and call.is_answered)
+    return next(answers, None)
 
 
 def _is_cut(call: Call) -> bool:
