@@ -43,13 +43,12 @@ def build_harness(run: "RunArguments") -> Harness:
     return MixedHarness(built, weights, within_groups=run.mix_agents_in_groups)
 
 
-def take_own_tasks(run: "RunArguments", tasks: Sequence[Task], *, is_first: bool = True) -> list[Task]:
+def take_own_tasks(run: "RunArguments", tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks that the one agent of a run may play, without the names of agents in them; all where it has
     several. Raises `ConfigError` where none is left.
 
     Args:
         run: Not yet as `choose_agent` returns it, which has no names of entries.
-        is_first: Whether this process is the one that says what was left out.
     """
     entries = read_agents(run)
     if entries and run.agent not in entries:
@@ -57,7 +56,7 @@ def take_own_tasks(run: "RunArguments", tasks: Sequence[Task], *, is_first: bool
     own = [replace(task, agent=None) for task in tasks if task.agent in (None, run.agent)]
     if tasks and not own:
         raise ConfigError(f"all {len(tasks)} tasks name another agent than {run.agent!r}, such as {tasks[0].agent!r}")
-    if is_first and len(own) < len(tasks):
+    if len(own) < len(tasks):
         print(f"{len(tasks) - len(own)} tasks name another agent and are left out", file=sys.stderr, flush=True)
     return own
 
