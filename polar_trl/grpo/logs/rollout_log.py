@@ -97,8 +97,17 @@ class RolloutLog:
         step = self.trl.global_step + (mode == "train")
         described, self._described = self._described, []
         self.trained_rows.write_rollouts(mode, step, described)
-        num_without = sum(line["dropped"] == "no_reward" for line in described)
-        summaries: list[dict[str, float]] = gather_object([count_rollout(result) for result in results])
+        outcomes = advantages.list_rollouts(self.rank, len(results))
+        counted = [
+            (
+                result.rollout.agent,
+                outcome.reward,
+                count_rollout(result) | {"no_reward": line["dropped"] == "no_reward"},
+            )
+            for result, outcome, line in zip(results, outcomes, described, strict=True)
+        ]
+        everyones: list[tuple[str | None, float, dict[str, float]]] = gather_object(counted)
+        summaries = [summary for _, _, summary in everyones]
         lengths: list[int] = gather_object([len(row.token_ids_T) for row in rows])
         figures = build_rollout_metrics(summaries)
         for reason, count in sorted(sum(gather_object([dropped]), Counter()).items()):
@@ -110,21 +119,12 @@ class RolloutLog:
         self.trl.log(
             mode,
             {
-                "polar/rollouts_without_reward": sum(gather_object([num_without])),
+                "polar/rollouts_without_reward": sum(summary["no_reward"] for summary in summaries),
                 "polar/rewards_not_finite": num_not_finite,
             },
         )
-        outcomes = advantages.list_rollouts(self.rank, len(results))
         if self.agents and mode == "train":  # an evaluation is of one
-            played = [
-                (
-                    result.rollout.agent,
-                    outcome.reward,
-                    count_rollout(result) | {"no_reward": line["dropped"] == "no_reward"},
-                )
-                for result, outcome, line in zip(results, outcomes, described, strict=True)
-            ]
-            self.trl.log(mode, build_agent_metrics(self.agents, gather_object(played)))
+            self.trl.log(mode, build_agent_metrics(self.agents, everyones))
         if mode == "train":
             self.trl.state.num_input_tokens_seen += sum(lengths)
         else:
