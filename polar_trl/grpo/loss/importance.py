@@ -61,8 +61,8 @@ class RatioStats:
         """Compute the mean absolute difference (nats) of each agent's tokens on all ranks (a collective)."""
         sums = torch.zeros((len(agents), 2), dtype=torch.double, device=accelerator.device)
         for of_rows, sums_2B in self._by_row:
-            for row, agent in enumerate(of_rows):
-                sums[agents.index(str(agent))] += sums_2B[:, row]
+            places = torch.tensor([agents.index(str(agent)) for agent in of_rows], device=sums.device)
+            sums.index_add_(0, places, sums_2B[:, : len(of_rows)].T)  # a pass may have room for more rows
         totals = accelerator.reduce(sums, reduction="sum").tolist()
         return {agent: gap / num for agent, (gap, num) in zip(agents, totals, strict=True) if num}
 
