@@ -64,7 +64,7 @@ from polar_trl.grpo.trl_arguments.refused import refuse_arguments
 from polar_trl.grpo.turns import load_turn_choice
 from polar_trl.grpo.weights.engine_sync import EngineSync
 from polar_trl.harness.base import Harness
-from polar_trl.harness.mixed import list_mixed, require_players
+from polar_trl.harness.mixed import list_mixed, require_agents
 from polar_trl.proxy import Proxy
 from polar_trl.rollout.runner import RolloutRunner
 from polar_trl.run_folder import disk_errors
@@ -136,7 +136,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         eval_sets = read_eval_sets(eval_dataset)
         tasks = {"train": read_tasks(train_dataset), "eval": merge_sets(eval_sets)}
         all_tasks = require_tasks(tasks)
-        require_players(harness, all_tasks, **args.endpoint_limits)
+        require_agents(harness, all_tasks, **args.endpoint_limits)
         self._choose_turns = load_turn_choice(args.train_turns)
         backend, grader = find_parts(harness, all_tasks, sandbox=sandbox, grader=grader)
         functions = list_reward_functions(grader, reward_funcs, args.reward_weights)
@@ -370,7 +370,7 @@ class PolarGRPOTrainer(WithModelCard, PackedGRPOTrainer):
         self._open.require()
         if not (eval_dataset is None or isinstance(eval_dataset, str) or is_built(eval_dataset)):
             sets = read_eval_sets(eval_dataset)
-            require_players(self.rollouts.runner.harness, list(merge_sets(sets).values()))
+            require_agents(self.rollouts.runner.harness, list(merge_sets(sets).values()))
             merge_sets({None: self.rollouts.tasks["eval"], **sets})
             self.rollouts.tasks["eval"].update(merge_sets(sets))
             eval_dataset = build_eval_dataset(sets, list_mixed(self.rollouts.runner.harness))

@@ -84,7 +84,7 @@ class MixedHarness(Harness):
 
     def build_launch(self, task: Task, endpoint: Endpoint) -> Launch:
         """Build the launch of the first agent that may play the task; the others must have one, too."""
-        first, *others = [self.agents[name] for name in list_players(self, task)]
+        first, *others = [self.agents[name] for name in list_agents_for(self, task)]
         for agent in others:
             require_launch(agent, [task], max_model_len=endpoint.max_model_len, max_tokens=endpoint.max_tokens)
         return first.build_launch(task, endpoint)
@@ -100,7 +100,7 @@ def list_mixed(harness: Harness) -> list[str]:
     return list(harness.agents) if isinstance(harness, MixedHarness) else []
 
 
-def list_players(harness: Harness, task: Task) -> list[str]:
+def list_agents_for(harness: Harness, task: Task) -> list[str]:
     """List the names of the agents that may play a task: the run's, or the one that it names. Raises `ConfigError`."""
     names = list(list_agents(harness))
     if task.agent is None:
@@ -110,10 +110,10 @@ def list_players(harness: Harness, task: Task) -> list[str]:
     return [task.agent]
 
 
-def require_players(harness: Harness, tasks: Sequence[Task], **limits: int) -> None:
+def require_agents(harness: Harness, tasks: Sequence[Task], **limits: int) -> None:
     """Have every agent that may play a task build a launch for it, as `require_launch`. Raises `ConfigError`."""
     for task in tasks:
-        list_players(harness, task)
+        list_agents_for(harness, task)
     require_launch(harness, tasks, **limits)
 
 

@@ -20,7 +20,7 @@ from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
 from polar_trl.harness import AGENTS
 from polar_trl.harness.base import Harness
-from polar_trl.harness.mixed import require_players
+from polar_trl.harness.mixed import require_agents
 from polar_trl.harness.shell import PLACEHOLDERS
 from polar_trl.sandbox import build_backend, choose_kind
 from polar_trl.sandbox.base import SandboxBackend
@@ -195,7 +195,7 @@ def build_parts(
     Raises `ConfigError`.
     """
     harness = build_harness(run)
-    require_players(harness, tasks, **limits)
+    require_agents(harness, tasks, **limits)
     needs_files = run.agents is None and run.agent == "shell" and not (run.agent_files or run.agent_folders)
     if is_first and (unused := find_unused_images(tasks, find_sandbox_kind(run, tasks), needs_files=needs_files)):
         print(unused, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import pytest
 from short_sessions import CALL, jobs, runner
 
 from polar_trl.errors import ConfigError
-from polar_trl.harness.mixed import MixedHarness, list_players, require_players
+from polar_trl.harness.mixed import MixedHarness, list_agents_for, require_agents
 from polar_trl.harness.shell import ShellHarness
 from polar_trl.recording.log import read_record
 from polar_trl.rollout.runner import Job
@@ -63,8 +63,8 @@ def test_an_agent_that_the_run_has_not() -> None:
     (task,) = tasks(1, 1, agent="codex")
     for harness, known in ((build(pi=1, mine=1), "pi, mine"), (ShellHarness(CALL), "shell")):
         with pytest.raises(ConfigError, match=f"task 't0' names the agent 'codex', and this run's: {known}"):
-            require_players(harness, [task])
-    assert list_players(build(pi=1, codex=1), task) == ["codex"]
+            require_agents(harness, [task])
+    assert list_agents_for(build(pi=1, codex=1), task) == ["codex"]
 
 
 def test_each_agent_has_to_be_able_to_play_each_task() -> None:
@@ -73,8 +73,8 @@ def test_each_agent_has_to_be_able_to_play_each_task() -> None:
     )
     long = Task(id="t", instruction="x" * 140_000)
     with pytest.raises(ConfigError, match="the instruction has 140000 bytes"):
-        require_players(harness, [long])
-    require_players(harness, [Task(id="t", instruction="x" * 140_000, agent="long")])
+        require_agents(harness, [long])
+    require_agents(harness, [Task(id="t", instruction="x" * 140_000, agent="long")])
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "2"])

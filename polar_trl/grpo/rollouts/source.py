@@ -135,8 +135,8 @@ class RolloutSource:
         collective)."""
         ranks = self.runner.ranks
         everyones = list(chain.from_iterable(ranks.gather(list(task_ids))))
-        players = None if agents is None else list(chain.from_iterable(ranks.gather(list(agents))))
-        return self.build_jobs(everyones, mode, seed=str(number), agents=players)
+        theirs = None if agents is None else list(chain.from_iterable(ranks.gather(list(agents))))
+        return self.build_jobs(everyones, mode, seed=str(number), agents=theirs)
 
     @property
     def _number(self) -> int:
