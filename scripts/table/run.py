@@ -78,6 +78,7 @@ def run_steps(steps: Sequence[Step], out: Path, jobs: int = 1) -> list[str]:
         jobs: How many at a time. If above 1, each sees one GPU, in turns, and what it prints goes to OUT/NAME.txt.
     """
     out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
     waiting, running, failed = list(steps), list[Running](), list[str]()
     try:
         while waiting or running:
@@ -116,6 +117,7 @@ def run_steps(steps: Sequence[Step], out: Path, jobs: int = 1) -> list[str]:
         names = ", ".join(task.step.name for task in running)
         say(f"stopped{' in ' if names else ''}{names}; the same command goes on")
         sys.exit(130)
+    say(f"ended after {(time.monotonic() - started) / 60:.1f} minutes")
     return failed
 
 
