@@ -44,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(
             f"--sandbox_{name}", type=unit, default=default, metavar="N", help="of one sandbox (default: %(default)s)"
         )
+    parser.add_argument("--columns", metavar="JSON", help="what tasks have of a row's columns, as in a run file")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N tasks (default: all)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tasks at a time (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="check again what is known to be good")
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """`polar-trl check-tasks`."""
     from polar_trl.sandbox import build_backend, choose_kind
     from polar_trl.sandbox.limits import Limits
+    from polar_trl.setup.agents import read_mapping
     from polar_trl.setup.check_tasks import TaskChecker, has_tests
     from polar_trl.setup.run_setup import find_unused_images
     from polar_trl.tasks.environment import list_environments, provide_python
@@ -63,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.jobs < 1:
         raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
-    loaded = load_task_set(args.source, limit=args.limit)
+    columns = read_mapping("columns", args.columns) if args.columns else None
+    loaded = load_task_set(args.source, columns=columns, limit=args.limit)
     tasks = [task for task in loaded if has_tests(task)]
     if not tasks:
         raise ConfigError(f"no task of {args.source} has tests or a verifier; there is nothing to check")

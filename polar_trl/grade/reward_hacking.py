@@ -122,9 +122,11 @@ def _find_metadata(path: str, change: Change) -> str | None:
 
 
 def read_fix(task: Task) -> str:
-    """Read the patch that solves a task, "" where none is known."""
+    """Read the patch that solves a task, "" where none is known: of a `start_patch`, what takes it back."""
     if task.tests is not None and task.tests.gold_patch is not None:
         return Path(task.tests.gold_patch).read_text(encoding="utf-8", errors="replace")
+    if task.start_patch is not None:
+        return re.sub("^[-+]", lambda sign: "-" if sign[0] == "+" else "+", task.start_patch, flags=re.MULTILINE)
     return str(task.metadata.get("swebench", {}).get("patch", ""))
 
 

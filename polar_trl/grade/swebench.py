@@ -16,7 +16,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from polar_trl.errors import ConfigError, FileTooLargeError, GradeError, TaskError
@@ -154,6 +154,7 @@ def find_log_faults(log: str, outcomes: Mapping[str, str], canary: Canary | None
 def check_row(task: Task) -> None:
     """Raise `TaskError` for a row that cannot be graded, `ConfigError` where `swebench` is not installed."""
     build_script(task)
+    find_parser(task)
 
 
 def build_script(task: Task) -> str:
@@ -237,13 +238,26 @@ def run_script(task: Task, script: str, fresh: Sandbox, *, timeout_s: float) -> 
 
 def parse_log(task: Task, log: str) -> dict[str, str]:
     """Parse a log to PASSED, FAILED, ERROR, SKIPPED or XFAIL by test, with the package's parser for the repository."""
-    row, harness = task.metadata["swebench"], _import_harness()
-    parsers = harness.log_parsers.MAP_REPO_TO_PARSER
-    by_name = {parser.__name__: parser for parser in parsers.values()}
-    named = by_name.get(str(row.get("log_parser")))
-    parser = named or parsers.get(row["repo"]) or by_name["parse_log_pytest"]
-    outcomes: dict[str, str] = parser(log, None)
+    outcomes: dict[str, str] = find_parser(task)(log, None)
     return outcomes
+
+
+def find_parser(task: Task) -> Callable[[str, None], dict[str, str]]:
+    """Find the package's log parser: the one that the row names, else the repository's, else pytest's.
+
+    Raises `TaskError` for a name that the package does not have, where it does not know the repository either.
+    """
+    row, parsers = task.metadata["swebench"], _import_harness().log_parsers.MAP_REPO_TO_PARSER
+    by_name: dict[str, Callable[[str, None], dict[str, str]]] = {
+        parser.__name__: parser for parser in parsers.values()
+    }
+    name = row.get("log_parser")
+    if parser := by_name.get(name) or parsers.get(row["repo"]) or by_name.get(name or "parse_log_pytest"):
+        return parser
+    raise TaskError(
+        f"task {task.id!r}: swebench 4.1 has no log parser {name!r}; take parse_log_pytest, and an eval_script that "
+        "prints a line `PASSED id` or `FAILED id` for each test"
+    )
 
 
 def has_passed(name: str, outcomes: Mapping[str, str]) -> bool:

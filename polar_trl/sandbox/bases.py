@@ -5,13 +5,13 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
 
 from polar_trl.errors import SandboxError
-from polar_trl.sandbox.work_tree import WorkTrees
+from polar_trl.sandbox.work_tree import WorkTrees, apply_start_patch
 from polar_trl.sandbox.workdir import find_workdir_fault
 from polar_trl.types import Task
 
@@ -71,7 +71,8 @@ class Bases(ABC):
         key = self._build_key(task)
         base = self._bases.get(key)
         if base is None:
-            base = self._bases[key] = self._make(task)
+            made = self._make(task)
+            base = self._bases[key] = replace(made, tree=apply_start_patch(task, made.tree))
         return base
 
     def knows(self, task: Task) -> bool:
@@ -83,7 +84,7 @@ class Bases(ABC):
         self._bases.pop(self._build_key(task), None)
 
     def _build_key(self, task: Task) -> Hashable:
-        return (task.image, task.build_context, task.workspace, task.workdir)
+        return (task.image, task.build_context, task.workspace, task.workdir, task.start_patch)
 
     def _lock_source(self, name: str) -> threading.Lock:
         """Return the lock of an image: sessions of a group want the same one at the same time."""

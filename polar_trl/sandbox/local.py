@@ -38,7 +38,7 @@ from polar_trl.sandbox.owner import (
 )
 from polar_trl.sandbox.python import find_python
 from polar_trl.sandbox.seccomp import build_filter
-from polar_trl.sandbox.work_tree import WorkTrees
+from polar_trl.sandbox.work_tree import WorkTrees, apply_start_patch
 from polar_trl.types import Task
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,10 @@ class LocalSandboxBackend(SandboxBackend):
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Prepare the work trees. Raises `SandboxError`."""
         for task in tasks:
-            self._trees.find(task)
+            self._find_tree(task)
+
+    def _find_tree(self, task: Task) -> Path | None:
+        return apply_start_patch(task, self._trees.find(task))
 
     def create(self, task: Task, session_id: str) -> "LocalSandbox":
         """Make a fresh folder with the task's files. Raises `SandboxError`."""
@@ -86,7 +89,7 @@ class LocalSandboxBackend(SandboxBackend):
                 f"task {task.id}: the local sandbox has no images, and this task names {task.image!r}; "
                 "use the docker sandbox, or leave `image` out of the task"
             )
-        tree = self._trees.find(task)
+        tree = self._find_tree(task)
         folder = make_session_folder(self._root, session_id)
         try:
             make_folders(folder / DISK, tree)

@@ -116,7 +116,10 @@ class WarmPool(SandboxBackend):
 
 def _build_key(task: Task) -> Hashable:
     """Build the key of tasks whose sandboxes are alike."""
-    made_from = (task.image, task.build_context, task.workspace, task.workdir, task.network, task.writable_root)
+    made_from = (
+        *(task.image, task.build_context, task.workspace, task.workdir, task.start_patch),
+        *(task.network, task.writable_root),
+    )
     return (*made_from, tuple(sorted(task.files.items())), tuple(sorted(task.env.items())))
 
 

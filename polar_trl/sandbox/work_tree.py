@@ -40,7 +40,10 @@ class WorkTrees:
         self._trees: dict[str, Path] = {}
 
     def find(self, task: Task) -> Path | None:
-        """Prepare the tree of a task's `workspace`; None where it has none. Raises `SandboxError` naming the task."""
+        """Prepare the tree of a task's `workspace`; None where it has none. Raises `SandboxError` naming the task.
+
+        Without the task's `start_patch`.
+        """
         if not task.workspace:
             return None
         with self._lock:
@@ -50,6 +53,33 @@ class WorkTrees:
                 except SandboxError as error:
                     raise SandboxError(f"task {task.id}: {error}") from error
             return self._trees[task.workspace]
+
+
+def apply_start_patch(task: Task, tree: Path | None) -> Path | None:
+    """Return the tree that a task's `start_patch` makes of another, in the cache; without a patch the other itself.
+
+    Raises `SandboxError` naming the task where the patch does not apply.
+    """
+    if task.start_patch is None:
+        return tree
+    if tree is None:
+        raise SandboxError(
+            f"task {task.id}: start_patch has nothing to apply to: give a workspace, or a workdir of image"
+        )
+    patch = task.start_patch.encode("utf-8", "surrogateescape")
+    digest = hashlib.sha256(os.fsencode(tree.name) + b"\0" + patch).hexdigest()[:16]
+
+    def fill(target: Path) -> None:
+        _copy(tree, target)
+        _remove(target / ".git")
+        file = target.parent / "start.patch"
+        file.write_bytes(patch if patch.endswith(b"\n") else patch + b"\n")
+        _git(target, "apply", "--whitespace=nowarn", str(file))
+
+    try:
+        return make_once(f"patched-{digest}", fill)
+    except SandboxError as error:
+        raise SandboxError(f"task {task.id}: start_patch: {error}") from error
 
 
 def prepare_work_tree(source: Path) -> Path:

@@ -69,7 +69,7 @@ def has_solution(task: Task) -> bool:
     """Tell whether a solution is known that the graders can be tried on."""
     if not has_tests(task):
         return False
-    return _find_patch(task) is not None or _find_script(task) is not None
+    return any(found is not None for found in (_find_patch(task), task.start_patch, _find_script(task)))
 
 
 class TaskChecker:
@@ -206,11 +206,14 @@ class TaskChecker:
 def solve(task: Task, sandbox: Sandbox) -> None:
     """Lay the task's solution into a sandbox in which nothing runs. Raises `TaskError`, `SandboxError`."""
     patch, script = _find_patch(task), _find_script(task)
+    options: list[str] = []
+    if patch is None and task.start_patch is not None:  # what takes a bug back solves its task
+        patch, options = f"{task.start_patch}\n".encode("utf-8", "surrogateescape"), ["--reverse"]
     if patch is not None:
         with tempfile.TemporaryDirectory(prefix="polar-gold-") as scratch:
             file = Path(scratch) / "gold.patch"
             file.write_bytes(patch)
-            apply_patch(sandbox.host_workdir, file)
+            apply_patch(sandbox.host_workdir, file, *options)
     elif script is not None:
         sandbox.upload(script.parent, "/solution")
         result = sandbox.run("bash /solution/solve.sh", env=task.env, timeout_s=task.agent_timeout_s)

@@ -19,6 +19,16 @@ from polar_trl.types import Task, TestSpec
 def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
     """Load a file's tasks, at most the first `limit`. Raises `TaskError`."""
     require_limit(limit)
+    folder = path.absolute().parent
+    numbered = ((f"{path}:{number}", line) for number, line in read_lines(path))
+    tasks = collect_tasks(((where, _parse_line(line, where, folder)) for where, line in numbered), limit)
+    if not tasks:
+        raise TaskError(f"{path} holds no task; write one JSON object per line")
+    return tasks
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """Read the lines that hold anything, with their numbers, from 1. Raises `TaskError`."""
     try:
         # only a newline ends a line: JSON text may hold U+2028 and others that `splitlines` cuts at
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -26,12 +36,18 @@ def load_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
         raise TaskError(f"no task file at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"cannot read {path}: {error}") from error
-    numbered = ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
-    folder = path.absolute().parent
-    tasks = collect_tasks(((where, _parse_line(line, where, folder)) for where, line in numbered), limit)
-    if not tasks:
-        raise TaskError(f"{path} holds no task; write one JSON object per line")
-    return tasks
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def read_object(line: str, where: str) -> dict[str, Any]:
+    """Read a line's JSON object. Raises `TaskError`, which begins with `where`."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise TaskError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TaskError(f"{where}: a task is a JSON object, not {type(row).__name__}")
+    return row
 
 
 def save_tasks(path: Path, tasks: Sequence[Task]) -> None:
@@ -55,17 +71,15 @@ def read_test_spec(value: Any, where: str) -> TestSpec:
     """Build a `TestSpec` from JSON. Raises `TaskError`, which begins with `where` and names the field."""
     require_type("tests", value, Mapping[str, Any], where)
     spec = TestSpec(**read_fields(TestSpec, value, where, prefix="tests."))
+    if spec.runner == "pytest" and "paths" not in value:
+        files = dict.fromkeys(name.partition("::")[0] for name in (*spec.fail_to_pass, *spec.pass_to_pass))
+        spec = dataclasses.replace(spec, paths=tuple(files))
     check_spec(spec, where)
     return spec
 
 
 def _parse_line(line: str, where: str, folder: Path) -> Task:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise TaskError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise TaskError(f"{where}: a task is a JSON object, not {type(row).__name__}")
+    row = read_object(line, where)
     if isinstance(row.get("id"), str):
         where = f"{where} (task {row['id']!r})"
     task = _resolve_paths(read_task(row, where), folder)

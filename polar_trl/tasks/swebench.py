@@ -30,6 +30,8 @@ DATASETS = {
     "skyrl-v0-293": ("NovaSky-AI/SkyRL-v0-293-data", "train"),
 }
 """Data sets on the hub by name, with the split that is taken."""
+HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<split>[\w.-]+))?")
+"""Any other data set on the hub."""
 SWEBENCH_IMAGE = ("swebench/sweb.eval.x86_64.{id}:latest", "_1776_")
 SWE_GYM_IMAGE = ("xingyaoww/sweb.eval.x86_64.{id}:latest", "_s_")
 """Image name, and the text in place of the "__" of an instance id in it."""
@@ -48,12 +50,26 @@ def load_swebench(
     """Load the tasks of a data set. Raises `TaskError`, and `ConfigError` where the source cannot be read.
 
     Args:
-        source: A .parquet, .jsonl or .json file, a folder of them, a name from `DATASETS`, or "owner/name" on the hub.
-        split: In a folder and on the hub: the files whose name begins with it. None takes the data set's own.
+        source: As for `read_rows`.
+        split: As for `read_rows`.
         limit: The first so many.
         endpoint: Address of the hub; None takes the usual one.
     """
-    require_limit(limit)
+    return build_swebench_tasks(read_rows(source, split=split, endpoint=endpoint), limit=limit)
+
+
+def read_rows(
+    source: str | Path, *, split: str | None = None, endpoint: str | None = None
+) -> Iterator[Mapping[str, Any]]:
+    """Read the rows of a data set. Raises `ConfigError` where there is none, and while reading `TaskError`.
+
+    Args:
+        source: A .parquet, .jsonl or .json file, a folder of them, a name from `DATASETS`, or on the hub "owner/name"
+            or "owner/name:split".
+        split: In a folder and on the hub: the files whose name begins with it. None takes the data set's own, or
+            "train".
+        endpoint: Address of the hub; None takes the usual one.
+    """
     path = Path(source)
     if path.is_file():
         files = [path]
@@ -69,11 +85,12 @@ def load_swebench(
             )
     else:
         files = _fetch(str(source), split, endpoint)
-    return build_swebench_tasks((row for file in files for row in _read_rows(file)), limit=limit)
+    return (row for file in files for row in _read_rows(file))
 
 
 def build_swebench_tasks(rows: Iterable[Mapping[str, Any]], *, limit: int | None = None) -> list[Task]:
     """Build tasks from rows, such as a loaded `datasets.Dataset`. Raises `TaskError`."""
+    require_limit(limit)
     numbered = ((f"row {index}", row) for index, row in enumerate(rows))
     tasks = collect_tasks(((where, parse_row(row, where)) for where, row in numbered), limit)
     if not tasks:
@@ -145,8 +162,12 @@ def _find_image(row: Mapping[str, Any], where: str) -> str:
 
 def _fetch(source: str, split: str | None, endpoint: str | None) -> list[Path]:
     """Download the files of a data set on the hub into the hub's own cache."""
-    repo, own_split = DATASETS.get(source.lower(), (source, "train"))
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+    found = HUB_NAME.fullmatch(source)
+    if source.lower() in DATASETS:
+        repo, own_split = DATASETS[source.lower()]
+    elif found is not None:
+        repo, own_split = found["repo"], found["split"] or "train"
+    else:
         raise ConfigError(
             f"no file or folder {source!r}, and no data set of that name; there are {', '.join(DATASETS)}, "
             "and any 'owner/name' of the hub"

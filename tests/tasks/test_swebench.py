@@ -197,6 +197,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_data_set_of_the_hub_by_its_short_name(hub: str) -> None:
     assert load_swebench("SWE-bench-Verified", endpoint=hub) == build_swebench_tasks(make_rows(2))
+    assert load_swebench("SWE-bench/SWE-bench_Verified:test", endpoint=hub) == build_swebench_tasks(make_rows(2))
+    with pytest.raises(ConfigError, match=r"SWE-bench_Verified has no .* file of split 'filtered'"):
+        load_swebench("SWE-bench/SWE-bench_Verified:filtered", endpoint=hub)
     with pytest.raises(ConfigError, match=r"SWE-bench/SWE-bench_Verified has no .* file of split 'train'"):
         load_swebench("swe-bench-verified", split="train", endpoint=hub)
 

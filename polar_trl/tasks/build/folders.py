@@ -99,9 +99,10 @@ def diff_trees(before: Path, after: Path) -> bytes:
     return done.stdout
 
 
-def apply_patch(tree: Path, patch: Path) -> None:
-    """Apply a patch that `diff_trees` made. Raises `TaskError`."""
-    done = _run_git(["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", str(patch.resolve())], tree)
+def apply_patch(tree: Path, patch: Path, *options: str) -> None:
+    """Apply a patch such as `diff_trees` makes, with options of `git apply`. Raises `TaskError`."""
+    command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options, str(patch.resolve())]
+    done = _run_git(command, tree)
     if done.returncode != 0:
         raise TaskError(f"{patch} does not apply: {done.stderr.decode(errors='replace')[-300:]}")
 
