@@ -21,7 +21,9 @@ from polar_trl.types import Message
 AGENT = Path(__file__).resolve().parents[2] / "polar_trl" / "configs" / "agents" / "shell_agent.py"
 
 
-def run_agent(tmp_path: Path, replies: list[str], *options: str, key: str | None = None) -> tuple[object, SessionLog]:
+def run_agent(
+    tmp_path: Path, replies: list[str], *options: str, key: str | None = None, instruction: str = "make out.txt"
+) -> tuple[object, SessionLog]:
     renderer = ByteRenderer()
     engine = ScriptedEngine([renderer.spell(Message(role="assistant", text=reply)) for reply in replies])
     log = SessionLog(session_id="s", task_id="t", group_id="g")
@@ -34,7 +36,7 @@ def run_agent(tmp_path: Path, replies: list[str], *options: str, key: str | None
             "OPENAI_MODEL": endpoint.model,
         }
         done = subprocess.run(
-            [sys.executable, "-I", "-S", str(AGENT), *options, "make out.txt"],
+            [sys.executable, "-I", "-S", str(AGENT), *options, instruction],
             cwd=tmp_path,
             env=env,
             capture_output=True,
@@ -70,6 +72,15 @@ def test_it_gives_up(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr == "shell_agent: no command succeeded in 2 tries; the last: Exit code 1: \n"
     assert len(log.calls) == 2
+
+
+def test_each_line_is_a_request_in_one_conversation(tmp_path: Path) -> None:
+    replies = ["```bash\ntouch a\n```", "```bash\nfalse\n```", "```bash\ntouch b\n```"]
+    options = ("--each-line", "--max-turns", "1")
+    done, log = run_agent(tmp_path, replies, *options, instruction="make a\nfail\nmake b")
+    assert done.returncode == 1 and (tmp_path / "b").exists()
+    assert [call.parent for call in log.calls] == [None, 0, 1]
+    assert [call.request.messages[-1].text for call in log.calls] == ["make a", "fail", "make b"]
 
 
 @pytest.mark.parametrize(("key", "message"), [("wrong", "401: unknown API key")])

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """A small coding agent: asks a model for one shell command, runs it, and asks again if it failed.
 
+With --each-line it goes on with the next line of the instruction, in the same conversation.
+
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=key OPENAI_MODEL=name \\
         python3 -I -S shell_agent.py "Create an empty file named notes.txt"
 
-Standard library only, and knows nothing of training. Exit codes: 0 a command succeeded, 1 none did, 2 no answer.
+Standard library only, and knows nothing of training. Exit codes: 0 a command succeeded, 1 none did for a request, 2 no
+answer.
 """
 
 import argparse
@@ -36,6 +39,7 @@ def main() -> int:
     parser.add_argument("instruction")
     parser.add_argument("--max-turns", type=int, default=3, help="commands to try (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, help="length of one answer; the server's own limit if not given")
+    parser.add_argument("--each-line", action="store_true", help="each line of the instruction is a request")
     parser.add_argument("--shots", type=int, default=1, help="demonstrations in the prompt (default: %(default)s)")
     args = parser.parse_args()
 
@@ -43,9 +47,16 @@ def main() -> int:
     for question, command in DEMONSTRATIONS[: args.shots]:
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": f"```bash\n{command}\n```"})
-    messages.append({"role": "user", "content": args.instruction})
-    for _ in range(args.max_turns):
-        reply = ask(messages, args.max_tokens)
+    requests = args.instruction.splitlines() if args.each_line else [args.instruction]
+    return max([work(messages, request, args.max_turns, args.max_tokens) for request in requests], default=0)
+
+
+def work(messages, question, max_turns, max_tokens):
+    """Ask until a command succeeds, in the conversation so far. 0 if one did, and 1 if none."""
+    for _ in range(max_turns):
+        messages.append({"role": "user", "content": question})
+        reply = ask(messages, max_tokens)
+        messages.append({"role": "assistant", "content": reply})
         command = read_command(reply)
         if command is None:
             problem = "There was no bash code block."
@@ -54,9 +65,8 @@ def main() -> int:
             if exit_code == 0:
                 return 0
             problem = f"Exit code {exit_code}: {output}"
-        messages.append({"role": "assistant", "content": reply})
-        messages.append({"role": "user", "content": f"{problem} Try again."})
-    print(f"shell_agent: no command succeeded in {args.max_turns} tries; the last: {problem}", file=sys.stderr)
+        question = f"{problem} Try again."
+    print(f"shell_agent: no command succeeded in {max_turns} tries; the last: {problem}", file=sys.stderr)
     return 1
 
 
