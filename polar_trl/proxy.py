@@ -88,7 +88,6 @@ class Proxy:
             engine=engine, renderer=renderer, params=params, model=model, workers=workers, live=live
         )
         self._begin_session = begin_session
-        self.is_text_only = engine.own_renderer is not None  # nothing of what is recorded can be trained then
         self._address = (host, port)
         self._ping_interval_s = ping_interval_s
         self._sessions: dict[str, Session] = {}

@@ -212,6 +212,9 @@ class Task:
     """Whether files outside of the work folder, HOME and /tmp can be changed (images only; no disk limit there)."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Path relative to the work folder -> text, laid over that before the agent starts."""
+    start_patch: str | None = None
+    """A patch of git's that the work folder begins with, such as one that puts a bug in. What is there is one commit
+    then: a history would show the patch."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Extra environment of the agent."""
     agent: str | None = None

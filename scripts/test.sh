@@ -14,6 +14,7 @@ bin=${VENV:-.venv}/bin
 "$bin/python" scripts/dev/get_model.py > /dev/null
 "$bin/python" scripts/dev/get_gemma.py > /dev/null
 "$bin/python" scripts/dev/get_agents.py
+"$bin/python" scripts/dev/get_gym.py > /dev/null
 if [ "${1:-}" = machines ]; then
   exec bash scripts/test_machines.sh --json "$(mktemp)" "${@:2}"
 fi

@@ -13,7 +13,7 @@ from polar_trl import __version__
 from polar_trl.errors import ConfigError, PolarError
 
 SUBCOMMANDS = (
-    *("train", "configs", "doctor", "inspect", "replay", "eval", "serve", "collect", "merge", "check_tasks"),
+    *("train", "configs", "doctor", "inspect", "replay", "eval", "serve", "gym", "collect", "merge", "check_tasks"),
     *("plan", "lint_template", "clean"),
 )
 

@@ -4,6 +4,7 @@ The sessions are those of an evaluation (`eval.evaluate`); the data set is built
 were recorded before: somebody's own by `polar-trl serve`, or graded ones of a training or an evaluation.
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,8 @@ def parse_collection(config: Path | None, overrides: Sequence[str], folder: Path
     """
     setup = parse_eval(config, overrides, folder, of_training=True)
     # several engines are processes of `polar-trl eval`, which takes eval_tasks where there are any
-    command = (*setup.command, "--tasks", setup.tasks, "--eval_tasks", setup.tasks)
+    columns = ("--eval_columns", json.dumps(setup.columns))
+    command = (*setup.command, "--tasks", setup.tasks, "--eval_tasks", setup.tasks, *columns)
     return Collection(
         setup=replace(setup, command=command),
         selection=replace(selection, num_samples=setup.evaluation.num_samples),

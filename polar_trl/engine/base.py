@@ -32,12 +32,16 @@ class GenerationParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextReply:
-    """The answer of a server that gives no token ids."""
+    """The answer of a server that takes messages."""
 
     message: Message
     finish_reason: FinishReason
     num_sampled_tokens: int
     """As the server counts; 0 where it does not say."""
+    prompt_ids: TokenIds = ()
+    """[P], what the server made of the messages, and"""
+    completion: Completion | None = None
+    """what it sampled; None where it gives no token ids."""
 
 
 class Engine(Protocol):
@@ -51,7 +55,7 @@ class Engine(Protocol):
     """Tokens of histories for which its key-value cache has room; None where it does not say."""
     own_renderer: Renderer | None
     """None where prompts are token ids. Else the engine takes messages and gives `TextReply`s, which are recorded as
-    `text_only`, and this stands where a renderer is asked for."""
+    `text_only` where they have no ids, and this stands where a renderer is asked for."""
 
     async def answer(
         self,

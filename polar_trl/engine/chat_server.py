@@ -1,20 +1,22 @@
-"""Sample text from an OpenAI-compatible chat server that gives no token ids.
+"""Sample text from an OpenAI-compatible chat server, which renders the messages itself.
 
 Its calls are marked `text_only`: they can be recorded, graded, and read by a trainer that tokenizes for itself, and
-the laws refuse to train on them (`LawError`). No token id is ever made up here.
+the laws refuse to train on them (`LawError`). No token id is ever made up here. Model servers of NeMo Gym with
+`return_token_id_information` put `prompt_token_ids`, `generation_token_ids` and `generation_log_probs` into their
+messages; these are kept, and such calls are like those of any engine.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polar_trl.engine.base import Engine, GenerationParams, TextReply
+from polar_trl.engine.base import Engine, GenerationParams, TextReply, TokenEngine, require_usable
 from polar_trl.engine.openai_server import OpenAIServer, RefusedError
 from polar_trl.errors import ConfigError, EngineError, RenderError, WireError, WireErrorKind
 from polar_trl.json_text import is_json_object
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.chat_dicts import build_message_dict, build_tool_dict, place_system
-from polar_trl.types import ChatRequest, Message, TokenIds, Tool, ToolCall
+from polar_trl.types import ChatRequest, Completion, FinishReason, Message, TokenIds, Tool, ToolCall
 
 _PROBE_TOOL = Tool(
     name="read_file",
@@ -86,8 +88,9 @@ class ChatServer(Engine, Renderer):
     def extend(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> TokenIds | None:
-        """Return no ids, as above."""
-        return self.render(new_messages, tools)
+        """Return what is known: the prompt begins with it, unless the server renders earlier turns in another way."""
+        self.render(new_messages, tools)
+        return (*prompt_ids, *completion_ids)
 
     def continue_reply(self, prompt_ids: TokenIds, reply: Message) -> TokenIds:
         """Return no ids: whether a reply is continued is the server's to say."""
@@ -143,11 +146,27 @@ def _parse_reply(answer: Mapping[str, Any]) -> TextReply:
     if not all(isinstance(text, str) for text in (reply.text, reply.reasoning or "", *names)):
         raise EngineError(f"the server's answer is not text: {str(message)[:200]}")
     usage = answer.get("usage") or {}
+    finish_reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
     return TextReply(
         message=reply,
-        finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+        finish_reason=finish_reason,
         num_sampled_tokens=usage.get("completion_tokens") or 0,
+        prompt_ids=tuple(message.get("prompt_token_ids") or ()),
+        completion=_parse_completion(message, finish_reason) if message.get("prompt_token_ids") else None,
     )
+
+
+def _parse_completion(message: Mapping[str, Any], finish_reason: FinishReason) -> Completion:
+    """Parse the ids and logprobs in a message. Raises `EngineError` as `require_usable` does."""
+    try:
+        completion = Completion(
+            token_ids=tuple(message["generation_token_ids"]),
+            logprobs=tuple(message["generation_log_probs"]),
+            finish_reason=finish_reason,
+        )
+        return require_usable(completion, TokenEngine.vocab_size)
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"the server's token ids cannot be read ({error!r}): {str(message)[:200]}") from error
 
 
 def _parse_tool_call(item: Mapping[str, Any]) -> ToolCall:

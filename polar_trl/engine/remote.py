@@ -34,11 +34,14 @@ class NoTokenIdsError(EngineError):
 def find_served_model(server: OpenAIServer, name: str | None = None) -> ServedModel:
     """Find the model of that name, or the only one there is, in the server's list of models.
 
-    Raises `ConfigError` if the server cannot be reached, has no such list, or leaves a choice.
+    A server without a list, such as one of NeMo Gym, is taken at the name's word. Raises `ConfigError` if the server
+    cannot be reached, has neither a list nor a name, or leaves a choice.
     """
     try:
         entries = server.ask("GET", "/models").get("data")
     except EngineError as error:
+        if isinstance(error, RefusedError) and error.status == 404 and name is not None:
+            return ServedModel(name=name, max_model_len=None)
         if isinstance(error, RefusedError) and error.status in (401, 403):
             raise ConfigError(f"{error}; set $OPENAI_API_KEY to a key of the server") from error
         raise ConfigError(

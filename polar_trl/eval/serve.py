@@ -75,14 +75,12 @@ class ServedSessions:
         folder: Of the records; made with the first of them.
         api_key: Without a name.
         classify: Tells an agent's side requests from the others.
-        is_text_only: The engine gives no token ids.
     """
 
-    def __init__(self, folder: Path, api_key: str, *, classify: Classify, is_text_only: bool) -> None:
+    def __init__(self, folder: Path, api_key: str, *, classify: Classify) -> None:
         self.folder = folder
         self._api_key = api_key
         self._classify = classify
-        self._is_text_only = is_text_only
         self._logs: dict[str, SessionLog] = {}
         self._has_ended = False
 
@@ -153,7 +151,7 @@ class ServedSessions:
             seconds={"agent": max(0.0, last_s - first_s)},
         )
         reconstruction = build_prefix_merged(rollout)
-        if not self._is_text_only:
+        if not any(call.text_only for call in log.calls):
             check_laws(rollout, reconstruction)
         extra = {
             "trajectory_digest": digest(reconstruction.trajectories),
@@ -177,15 +175,10 @@ def open_serving(setup: EvalSetup, options: ServeOptions) -> Iterator[tuple[Endp
     classify = always_policy if run.agent == "shell" and not run.agent_command else build_harness(run).classify
     checkpoint = find_checkpoint(setup)
     start = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    with disk_errors(folder), _open_folder(folder, _build_settings(setup, checkpoint)):
+    with disk_errors(folder), open_records(folder, build_settings(setup, checkpoint)):
         model = prepare_model(setup, checkpoint)
         with open_engine(setup, model) as engine:
-            sessions = ServedSessions(
-                folder / "sessions" / start,
-                options.api_key,
-                classify=classify,
-                is_text_only=engine.own_renderer is not None,
-            )
+            sessions = ServedSessions(folder / "sessions" / start, options.api_key, classify=classify)
             try:
                 with open_proxy(
                     setup.args,
@@ -202,7 +195,8 @@ def open_serving(setup: EvalSetup, options: ServeOptions) -> Iterator[tuple[Endp
                 sessions.end()
 
 
-def _build_settings(setup: EvalSetup, checkpoint: Checkpoint) -> dict[str, Any]:
+def build_settings(setup: EvalSetup, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Build what a folder of records says of its model (JSON values)."""
     name = checkpoint.base or checkpoint.name
     args, params = setup.args, setup.params
     return {
@@ -218,7 +212,7 @@ def _build_settings(setup: EvalSetup, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_folder(folder: Path, settings: Mapping[str, Any]) -> Iterator[None]:
+def open_records(folder: Path, settings: Mapping[str, Any]) -> Iterator[None]:
     """Lock a folder for the block: new, empty, or of an earlier start with the same model. Raises `ConfigError`."""
     make_output_dir(folder)
     with FolderLock(folder):

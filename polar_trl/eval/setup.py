@@ -36,6 +36,7 @@ from polar_trl.setup.run_setup import (
     find_sandbox_kind,
     limit_times,
     list_eval_sources,
+    read_columns,
     require_tasks,
 )
 from polar_trl.tasks.environment import provide_python
@@ -63,6 +64,8 @@ class EvalSetup:
     model: str | None
     tasks: str
     """Where they are."""
+    columns: dict[str, Any]
+    """What they have of the columns of their rows."""
     folder: Path
     on_cpu: bool
     """Whether the engine is on the CPU."""
@@ -112,13 +115,16 @@ def parse_eval(config: Path | None, overrides: Sequence[str], folder: Path, *, o
     run, args, model, evaluation, _ = parse_groups(parser, arguments)
     given = {argument.split("=")[0] for argument in overrides}
     names_tasks = "--tasks" in given and "--eval_tasks" not in given  # a flag comes before what the file says
+    held_out = None if names_tasks or of_training else _choose_set(run)
+    columns, eval_columns = read_columns(run)
     return EvalSetup(
         run=choose_agent(replace(run, check_tasks=False)),
         with_agents=run,
         args=args,
         evaluation=evaluation,
         model=model.model_name_or_path,
-        tasks=require_tasks(run) if names_tasks or of_training else _choose_set(run) or require_tasks(run),
+        tasks=held_out or require_tasks(run),
+        columns=eval_columns if held_out else columns,
         folder=folder,
         on_cpu=parser.on_cpu,
         command=("--output_dir", str(folder), *arguments),
@@ -146,7 +152,7 @@ def find_checkpoint(setup: EvalSetup) -> Checkpoint:
 def load_eval_tasks(setup: EvalSetup) -> list[Task]:
     """Load the chosen tasks, with a Python for their tests where they need one. Raises `ConfigError`."""
     chosen = setup.evaluation.task_ids
-    tasks = limit_times(setup.run, load_task_set(setup.tasks, limit=setup.evaluation.limit))
+    tasks = limit_times(setup.run, load_task_set(setup.tasks, columns=setup.columns, limit=setup.evaluation.limit))
     tasks = take_own_tasks(setup.with_agents, tasks)
     if unknown := sorted(set(chosen) - {task.id for task in tasks}):
         raise ConfigError(f"task_ids: {setup.tasks} has no task {unknown[0]!r}")
@@ -190,6 +196,8 @@ def build_settings(
     contents = [asdict(task) for task in tasks]
     for fields in contents:
         del fields["agent"], fields["cut_sessions"]  # which decide nothing here
+        if fields["start_patch"] is None:
+            del fields["start_patch"]  # which earlier versions did not have
     content = json.dumps(contents, sort_keys=True, default=str)
     names = (
         *("agent", "agent_options", "agent_command", "agent_folders", "grader", "partial_credit"),

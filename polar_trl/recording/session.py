@@ -359,9 +359,11 @@ class Session:
 
     def _finish(self, turn: Turn, settings: "_TurnSettings", prompt: Prompt, reply: Completion | TextReply) -> Call:
         if isinstance(reply, TextReply):
-            completion, stop_text = replace(NO_TOKENS, finish_reason=reply.finish_reason), None
-            message, num_sampled = reply.message, reply.num_sampled_tokens
-            self._log.count("tokens_by_server", num_sampled)
+            completion, stop_text = reply.completion or replace(NO_TOKENS, finish_reason=reply.finish_reason), None
+            message, num_sampled = reply.message, len(completion.token_ids) or reply.num_sampled_tokens
+            prompt = prompt.rendered_as(reply.prompt_ids)
+            if reply.completion is None:
+                self._log.count("tokens_by_server", num_sampled)
         else:
             completion, num_sampled = reply, len(reply.token_ids)
             parsed = self._backend.renderer.parse_reply(prompt.ids, completion.token_ids, prompt.request.tools)
@@ -376,7 +378,7 @@ class Session:
             message,
             purpose=settings.purpose,
             stop_text=stop_text,
-            text_only=isinstance(reply, TextReply),
+            text_only=isinstance(reply, TextReply) and reply.completion is None,
         )
         self._continuations.add(call, prompt.ids)
         if completion.finish_reason == "length" and settings.purpose == "policy" and settings.limit:

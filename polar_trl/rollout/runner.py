@@ -29,6 +29,7 @@ from polar_trl.rollout.progress import StageProgress
 from polar_trl.rollout.ranks import JobQueues, OneRank, Ranks, claim_oldest
 from polar_trl.rollout.session_run import STAGES, Job, RolloutResult, RunnerContext, SessionRun
 from polar_trl.rollout.staleness import GroupState, choose_groups
+from polar_trl.rollout.stragglers import StragglerCut
 from polar_trl.sandbox.base import SandboxBackend
 from polar_trl.user_code import describe_error
 
@@ -120,6 +121,8 @@ class RolloutRunner:
         """Guards what follows; notified whenever a session ends."""
         self._num_changes = 0
         self._groups: list[Group] = []
+        self._alone: set[Member] = set()
+        """Of `run_one`."""
         self._failure: BaseException | None = None
         self._num_batches = 0
 
@@ -203,6 +206,19 @@ class RolloutRunner:
 
         return self._exchange(self._wait_for(choose, show_progress=False))
 
+    def run_one(self, job: Job) -> RolloutResult:
+        """Run one session, of no batch, and wait for it. From any number of threads. Raises as `run`."""
+        member = Member(SessionRun(self._context, job, StragglerCut(1, None)), lambda member: None)
+        with self._changed:
+            self._alone.add(member)
+            member.thread.start()
+        member.thread.join()
+        with self._changed:
+            self._alone.discard(member)
+        if member.failure is not None:
+            raise member.failure
+        return member.result()
+
     @property
     def oldest_version(self) -> int:
         """The oldest policy version whose tokens may be trained now, by `max_policy_lag`."""
@@ -219,7 +235,7 @@ class RolloutRunner:
         with self._claiming, self._changed:
             self._waiting.clear()
             groups, self._groups = self._groups, []
-        members = [member for group in groups for member in group.members.values()]
+            members = [*self._alone, *(member for group in groups for member in group.members.values())]
         # until they end: a command may be about to start
         while alive := [member for member in members if member.thread.is_alive()]:
             for member in alive:

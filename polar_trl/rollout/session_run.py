@@ -351,7 +351,7 @@ class SessionRun:
         context = self._context
         trained = count_as_policy(rollout) if context.train_auxiliary else rollout
         reconstruction = BUILDERS[BUILDER](trained)
-        if not context.proxy.is_text_only:  # the laws would refuse it, and there is nothing that could be trained
+        if not any(call.text_only for call in rollout.calls):  # the laws would refuse it, as nothing can be trained
             check_laws(trained, reconstruction)
         extra = {
             "trajectory_digest": digest(reconstruction.trajectories),

@@ -18,6 +18,7 @@ from polar_trl.grade.base import Grader
 from polar_trl.grade.by_task import GraderByTask, check_gradable
 from polar_trl.grade.command import CommandGrader
 from polar_trl.grade.function import FunctionGrader
+from polar_trl.grade.gym import GymGrader
 from polar_trl.harness import AGENTS
 from polar_trl.harness.base import Harness
 from polar_trl.harness.mixed import require_agents
@@ -118,6 +119,14 @@ class RunArguments:
             "help": "What to evaluate on, in the forms of tasks; several sets by name: {easy: a.jsonl, hard: b.jsonl}."
         },
     )
+    columns: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What tasks have of the columns of a data set of any form, such as {image: '{docker_image}'}. See "
+            "docs/tasks.md."
+        },
+    )
+    eval_columns: dict[str, Any] | str | None = field(default=None, metadata={"help": "The same for eval_tasks."})
     prepare_timeout_s: float | None = field(
         default=None, metadata={"help": "Seconds to prepare a sandbox, for tasks that do not say; None: 120."}
     )
@@ -157,9 +166,9 @@ class RunArguments:
     grader: str | None = field(
         default=None,
         metadata={
-            "help": "The reward: 'package.module:function', or a shell command. The function takes (task, sandbox), "
-            "or (task, sandbox, calls); the command's exit code 0 is reward 1, and 1 is 0. Default: each task's own "
-            "tests, verifier or command."
+            "help": "The reward: 'package.module:function', a shell command, or NeMo Gym's address. The function "
+            "takes (task, sandbox), or (task, sandbox, calls); the command's exit code 0 is reward 1, and 1 is 0; the "
+            "address is the head server's (docs/nemo-gym.md). Default: each task's own tests, verifier or command."
         },
     )
 
@@ -307,9 +316,10 @@ def load_run_tasks(
     Returns:
         The tasks to train on, and evaluation sets by name; a single one has the name "".
     """
-    sets = {name: load_task_set(source) for name, source in list_eval_sources(run).items()}
+    columns, eval_columns = read_columns(run)
+    sets = {name: load_task_set(source, columns=eval_columns) for name, source in list_eval_sources(run).items()}
     sets = sets or ({"": list(evals)} if evals else {})
-    train = take_own_tasks(run, train or load_task_set(require_tasks(run)))
+    train = take_own_tasks(run, train or load_task_set(require_tasks(run), columns=columns))
     sets = {name: take_own_tasks(run, tasks) for name, tasks in sets.items()}
     train, sets = limit_times(run, train), {name: limit_times(run, tasks) for name, tasks in sets.items()}
     kind = find_sandbox_kind(run, [*train, *chain.from_iterable(sets.values())])
@@ -318,6 +328,13 @@ def load_run_tasks(
         return provide_python(tasks, sandbox=kind, image=run.sandbox_image)
 
     return provide(train), {name: provide(tasks) for name, tasks in sets.items()}
+
+
+def read_columns(run: RunArguments) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what tasks and evaluation tasks have of their rows' columns. Raises `ConfigError`."""
+    given = {"columns": run.columns, "eval_columns": run.eval_columns}
+    columns, eval_columns = (read_mapping(name, value) if value else {} for name, value in given.items())
+    return columns, eval_columns
 
 
 def require_tasks(run: RunArguments) -> str:
@@ -346,7 +363,15 @@ def build_grader(run: RunArguments, tasks: Sequence[Task], backend: SandboxBacke
         if getattr(run, name) and not by_task:
             raise ConfigError(f"{name} is for tasks with tests, graded by them; leave it or the grader out")
     if not by_task:
-        return load_grader(run.grader, backend)
+        grader = load_grader(run.grader, backend)
+        if isinstance(grader, GymGrader):
+            grader.check(tasks)
+        elif rows := [task.id for task in tasks if "gym" in task.metadata and grader is None]:
+            raise ConfigError(
+                f"task {rows[0]!r} is a row of NeMo Gym, whose resources server gives the reward: give the address of "
+                "Gym's head server as grader, such as http://127.0.0.1:11000 (docs/nemo-gym.md)"
+            )
+        return grader
     check_gradable(tasks, backend)
     return GraderByTask(backend, partial=run.partial_credit, zero_suspected=run.zero_suspected_cheats)
 
@@ -377,9 +402,11 @@ def require_good_tasks(
 
 
 def load_grader(spec: str | None, backend: SandboxBackend | None = None) -> Grader | None:
-    """Load the grader that a setting names: an importable function, or a shell command."""
+    """Load the grader that a setting names: an importable function, Gym's head server, or a shell command."""
     if spec is None:
         return None
+    if spec.startswith(("http://", "https://")):
+        return GymGrader(spec)
     if is_object_name(spec):
         function = load_object("grader", spec)
         if not callable(function):

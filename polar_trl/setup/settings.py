@@ -9,7 +9,10 @@ from inspect import get_annotations
 from typing import Any
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Tasks and rewards": ("tasks", "eval_tasks", "check_tasks", "grader", "partial_credit", "zero_suspected_cheats"),
+    "Tasks and rewards": (
+        *("tasks", "eval_tasks", "columns", "eval_columns", "check_tasks", "grader", "partial_credit"),
+        "zero_suspected_cheats",
+    ),
     "Agent": (
         *("agent", "agent_command", "agent_options", "agent_files", "agent_folders", "agents", "mix_agents_in_groups"),
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from polar_trl.errors import RenderError
 from polar_trl.tokens.base import Renderer
 from polar_trl.tokens.canonical import extend_hash, hash_conversation, hash_tools
-from polar_trl.types import Call, ChatRequest, Message, SharedSequence, TokenIds, Tool
+from polar_trl.types import Call, ChatRequest, Message, SharedSequence, TokenIds, Tool, begins_with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,13 @@ class Prompt:
     """An earlier call matched by its messages, but its tokens could not be kept: rendered anew."""
     request: ChatRequest
     """The request, with the matched messages as they were recorded: reasoning, ids and arguments as sampled."""
+
+    def rendered_as(self, ids: TokenIds) -> "Prompt":
+        """Return the prompt with the ids that a server made of it. Where they do not begin with what was known of
+        them, it continues no call."""
+        if begins_with(ids, self.ids):
+            return replace(self, ids=ids)
+        return replace(self, ids=ids, parent=None, parent_ids=())
 
 
 class Continuations:

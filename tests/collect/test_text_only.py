@@ -68,7 +68,6 @@ def chat(*answers: Any, max_model_len: int = 4096) -> Iterator[ChatServer]:
 def test_a_session_is_recorded_as_messages(tmp_path: Path) -> None:
     log = SessionLog(session_id="s1", task_id="t", group_id="g", path=tmp_path / "s1.jsonl")
     with chat(call('{"command": "ls"}'), say("One file.")) as model, serve(model, model) as proxy:
-        assert proxy.is_text_only
         endpoint = proxy.open_session(log)
         agent = client(endpoint)
         messages: list[Any] = [
@@ -124,6 +123,41 @@ def test_a_session_is_recorded_as_messages(tmp_path: Path) -> None:
         "tools": [TOOL],
     }
     assert ASKED[0]["stop"] == ["END"]
+
+
+def with_ids(answer: dict[str, Any], prompt: list[int], sampled: list[int]) -> dict[str, Any]:
+    ids = {"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": [-0.5] * len(sampled)}
+    answer["choices"][0]["message"] |= ids
+    return answer
+
+
+@pytest.mark.parametrize(("second", "num_trajectories"), [([1, 2, 3, 4, 5], 1), ([1, 2, 9, 5], 2)])
+def test_ids_in_the_messages_of_gyms_model_server_are_kept(second: list[int], num_trajectories: int) -> None:
+    """The second prompt goes on from the first answer, or the server has rendered that in another way."""
+    log = new_log()
+    answers = with_ids(say("One."), [1, 2], [3, 4]), with_ids(say("Two."), second, [6])
+    with chat(*answers) as model, serve(model, model) as proxy:
+        agent = client(proxy.open_session(log))
+        messages: list[Any] = [{"role": "user", "content": "Count."}]
+        agent.chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": "One."}, {"role": "user", "content": "Go on."}]
+        agent.chat.completions.create(model="m", messages=messages)
+    assert [tuple(call.prompt_ids) for call in log.calls] == [(1, 2), tuple(second)]
+    assert not any(call.text_only for call in log.calls)
+    rollout = Rollout(id="s1", task_id="t", group_id="g", calls=log.calls)
+    reconstruction = build_prefix_merged(rollout)
+    check_laws(rollout, reconstruction)
+    assert len(reconstruction.trajectories) == num_trajectories
+
+
+def test_ids_that_cannot_be_right_are_a_fault_of_the_server() -> None:
+    broken = with_ids(say("One."), [1, 2], [3, 4])
+    broken["choices"][0]["message"]["generation_log_probs"] = [-0.5]
+    log = new_log()
+    with chat(broken) as model, serve(model, model) as proxy:
+        body = {"messages": [{"role": "user", "content": "Count."}]}
+        assert http(proxy.open_session(log)).post(CHAT, json=body).status_code == 503
+    assert log.counters["engine_errors"] == 1
 
 
 def test_the_laws_refuse_to_train_on_it() -> None:

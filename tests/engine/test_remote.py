@@ -404,6 +404,15 @@ def test_which_model(models: Any, name: str | None, message: str) -> None:
         server.close()
 
 
+def test_a_server_without_a_list_is_taken_at_the_names_word() -> None:
+    with serve_app({}) as url:
+        server = OpenAIServer(f"{url}/v1")
+        assert find_served_model(server, "policy_model") == ServedModel(name="policy_model", max_model_len=None)
+        with pytest.raises(ConfigError, match="no model is served at"):
+            find_served_model(server)
+        server.close()
+
+
 def test_no_address() -> None:
     with pytest.raises(ConfigError, match="'localhost:8000' is no address of a server"):
         OpenAIServer("localhost:8000")

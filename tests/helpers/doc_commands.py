@@ -44,6 +44,7 @@ SECURITY = "tests/cli/test_doctor.py::test_security_says_what_each_sandbox_holds
 SERVED = "tests/cli/test_serve.py::test_ctrl_c_ends_it_and_what_it_recorded_is_read"
 OWN_REPOSITORY = "tests/examples/test_own_repository.py"
 AFTER = "tests/examples/test_after_training.py"
+GYM = "tests/eval/test_gym.py"
 WARM = "tests/examples/test_warm_start.py"
 TWO_RUNS = "tests/tools/inspector/test_browser.py::test_two_sessions_of_a_task_side_by_side"
 CLUSTER = "tests/cluster/test_sessions.py::test_doctor_tries_agents_on_every_node"
@@ -127,6 +128,12 @@ COMMANDS: dict[str, Run | str] = {
     ),
     "polar-trl eval --config pi_1gpu --sandbox_image IMAGE .*": "tests/cli/test_eval.py",
     "polar-trl train pi_1gpu --sandbox_image IMAGE": ("tests/grpo/test_pypi_step.py"),
+    # NeMo Gym
+    "python3.12 -m venv gym-env .*": GYM,
+    "cd examples/nemo_gym": GYM,
+    "export POLAR_TRL=.*": GYM,
+    "gym (env start|eval run) .*": GYM,
+    "polar-trl eval --config my_run.yaml --tasks gym-env/.*": f"{GYM}::test_an_evaluation_has_gyms_rewards",
     # memory, GPUs, going on
     "polar-trl plan .*": Run("fits"),
     "polar-trl train pi_1gpu --accelerate ddp_8gpu .*": "tests/grpo/test_accelerate_configs.py",
