@@ -7,6 +7,8 @@
   bash scripts/gpu/run.sh learn --model MODEL --config ladder_pi --name pi -- --temperature 0.8
   bash scripts/gpu/run.sh learn --model MODEL --config ladder_pi --arms merged per_request carry_over --name paper
   bash scripts/gpu/run.sh learn --model MODEL --arms on_grid on_grid_nearest -- --learning_rate 1e-6
+  bash scripts/gpu/run.sh learn --model MODEL --config examples/call_rewards/run.yaml \
+      --arms session_credit by_turn return_to_go -- --eval_strategy steps --eval_steps 4
 
 Runs scripts/train.py once per arm (a set of flags, `ARMS`), seed and number of processes, and reads what it logged.
 What follows `--` goes to train.py. The batch of a process stays the same, so that two processes roll out twice as much
@@ -15,9 +17,10 @@ go on are stopped and those that wait are left out: the same command with `--res
 what is missing. A run that failed or was stopped is a row with the error.
 
 At equal time: each run up to the time at which the shortest one of its seed and processes ended, starts left out; how
-many updates it had made by then, and its mean reward over the last third of that time. `merged` is the package as it
-is, but for the layout that it shares with `per_request`: each row is forwarded whole there, so that the two differ in
-the rows alone. A CPU trains in float32: `on_grid` has weights on the engine's bfloat16 grid there.
+many updates it had made by then, its mean reward over the last third of that time, and that of held-out tasks over all
+evaluations by then but the one before the first step. `merged` is the package as it is, but for the layout that it
+shares with `per_request`: each row is forwarded whole there, so that the two differ in the rows alone. A CPU trains in
+float32: `on_grid` has weights on the engine's bfloat16 grid there.
 """
 
 import argparse
@@ -57,6 +60,9 @@ ARMS: dict[str, dict[str, str]] = {
     "per_request": {"sequence_layout": "packed"},
     "carry_over": {"max_policy_lag": "1"},
     "no_carry_over": {},
+    "session_credit": {"turn_credit": "none"},
+    "by_turn": {"turn_credit": "by_turn"},
+    "return_to_go": {"turn_credit": "return_to_go"},
 }
 """Flags of train.py. The engine computes in the dtype of the trainer's pass, unless `engine_dtype` is another."""
 WRAPPERS = {"per_request": "scripts/gpu/per_request.py"}
@@ -83,6 +89,9 @@ COLUMNS = {
     "equal_s": "equal time (s)",
     "equal_updates": "updates by then",
     "equal_reward": "reward then",
+    "equal_held_out": "held-out reward till then",
+    "held_out": "in the last evaluation",
+    "solved": "solved there (%)",
     "rows": "rows per rollout",
     "gap": "gap mean (nats)",
     "gap_last": "gap mean / p99 / max, last step",
@@ -133,8 +142,10 @@ class Run:
         command = [*build_launch(self.processes), *([WRAPPERS[self.arm]] if self.arm in WRAPPERS else ())]
         command.append("scripts/train.py")
         if args.per_gpu > 1 and torch.cuda.is_available():
-            # what has to be free at the start; vLLM would size its cache by what neighbors left free at that moment
+            # what has to be free at the start; vLLM would size its cache by what neighbors left free at that moment,
+            # and fails where they took memory while it fell asleep
             flags |= {
+                "vllm_enable_sleep_mode": "false",
                 "vllm_gpu_memory_utilization": "0.05",
                 "engine_kwargs": f'{{"kv_cache_memory_bytes": {4 << 30}}}',
             }
@@ -155,6 +166,11 @@ class Run:
             {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in line.items()}
             for line in lines
         ]
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """Its evaluations so far: mean reward, and the share of sessions that solved their task."""
+        lines = [line for line in read_log(self.folder) if "eval_pass_rate" in line]
+        return [{name: line[name] for name in ("step", "eval_reward", "eval_pass_rate")} for line in lines]
 
 
 class Queue:
@@ -228,7 +244,8 @@ def add_run(run: Run, report: Report, *, problem: str = "") -> None:
     """The row of a run that is over."""
     assert run.process is not None
     steps = run.read_steps()
-    row = {**run.who, **(describe(steps, run) if steps else {}), "log": steps}
+    evaluations = run.read_evaluations()
+    row = {**run.who, **(describe(steps, run) if steps else {}), "log": steps, "evaluations": evaluations}
     if not problem and (run.process.returncode != 0 or not steps):
         text = run.folder.with_suffix(".txt").read_text(errors="replace")
         problem = f"train.py ended with {run.process.returncode}: {' '.join(text.split())[-250:]}"
@@ -296,6 +313,11 @@ def compare_at_equal_time(rows: Sequence[dict[str, Any]]) -> None:
             ]
             row["equal_s"], row["equal_updates"] = limit, len(ends)
             row["equal_reward"] = fmean(rewards) if rewards else "no step ended"
+            evaluations = [line for line in row.get("evaluations", ()) if 0 < line["step"] <= len(ends)]
+            if evaluations:
+                row["equal_held_out"] = fmean(line["eval_reward"] for line in evaluations)
+                last = row["evaluations"][-1]
+                row["held_out"], row["solved"] = last["eval_reward"], 100 * last["eval_pass_rate"]
 
 
 def build_runs(args: argparse.Namespace, done: Sequence[Mapping[str, Any]]) -> list[Run]:

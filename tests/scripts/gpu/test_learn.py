@@ -21,7 +21,8 @@ COUNTING = ROOT / "tests" / "grpo" / "workers" / "counting_agent.py"
 
 def row(arm: str, step_s: float, rewards: list[float | None], **more: Any) -> dict[str, Any]:
     log = [{"polar/phase/step_s": step_s, "reward": reward} for reward in rewards]
-    return {"arm": arm, "seed": 1, "processes": 1, "log": log, **more}
+    evaluations = [{"step": step, "eval_reward": step / 8, "eval_pass_rate": step / 16} for step in range(0, 7, 2)]
+    return {"arm": arm, "seed": 1, "processes": 1, "log": log, "evaluations": evaluations, **more}
 
 
 def test_runs_are_compared_at_the_end_of_the_shortest() -> None:
@@ -30,13 +31,15 @@ def test_runs_are_compared_at_the_end_of_the_shortest() -> None:
     learn.compare_at_equal_time([fast, slow, broken, other])
     assert (fast["equal_s"], fast["equal_updates"], fast["equal_reward"]) == (0.75, 6, 1.0)
     assert (slow["equal_s"], slow["equal_updates"], slow["equal_reward"]) == (0.75, 2, 0.4)
+    assert (fast["equal_held_out"], slow["equal_held_out"]) == (0.5, 0.25)  # the slow one had evaluated after two
+    assert (fast["held_out"], slow["solved"]) == (0.75, 37.5)
     assert "equal_s" not in broken and (other["equal_updates"], other["equal_reward"]) == (2, "no step ended")
 
 
 def test_the_documented_commands(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.findall(r"^bash scripts/gpu/run\.sh learn (.*)$", page, re.MULTILINE)
-    assert len(found) == 3
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("paper", "rewards"))
+    found = re.findall(r"^bash scripts/gpu/run\.sh learn (.*)$", pages.replace("\\\n", " "), re.MULTILINE)
+    assert len(found) == 4
     for line in found:
         args = learn.build_parser().parse_args(["--out", str(tmp_path), *shlex.split(line)])
         runs = learn.build_runs(args, [])
@@ -46,6 +49,7 @@ def test_the_documented_commands(tmp_path: Path) -> None:
             assert (learn.WRAPPERS.get(run.arm) in command) == (run.arm == "per_request")
             _, config, *_ = parse_groups(RunParser(), command[command.index("--config") :])
             assert config.max_policy_lag == (run.arm == "carry_over")
+            assert config.turn_credit == learn.ARMS[run.arm].get("turn_credit", "none")
             assert config.weight_rounding == ("nearest" if run.arm.endswith("nearest") else "dithered")
 
 
