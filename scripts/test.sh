@@ -23,7 +23,7 @@ if [ ! -x /usr/bin/chromium ]; then
     { echo "test.sh: the tests of polar-trl inspect need /usr/bin/chromium; install it" >&2; exit 1; }
 fi
 bash scripts/check
-workers=(-n 2)  # two files at a time; tests/conftest.py says what stays together
+workers=(-n 3)  # three files at a time; tests/conftest.py says what stays together
 if [ "${CONTAINERS:-yes}" = no ]; then
   exec "$bin/python" -m pytest "${workers[@]}" -m "not containers" "$@"
 fi
